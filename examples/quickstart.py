@@ -1,0 +1,1 @@
+"""Store a prompt's blocks, find them again, read them back."""

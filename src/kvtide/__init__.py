@@ -1,0 +1,42 @@
+"""kvtide keeps the KV cache instead of recomputing it.
+
+::
+
+    import kvtide
+
+    store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
+    session = store.session(kvtide.Model(layout, weights="my-model@v1"))
+
+    with session.match(tokens) as match:              # how much of this prompt do you have?
+        loaded = session.load(match).wait()           # its blocks, as views of memory
+    session.store(tokens, blocks)                     # keep what was computed
+"""
+
+from kvtide.block import Group, Kind, Layout
+from kvtide.events import BlockRemoved, BlockStored
+from kvtide.index.keys import Chain, Extra, Model, Tenant
+from kvtide.session import Load, Loaded, Match, Session, Stored
+from kvtide.store import Statistics, Store
+from kvtide.store import open_store as open  # noqa: A004 - the verb that users expect
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockRemoved",
+    "BlockStored",
+    "Chain",
+    "Extra",
+    "Group",
+    "Kind",
+    "Layout",
+    "Load",
+    "Loaded",
+    "Match",
+    "Model",
+    "Session",
+    "Statistics",
+    "Store",
+    "Stored",
+    "Tenant",
+    "open",
+]

@@ -1,0 +1,264 @@
+"""The nouns: what a block is and how it lies in bytes. Imports nothing of ours but the canonical encoding.
+
+A *block* is the KV of a fixed number of tokens for one *group* of layers. Its bytes are in canonical order,
+``[layer][K|V][head][page]``, so that engines of any tensor-parallel size read each other's blocks. One layer's K
+(or V, or latent, or state) is a *section*: the smallest part that can be read and verified alone. Sections are
+padded to 4 KiB, in memory and at rest alike, so that direct I/O moves them without a copy; for the usual models
+the padding is zero.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import NewType
+
+from blake3 import blake3
+
+from kvtide import canonical
+from kvtide.errors import LayoutError
+
+__all__ = [
+    "ALIGN",
+    "DTYPES",
+    "BlockKey",
+    "Found",
+    "Geometry",
+    "Group",
+    "Kind",
+    "Layout",
+    "Slice",
+    "Span",
+    "padded",
+]
+
+ALIGN = 4096
+"""Direct I/O works in units of this many bytes, in memory and on the device."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes that name tokens and model, then the name of the group."""
+
+Span = memoryview
+"""Memory that a tier may fill or empty: bytes, contiguous, aligned to ``ALIGN``."""
+
+DTYPES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to a whole number of ``ALIGN``."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Found(enum.Enum):
+    """What the index knows of a key."""
+
+    HIT = enum.auto()
+    """Whole, in some tier."""
+    PENDING = enum.auto()
+    """Being written: ask again."""
+    MISS = enum.auto()
+    """Not here."""
+
+
+class Kind(enum.Enum):
+    """What a group's layers keep, which decides the part of it that a prefix needs."""
+
+    FULL = "full"
+    """Keys and values of every token. A prefix needs all its blocks."""
+    MLA = "mla"
+    """One latent vector per token, the same on every rank. A prefix needs all its blocks."""
+    WINDOW = "window"
+    """Keys and values of the last ``window`` tokens. A prefix needs the blocks that cover those."""
+    STATE = "state"
+    """A state of fixed size at the block's end (Mamba, linear attention). A prefix needs the last one."""
+    DRAFT = "draft"
+    """Keys and values of a draft model. Its absence never blocks a hit on the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The heads of a block that one rank writes."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How one block lies in bytes: ``sections`` parts of ``section`` bytes, ``stride`` apart."""
+
+    sections: int
+    section: int
+
+    @property
+    def stride(self) -> int:
+        return padded(self.section)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that an engine sees, without padding."""
+        return self.sections * self.section
+
+    @property
+    def footprint(self) -> int:
+        """The bytes that a block takes in memory, with padding."""
+        return self.sections * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share a block table and a rule for prefixes.
+
+    ``heads`` and ``head_dim`` are the whole model's, before any tensor parallelism. For MLA ``heads`` is 1 and
+    ``head_dim`` the latent width; for a state ``head_dim`` is the number of elements per head.
+    """
+
+    name: str
+    kind: Kind
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+    window: int = 0
+    page: int = 16
+    packing: str = "plain"
+
+    def __post_init__(self) -> None:
+        if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= 16):
+            raise LayoutError(f"group name {self.name!r}: use a letter and then letters, digits or _, 16 at most")
+        if self.dtype not in DTYPES:
+            raise LayoutError(f"group {self.name!r}: dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        for field in ("layers", "heads", "head_dim", "page"):
+            if getattr(self, field) < 1:
+                raise LayoutError(f"group {self.name!r}: {field} is {getattr(self, field)}, not positive")
+        if (self.kind is Kind.WINDOW) != (self.window > 0):
+            raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
+        if self.kind is Kind.MLA and self.heads != 1:
+            raise LayoutError(f"group {self.name!r}: MLA has one latent head, not {self.heads}")
+
+    @property
+    def suffix(self) -> bytes:
+        """What ends the key of every block of this group."""
+        return self.name.encode()
+
+    @property
+    def required(self) -> bool:
+        """Whether a prefix without this group's blocks is of no use."""
+        return self.kind is not Kind.DRAFT
+
+    def head_bytes(self, tokens: int) -> int:
+        """Bytes of one head in one section."""
+        per_token = self.head_dim * DTYPES[self.dtype]
+        return per_token if self.kind is Kind.STATE else per_token * tokens
+
+    def geometry(self, tokens: int) -> Geometry:
+        """How a block of ``tokens`` tokens of this group lies in bytes."""
+        pairs = 1 if self.kind in (Kind.MLA, Kind.STATE) else 2
+        return Geometry(self.layers * pairs, self.heads * self.head_bytes(tokens))
+
+    def needs(self, blocks: int, tokens: int) -> range:
+        """Which blocks a prefix of ``blocks`` blocks of ``tokens`` tokens needs of this group."""
+        match self.kind:
+            case Kind.WINDOW:
+                return range(max(0, blocks - -(-self.window // tokens)), blocks)
+            case Kind.STATE:
+                return range(max(0, blocks - 1), blocks)
+            case _:
+                return range(blocks)
+
+    def slices(self, ranks: int) -> tuple[Slice, ...]:
+        """Who writes which heads when ``ranks`` ranks share the model: one writer for each slice.
+
+        With more ranks than heads several hold the same ones; the lowest of them writes. The latent of MLA is
+        the same everywhere, so rank 0 writes it.
+        """
+        if self.kind is Kind.MLA:
+            return (Slice(0, 0, 1),)
+        few, many = sorted((ranks, self.heads))
+        if ranks < 1 or many % few:
+            raise LayoutError(f"group {self.name!r}: {self.heads} heads cannot be cut for {ranks} ranks")
+        each, copies = max(1, self.heads // ranks), max(1, ranks // self.heads)
+        return tuple(Slice(i * copies, i * each, (i + 1) * each) for i in range(self.heads // each))
+
+
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the KV of one model is cut into blocks. Equal layouts have equal digests, on every host."""
+
+    groups: tuple[Group, ...]
+    block_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        names = [g.name for g in self.groups]
+        if not names:
+            raise LayoutError("a layout needs at least one group")
+        if len(set(names)) != len(names):
+            raise LayoutError(f"two groups have one name: {names}")
+        if not any(g.required for g in self.groups):
+            raise LayoutError("a layout of draft groups alone can never be a hit: add the target's group")
+        if self.block_tokens < 1:
+            raise LayoutError(f"block_tokens is {self.block_tokens}, not positive")
+        for g in self.groups:
+            if self.block_tokens % g.page:
+                raise LayoutError(
+                    f"block_tokens = {self.block_tokens} is not a multiple of group {g.name!r}'s page of {g.page}"
+                )
+
+    @classmethod
+    def attention(
+        cls,
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: str = "bfloat16",
+        block_tokens: int = 256,
+        page: int = 16,
+    ) -> Layout:
+        """The layout of a model with full attention in every layer (``heads`` counts KV heads)."""
+        return cls((Group("full", Kind.FULL, layers, heads, head_dim, dtype, page=page),), block_tokens)
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ whenever two layouts' bytes could be confused."""
+        groups: list[canonical.Value] = [
+            [
+                g.name,
+                g.kind.value,
+                g.layers,
+                g.heads,
+                g.head_dim,
+                g.dtype,
+                g.window,
+                g.page,
+                g.packing,
+            ]
+            for g in self.groups
+        ]
+        body = canonical.encode([LAYOUT_VERSION, self.block_tokens, groups])
+        return blake3(body, derive_key_context="kvtide 1 layout").digest(16)
+
+    @functools.cached_property
+    def geometry(self) -> dict[str, Geometry]:
+        """The geometry of a block of each group, by the group's name."""
+        return {g.name: g.geometry(self.block_tokens) for g in self.groups}
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        for g in self.groups:
+            if g.name == name:
+                return g
+        raise LayoutError(f"no group {name!r}; this layout has {', '.join(g.name for g in self.groups)}")

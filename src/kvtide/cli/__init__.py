@@ -1,0 +1,75 @@
+"""The ``kvtide`` command.
+
+Each module beside this one is a command of its own name and defines ``app``, a ``typer.Typer``. It
+is imported only when it is run or listed, and keeps its heavy imports (numpy, the store) inside its
+functions, so that ``kvtide --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from kvtide import __version__
+from kvtide.errors import KvtideError
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """Finds commands among the sibling modules. (Any: the types are typer's private ones.)"""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return sorted(name for name in names if not name.startswith("_"))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # locals may hold a tenant's tokens
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvtide(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Keep the KV cache instead of recomputing it.
+
+    Start with the settings in force here, and where each comes from:
+
+        [bold]kvtide config --explain[/bold]
+    """
+
+
+def main() -> None:
+    """Run the command line. What kvtide raises on purpose is one red message and exit code 2."""
+    try:
+        app()
+    except KvtideError as error:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"kvtide: {error}", style="red", markup=False)
+        sys.exit(2)

@@ -1,0 +1,61 @@
+"""Every error that kvtide raises, in one tree.
+
+::
+
+    KvtideError
+    ├── ConfigError            a setting is unknown or has a value that cannot work
+    ├── LayoutError            a layout, buffer or token range does not fit its description
+    ├── TierError              a tier cannot be opened or used at all
+    │   ├── TierLockedError    another process has this directory open
+    │   └── TierVersionError   the directory was written by a newer kvtide
+    ├── RightError             a lease or reservation was used after it ended
+    └── ClosedError            the store or session is closed
+
+What can go wrong with a *block* is not in this tree. A block that is missing, torn, corrupt or late is
+a miss: the caller computes it, as it would have without us. Errors are for what the caller can mend.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "KvtideError",
+    "LayoutError",
+    "RightError",
+    "TierError",
+    "TierLockedError",
+    "TierVersionError",
+]
+
+
+class KvtideError(Exception):
+    """The root: ``except KvtideError`` catches everything that kvtide raises on purpose."""
+
+
+class ConfigError(KvtideError):
+    """A setting is unknown or has a value that cannot work. The text names it and the nearest good one."""
+
+
+class LayoutError(KvtideError, ValueError):
+    """A layout, buffer or token range does not fit its description. Check shapes and sizes."""
+
+
+class TierError(KvtideError):
+    """A tier cannot be opened or used at all. The text says what the system answered and what to do."""
+
+
+class TierLockedError(TierError):
+    """Another process has this directory open. Stop it, or give this one a directory of its own."""
+
+
+class TierVersionError(TierError):
+    """The directory was written by a newer kvtide and was left untouched. Upgrade, or use another."""
+
+
+class RightError(KvtideError):
+    """A lease or reservation was used after it was released, sealed or aborted."""
+
+
+class ClosedError(KvtideError):
+    """The store or session is closed. Open a new one."""

@@ -1,0 +1,238 @@
+"""Which block is where.
+
+A block known to the store is a *row*: a small integer into parallel arrays, one array per fact. Columns instead of
+objects keep a block near 250 bytes at a million rows and let one numpy call lease, touch or judge a whole
+prompt. Row 0 is "no block": it is absent from every tier for ever, so looking up an unknown key needs no branch.
+
+Tier 0 is DRAM. In each tier a row is ABSENT, PENDING (a writer holds the slot) or SEALED (whole). A row lives as
+long as it is in some tier or somebody holds it.
+
+Thread rule: hold ``lock`` around everything here. Nothing here blocks, does I/O or calls out, so the lock is held
+for microseconds; decide under it, act outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Found, Group, Layout
+
+__all__ = ["ABSENT", "DRAM", "NOWHERE", "PENDING", "SEALED", "Index", "Mask", "Rows"]
+
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+DRAM = 0
+ABSENT, PENDING, SEALED = 0, 1, 2
+NOWHERE = -1
+"""The place of a row in a tier that does not have it."""
+
+NO_ROW = 0
+
+
+class Index:
+    """The table of blocks. See the module's text for the thread rule."""
+
+    def __init__(self, tiers: int) -> None:
+        self.lock = threading.RLock()
+        self.changes = 0
+        """Grows whenever a block may have become evictable; lets a fruitless search be skipped."""
+        self._rows: dict[BlockKey, int] = {}
+        self._keys: list[BlockKey | None] = [None]
+        self._free: list[int] = []
+        size = 1024
+        self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
+        self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
+        self.holds = np.zeros(size, np.int32)
+        """Leases and moves under way: a held row is evicted from no tier."""
+        self.pins = np.zeros(size, np.uint16)
+        self.priority = np.zeros(size, np.int8)
+        self.expiry = np.full(size, np.inf)
+        self.depth = np.zeros(size, np.uint32)
+        self.touches = np.zeros(size, np.uint8)
+        self.used = np.zeros(size, np.int64)
+        """When a row was last used, in ticks of the policy's clock."""
+        self.parent = np.zeros(size, "V32")
+        """The digest that the block was chained to."""
+        self.space = np.zeros(size, np.uint32)
+        """Which namespace and group: the pipeline's number for an Identity."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def size(self) -> int:
+        """Rows that were ever in use, row 0 included."""
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"<Index {len(self)} blocks>"
+
+    # -- rows ---------------------------------------------------------------------------------------------
+
+    def rows(self, keys: Iterable[BlockKey]) -> Rows:
+        """The row of each key; ``NO_ROW`` for a key that is not known."""
+        get = self._rows.get
+        return np.array([get(k, NO_ROW) for k in keys], np.int64)
+
+    def row(self, key: BlockKey) -> int:
+        """The row of one key, or ``NO_ROW``."""
+        return self._rows.get(key, NO_ROW)
+
+    def key(self, row: int) -> BlockKey:
+        """The key of a live row."""
+        key = self._keys[row]
+        assert key is not None, f"row {row} is free"
+        return key
+
+    def add(self, key: BlockKey, parent: bytes, depth: int) -> int:
+        """A row for a key that has none yet, absent from every tier."""
+        if self._free:
+            row = self._free.pop()
+            self._keys[row] = key
+        else:
+            row = len(self._keys)
+            if row == len(self.holds):
+                self._grow(2 * row)
+            self._keys.append(key)
+        self._rows[key] = row
+        self.parent[row] = parent
+        self.depth[row] = depth
+        return row
+
+    def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> Rows:
+        """Rows for keys that have none yet. For opening a tier: nothing may have been freed before."""
+        assert not self._free
+        first = len(self._keys)
+        stop = first + len(keys)
+        if stop > len(self.holds):
+            self._grow(stop + stop // 8)
+        self._keys.extend(keys)
+        self.parent[first:stop] = parents
+        self._rows.update(zip(keys, range(first, stop), strict=True))
+        self.depth[first:stop] = depths
+        return np.arange(first, stop)
+
+    @property
+    def next_row(self) -> int:
+        """The row that the next ``add`` will give."""
+        return self._free[-1] if self._free else len(self._keys)
+
+    def detach(self, row: int) -> None:
+        """Let nobody find ``row`` by its key any more, though it may still be held."""
+        del self._rows[self.key(row)]
+
+    def retire(self, row: int) -> bool:
+        """Forget a row that is in no tier and held by nobody."""
+        if self.holds[row] or any(s[row] for s in self.state):
+            return False
+        key = self._keys[row]
+        if key is None:
+            return False
+        if self._rows.get(key) == row:
+            del self._rows[key]
+        self._keys[row] = None
+        self.pins[row] = self.priority[row] = self.touches[row] = 0
+        self.expiry[row] = np.inf
+        self._free.append(row)
+        return True
+
+    def _grow(self, size: int) -> None:
+        def bigger(old: npt.NDArray[Any], fill: float = 0) -> npt.NDArray[Any]:
+            new = np.zeros(size, old.dtype)
+            new[: len(old)] = old
+            if fill:
+                new[len(old) :] = fill
+            return new
+
+        self.state = [bigger(a) for a in self.state]
+        self.place = [bigger(a, NOWHERE) for a in self.place]
+        self.expiry = bigger(self.expiry, np.inf)
+        for name in ("holds", "pins", "priority", "depth", "touches", "used", "parent", "space"):
+            setattr(self, name, bigger(getattr(self, name)))
+
+    # -- places -------------------------------------------------------------------------------------------
+
+    def put(self, row: int, tier: int, state: int, place: int) -> None:
+        """Record that ``row`` is in ``tier``."""
+        self.state[tier][row] = state
+        self.place[tier][row] = place
+
+    def remove(self, row: int, tier: int) -> int:
+        """Record that ``row`` is no longer in ``tier``; answers where it was. Retire the row yourself."""
+        place = int(self.place[tier][row])
+        self.state[tier][row] = ABSENT
+        self.place[tier][row] = NOWHERE
+        return place
+
+    def hold(self, rows: Rows) -> None:
+        """Keep distinct rows from eviction until ``unhold``."""
+        self.holds[rows] += 1
+
+    def unhold(self, rows: Rows) -> None:
+        """End a ``hold``. Rows that are nowhere by now are forgotten."""
+        self.holds[rows] -= 1
+        self.changes += 1
+        gone = self.holds[rows] == 0
+        for state in self.state:
+            gone &= state[rows] == ABSENT
+        if gone.any():
+            for row in rows[gone].tolist():
+                self.retire(row)
+
+    # -- questions ----------------------------------------------------------------------------------------
+
+    def usable(self, rows: Rows, now: float) -> Mask:
+        """Which rows are whole in some tier and not expired."""
+        whole: Mask = self.state[0][rows] == SEALED
+        for state in self.state[1:]:
+            whole |= state[rows] == SEALED
+        whole &= self.expiry[rows] > now
+        return whole
+
+    def find(self, keys: Sequence[BlockKey], now: float) -> list[Found]:
+        """HIT, PENDING or MISS for each key."""
+        rows = self.rows(keys)
+        hits = self.usable(rows, now)
+        pending = np.zeros(len(rows), np.bool_)
+        for state in self.state:
+            pending |= state[rows] == PENDING
+        return [
+            Found.HIT if hit else Found.PENDING if wait else Found.MISS
+            for hit, wait in zip(hits.tolist(), pending.tolist(), strict=True)
+        ]
+
+    def lengths(self, layout: Layout, rows: dict[str, Rows], whole: dict[str, Mask]) -> Mask:
+        """For each length in blocks, 0 to all, whether a prefix of it is usable: all required groups by their rules.
+
+        ``whole`` says which blocks of each group count as present.
+        """
+        good = np.ones(min(len(r) for r in rows.values()) + 1, np.bool_)
+        for group in layout.groups:
+            if group.required:
+                good &= _reach(group, whole[group.name], layout.block_tokens)
+        return good
+
+    def evictable(self, rows: Rows, tier: int) -> Mask:
+        """Which rows may leave ``tier`` now."""
+        free: Mask = (self.state[tier][rows] == SEALED) & (self.holds[rows] == 0) & (self.pins[rows] == 0)
+        return free
+
+
+def _reach(group: Group, present: Mask, tokens: int) -> Mask:
+    """For each length in blocks, 0 to all, whether ``group`` has what a prefix of it needs."""
+    lengths = np.arange(len(present) + 1)
+    absent = np.flatnonzero(~present)
+    # The last absent block before each length; what a prefix needs must lie after it.
+    last = np.full(len(lengths), -1)
+    before = np.searchsorted(absent, lengths)
+    some = before > 0
+    last[some] = absent[before[some] - 1]
+    needed = len(present) - group.needs(len(present), tokens).start
+    good: Mask = last < np.maximum(0, lengths - needed)
+    return good

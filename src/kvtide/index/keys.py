@@ -1,0 +1,248 @@
+"""Tokens to keys: who a block is.
+
+A key is a chained hash: each block's digest covers its parent's, so one key stands for every token before it.
+The hash is keyed with a key derived from the tenant's naming secret and the namespace (model, weights, dtype,
+layout, adapter, fidelity, tenant), so that blocks of another model or tenant cannot even be asked for by accident.
+Nothing here depends on the process, the host, PYTHONHASHSEED or an engine's own hashes.
+
+What is hashed, per block: parent digest (32 bytes), u32 token count, the tokens as u32 little-endian, then each
+extra that touches the block, sorted: kind, value (both length-prefixed, type-tagged) and its i64 offset relative to
+the block's first token (negative where an image began in an earlier block).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtide import canonical
+from kvtide.block import BlockKey, Layout
+from kvtide.errors import LayoutError
+
+__all__ = ["DEFAULT_TENANT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens"]
+
+Tokens = Sequence[int] | npt.NDArray[np.uint32] | memoryview | array  # type: ignore[type-arg]
+"""Token ids: a list costs a conversion (about 16 ns a token); a uint32 buffer is used as it is."""
+
+ROOT = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose blocks. Two tenants' names for the same tokens have nothing in common.
+
+    ``secret`` names blocks; it encrypts nothing and is never rotated, only destroyed.
+    """
+
+    name: str
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < 32:
+            raise LayoutError(
+                f"tenant {self.name!r}: a naming secret of {len(self.secret)} bytes can be guessed; use 32 or more"
+            )
+
+    @property
+    def tag(self) -> bytes:
+        """16 opaque bytes that mark this tenant's blocks at rest."""
+        return blake3(self.secret, derive_key_context="kvtide 1 tenant").digest(16)
+
+
+DEFAULT_TENANT = Tenant("", b"kvtide: the tenant of those who named none")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything that decides the bytes of a block, besides its tokens.
+
+    ``weights`` is a weights identity (see ``kvtide.weights``); ``config`` the model's configuration after
+    overrides, as plain values; ``scales`` whatever the KV dtype is scaled by. ``fidelity`` is "exact" or the
+    name of a lossy form, which is another block and never answers an exact request.
+    """
+
+    layout: Layout
+    weights: str
+    config: Mapping[str, canonical.Value] = field(default_factory=dict)
+    scales: bytes = b""
+    adapter: str = ""
+    fidelity: str = "exact"
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise LayoutError(
+                "a model needs a weights identity: blocks of other weights must never be taken for its own"
+            )
+
+    def namespace(self, tenant: Tenant = DEFAULT_TENANT) -> bytes:
+        """32 bytes that are equal only where blocks may be shared."""
+        body = canonical.encode(
+            {
+                "layout": self.layout.digest,
+                "weights": self.weights,
+                "config": self.config,
+                "scales": self.scales,
+                "adapter": self.adapter,
+                "fidelity": self.fidelity,
+                "tenant": tenant.tag,
+            }
+        )
+        return blake3(body, derive_key_context="kvtide 1 namespace").digest()
+
+    def namer(self, tenant: Tenant = DEFAULT_TENANT) -> Namer:
+        """The derived naming key: what a session is given instead of the tenant's secret."""
+        key = blake3(tenant.secret + self.namespace(tenant), derive_key_context="kvtide 1 name").digest()
+        return Namer(key, self.layout.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Something besides token ids that the KV of tokens ``start`` to ``stop`` depends on.
+
+    ``Extra("lora", name)`` holds for the whole prompt; ``Extra("image", digest, 100, 676)`` for a picture's
+    placeholder tokens; ``Extra("salt", s, 0, 1)`` for the first block and, by the chain, all after it.
+    """
+
+    kind: str
+    value: bytes | str | int
+    start: int = 0
+    stop: int = sys.maxsize
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise LayoutError(f"extra {self.kind!r} covers no token: {self.start} to {self.stop}")
+
+
+def _token_bytes(tokens: Tokens) -> bytes:
+    """``tokens`` as u32 little-endian."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+            raise LayoutError(f"token ids are one row of integers, not {tokens.dtype} {tokens.shape}")
+        if tokens.dtype != np.dtype("<u4"):
+            if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFFFFFF):
+                raise LayoutError("token ids must lie between 0 and 2**32 - 1")
+            tokens = tokens.astype("<u4")
+        return tokens.tobytes()
+    if isinstance(tokens, memoryview):
+        if tokens.format not in ("I", "<I", "=I") or tokens.itemsize != 4:
+            raise LayoutError(f"a token buffer must hold uint32, not format {tokens.format!r}")
+        return tokens.tobytes()
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as e:
+        raise LayoutError(f"token ids must be integers between 0 and 2**32 - 1: {e}") from e
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class Namer:
+    """Names blocks for one model and tenant. Immutable; use it from any thread."""
+
+    __slots__ = ("_key", "block_tokens")
+
+    def __init__(self, key: bytes, block_tokens: int) -> None:
+        self._key = key
+        self.block_tokens = block_tokens
+
+    def __repr__(self) -> str:
+        return f"<Namer block_tokens={self.block_tokens}>"
+
+    def chain(self, tokens: Tokens = (), extras: Sequence[Extra] = ()) -> Chain:
+        """The chain of a prompt. Keep it and ``extend`` it: a prompt grown by one turn costs only the turn."""
+        chain = Chain(self)
+        chain.extend(tokens, extras)
+        return chain
+
+
+class Chain:
+    """The names of a growing prompt's full blocks. For one thread at a time."""
+
+    __slots__ = ("_extras", "_keys", "_named", "_tail", "digests", "namer")
+
+    def __init__(self, namer: Namer) -> None:
+        self.namer = namer
+        self._tail = b""
+        self._extras: list[Extra] = []
+        self._keys: dict[bytes, list[BlockKey]] = {}
+        self.digests: list[bytes] = []
+        """One digest per full block."""
+        self._named = bytearray()
+
+    def __repr__(self) -> str:
+        return f"<Chain {self.blocks} blocks + {len(self._tail) // 4} tokens>"
+
+    @property
+    def blocks(self) -> int:
+        """How many full blocks the prompt has."""
+        return len(self.digests)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.namer.block_tokens
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the prompt has, the last part of a block included."""
+        return self.blocks * self.block_tokens + len(self._tail) // 4
+
+    def extend(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> None:
+        """Append ``tokens``. ``extras`` are placed from the prompt's start, and only where tokens are still to come."""
+        named = self.blocks * self.block_tokens
+        for extra in extras:
+            if extra.start < named:
+                raise LayoutError(
+                    f"extra {extra.kind!r} starts at token {extra.start}, but {named} tokens are named already"
+                )
+        self._extras.extend(extras)
+        raw = self._tail + _token_bytes(tokens) if self._tail else _token_bytes(tokens)
+        size = self.block_tokens * 4
+        end = len(raw) - len(raw) % size
+        self._tail = raw[end:]
+        self._named += raw[:end]
+        head = self.block_tokens.to_bytes(4, "little")
+        hasher = blake3(key=self.namer._key)  # one for all blocks: making one costs as much as half a block
+        digests, tail = self.digests, b""
+        parent = digests[-1] if digests else ROOT
+        for at in range(0, end, size):
+            if self._extras:
+                tail = self._extra_bytes(len(digests))
+            hasher.reset()
+            hasher.update(parent + head + raw[at : at + size] + tail)
+            parent = hasher.digest()
+            digests.append(parent)
+
+    def _extra_bytes(self, block: int) -> bytes:
+        first = block * self.block_tokens
+        last = first + self.block_tokens
+        touching = [
+            canonical.encode(e.kind)
+            + canonical.encode(e.value)
+            # What holds for the whole prompt has no place in it: the offset would tie it to this block.
+            + (0 if e.stop == sys.maxsize else e.start - first).to_bytes(8, "little", signed=True)
+            for e in self._extras
+            if e.start < last and e.stop > first
+        ]
+        return b"".join(sorted(touching))
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        """The keys of the prompt's full blocks in the group with that suffix."""
+        keys = self._keys.setdefault(suffix, [])
+        if len(keys) < len(self.digests):
+            keys.extend(BlockKey(d + suffix) for d in self.digests[len(keys) :])
+        return keys
+
+    def tokens_of(self, block: int) -> bytes:
+        """The tokens of a full block, as u32 little-endian."""
+        size = self.block_tokens * 4
+        return bytes(self._named[block * size : (block + 1) * size])
+
+    def parent(self, block: int) -> bytes:
+        """The digest that block ``block`` was chained to."""
+        return self.digests[block - 1] if block else ROOT

@@ -1,0 +1,186 @@
+"""What leaves when a tier is full.
+
+A *policy* only ranks: lower score, sooner out. It sees rows in batches and keeps its facts in the index's columns, so a
+prompt of 512 blocks is touched by one array write. The ``Evictor`` does the rest: it ranks the rows of one slot size,
+keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
+
+Leaf first: a chain must lose its deepest block first, because a block without its parents is of no use. For an LRU
+that follows from the order of touching alone: a prompt's blocks are touched together, and the head gets the newest
+tick, so no block is ever older than its descendants.
+
+Sizes: a slot can only be reused for its own size. If the coldest segment of another size is colder, on average, than
+the coldest block of this size, or this size has nothing to give, that whole segment is emptied instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.index.index import Index, Rows
+from kvtide.tiers.segments import EMPTY, Segment, Segments
+
+__all__ = ["Evictor", "Lru", "Policy", "Slotted"]
+
+Scores = npt.NDArray[np.int64]
+
+
+class Policy(Protocol):
+    """Ranks rows. Called under the index's lock; must not block."""
+
+    def touch(self, rows: Rows) -> None:
+        """These blocks of one chain, head first, were stored or asked for."""
+
+    def score(self, rows: Rows) -> Scores:
+        """How much each is worth keeping; the lowest leaves first."""
+
+
+class Lru:
+    """Least recently used, leaf first; a block of higher priority outlasts all of lower."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._tick = 0
+
+    def touch(self, rows: Rows) -> None:
+        self._tick += len(rows)
+        self._index.used[rows] = self._tick - np.arange(len(rows))
+
+    def score(self, rows: Rows) -> Scores:
+        return (self._index.priority[rows].astype(np.int64) << 48) + self._index.used[rows]
+
+    def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
+        """After a restart: rank by order of writing, no block older than its descendants.
+
+        ``parents`` holds, for each row, the position of its parent in ``rows``, or -1.
+        """
+        used = np.argsort(np.argsort(sequences)).astype(np.int64)
+        depth = self._index.depth[rows]
+        order = np.argsort(depth)[::-1]
+        borders = np.flatnonzero(np.diff(depth[order])) + 1
+        for level in np.split(order, borders):
+            child = level[parents[level] >= 0]
+            np.maximum.at(used, parents[child], used[child])
+        # Equal ticks, then: the deeper one first.
+        ranked = np.lexsort((-depth.astype(np.int64), used))
+        ticks = np.empty(len(rows), np.int64)
+        ticks[ranked] = np.arange(1, len(rows) + 1)
+        self._index.used[rows] = self._tick + ticks
+        self._tick += len(rows)
+
+
+class Slotted(Protocol):
+    """A tier whose room is kept in a book of segments."""
+
+    @property
+    def segments(self) -> Segments: ...
+
+    @property
+    def book_lock(self) -> threading.Lock: ...
+
+
+class Evictor:
+    """Finds what may leave one tier. All calls under the index's lock."""
+
+    def __init__(
+        self,
+        index: Index,
+        number: int,
+        tier: Slotted,
+        policy: Policy,
+        may_leave: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self._index = index
+        self._number = number
+        self._tier = tier
+        self._policy = policy
+        self._may_leave = may_leave
+        self._queues: dict[int, list[tuple[int, int]]] = {}
+        """By slot size: score and row, the coldest last."""
+        self._barren: dict[int, int] = {}
+        """By slot size: the index's count of changes when nothing could be found."""
+
+    def victims(self, size: int) -> list[int]:
+        """Rows to evict so that a slot of ``size`` comes free, at once or when a segment is cut anew."""
+        row, score = self._coldest(size)
+        segment = self._colder_segment(size, score if row else None)
+        if segment is not None:
+            with self._tier.book_lock:
+                self._tier.segments.drain(segment)
+                return [r for r in segment.owner.tolist() if r != EMPTY]
+        if row:
+            self._queues[size].pop()
+            return [row]
+        return []
+
+    def coldest(self, count: int) -> Rows:
+        """The rows that would leave next, of any size, whether they may already or not."""
+        with self._tier.book_lock:
+            owners = [s.owner for s in self._tier.segments]
+        rows = np.concatenate(owners) if owners else np.zeros(0, np.int64)
+        rows = rows[rows > EMPTY]
+        rows = rows[self._index.evictable(rows, self._number)]
+        scores = self._policy.score(rows)
+        if len(rows) > count:
+            near = np.argpartition(scores, count)[:count]
+            rows, scores = rows[near], scores[near]
+        return rows[np.argsort(scores)]
+
+    def _leaving(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        good = self._index.evictable(rows, self._number)
+        if self._may_leave is not None:
+            good &= self._may_leave(rows)
+        return good
+
+    def _coldest(self, size: int) -> tuple[int, int]:
+        """The next row of that size and its score; it stays in the queue. (0, 0): none."""
+        while True:
+            queue = self._queues.setdefault(size, [])
+            while queue:
+                score, row = queue[-1]
+                one = np.array([row])
+                if self._leaving(one)[0] and self._policy.score(one)[0] == score and self._sized(row, size):
+                    return row, score
+                queue.pop()
+            if self._barren.get(size) == self._index.changes:
+                return 0, 0
+            self._refill(size)
+            if not self._queues[size]:
+                self._barren[size] = self._index.changes
+                return 0, 0
+
+    def _sized(self, row: int, size: int) -> bool:
+        place = int(self._index.place[self._number][row])
+        segments = self._tier.segments
+        return segments.holds(place) and segments[place >> 32].size == size
+
+    def _refill(self, size: int) -> None:
+        with self._tier.book_lock:
+            rows = self._tier.segments.owners(size)
+        rows = rows[rows > EMPTY]
+        rows = rows[self._leaving(rows)]
+        scores = self._policy.score(rows)
+        count = max(64, len(rows) // 64)
+        if len(rows) > count:
+            near = np.argpartition(scores, count)[:count]
+            rows, scores = rows[near], scores[near]
+        order = np.argsort(scores)[::-1]
+        self._queues[size] = list(zip(scores[order].tolist(), rows[order].tolist(), strict=True))
+
+    def _colder_segment(self, size: int, than: int | None) -> Segment | None:
+        """The coldest segment of another size whose blocks may all leave, if it is colder than ``than``."""
+        best, best_score = None, float("inf") if than is None else float(than)
+        with self._tier.book_lock:
+            others = [s for s in self._tier.segments if s.size != size and not s.draining]
+        for segment in others:
+            rows = segment.owner[segment.owner != EMPTY]
+            if not len(rows) or (rows < 0).any():
+                continue
+            score = float(self._policy.score(rows).mean())
+            if score < best_score and self._leaving(rows).all():
+                best, best_score = segment, score
+        return best

@@ -1,0 +1,548 @@
+"""The face of the store for one model: match, load, store, prefetch, pin, drop.
+
+Nothing here blocks on I/O except what says ``wait``. Every answer about a block is true at the moment it is given and
+stays true while its right is held: a ``Match`` keeps its blocks from eviction until it is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
+
+import numpy as np
+
+from kvtide.block import DTYPES, Geometry, Group, Span
+from kvtide.errors import ClosedError, LayoutError, RightError
+from kvtide.index.index import DRAM, PENDING, SEALED, Rows
+from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
+from kvtide.index.lease import Lease, Reservation
+from kvtide.plan.planner import Plan
+from kvtide.tiers.base import Identity
+from kvtide.transfer.pipeline import Pledge
+from kvtide.transfer.transfer import Transfer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvtide.store import Store
+
+    Buffers = Sequence[Buffer] | Mapping[str, Sequence[Buffer]]
+
+__all__ = ["Load", "Loaded", "Match", "Session", "Stored"]
+
+_PART = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of the blocks given to ``Session.store``."""
+
+    stored: int
+    """New in the store."""
+    present: int
+    """There before; nothing was copied."""
+    dropped: int
+    """Not kept: no room could be made without waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought: the first ``tokens`` tokens of the prompt need not be computed.
+
+    ``views`` has, for each group, the blocks that were asked for as read-only memory, the first of them for block
+    ``first[group]``. They hold until the match is released.
+    """
+
+    tokens: int
+    first: dict[str, int]
+    views: dict[str, list[Span]]
+
+    @property
+    def blocks(self) -> list[Span]:
+        """The views of the only group."""
+        (views,) = self.views.values()
+        return views
+
+
+class Match:
+    """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
+
+    ``tokens`` of the prompt are in the store, in whatever tier; ``ready`` says that all of them are in DRAM, so that
+    ``load`` ends at once. ``pending`` says that the next block is just being written: ask again and get more.
+    ``plan`` has the expectations that decided the length.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_lease",
+        "blocks",
+        "chain",
+        "have",
+        "pending",
+        "plan",
+        "ready",
+        "rows",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        have: int,
+        rows: dict[str, Rows],
+        ready: bool,
+        pending: bool,
+        lease: Lease,
+    ) -> None:
+        self.chain = chain
+        self.plan = plan
+        self.blocks = plan.blocks
+        self.have = have
+        self.tokens = plan.blocks * chain.block_tokens
+        self.rows = rows
+        self.ready = ready
+        self.pending = pending
+        self._lease: Lease | None = lease
+
+    def __repr__(self) -> str:
+        where = "in DRAM" if self.ready else "partly colder"
+        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{'' if self.held else ', released'}>"
+
+    @property
+    def held(self) -> bool:
+        return self._lease is not None
+
+    def release(self) -> None:
+        """Let the blocks go. Views of them must not be used any more."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class Load:
+    """A load under way: ``wait`` for it in a thread, ``await`` it in asyncio, or ``cancel`` it."""
+
+    __slots__ = ("_collect", "_into", "transfer")
+
+    def __init__(self, transfer: Transfer, collect: Callable[[], Loaded], into: bool) -> None:
+        self.transfer = transfer
+        self._collect = collect
+        self._into = into
+
+    def wait(self, timeout: float | None = None) -> Loaded:
+        """What has come when all is here, or the deadline or ``timeout`` has passed: perhaps a shorter prefix."""
+        if not self.transfer.wait(timeout):
+            self.transfer.cancel()
+        return self._collect()
+
+    def cancel(self) -> None:
+        self.transfer.cancel()
+
+    def __await__(self) -> Generator[Any, None, Loaded]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Loaded:
+        await self.transfer
+        # Copying gigabytes would stop the loop; making views does not.
+        return await asyncio.to_thread(self._collect) if self._into else self._collect()
+
+
+class Session:
+    """One engine's use of the store: one model, one tenant. Its rights end with it. Safe from any thread."""
+
+    def __init__(self, store: Store, model: Model, tenant: Tenant = DEFAULT_TENANT) -> None:
+        self._store = store
+        self._index = store.index
+        self._pipeline = store.pipeline
+        self.model = model
+        self.layout = model.layout
+        self._namer = model.namer(tenant)
+        self._identities = {
+            g.name: Identity(
+                model.namespace(tenant),
+                tenant.tag,
+                model.layout.digest,
+                g.suffix,
+                model.layout.block_tokens,
+                model.layout.geometry[g.name],
+                DTYPES[g.dtype],
+            )
+            for g in model.layout.groups
+        }
+        self._rights: WeakSet[Match | Reservation] = WeakSet()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Session {self.model.weights}{' closed' if self._closed else ''}>"
+
+    # -- names --------------------------------------------------------------------------------------------
+
+    def chain(self, tokens: Tokens = (), extras: Sequence[Extra] = ()) -> Chain:
+        """The names of a prompt's blocks. Keep it and ``extend`` it, and each turn costs only its own tokens.
+
+        Every method that takes tokens takes a chain as well.
+        """
+        return self._namer.chain(tokens, extras)
+
+    def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
+        if self._closed or self._store.closed:
+            raise ClosedError("this session is closed; open a new one with store.session(model)")
+        if isinstance(tokens, Chain):
+            if extras:
+                raise LayoutError("extras are part of a chain: give them when it is made or extended")
+            if tokens.namer is not self._namer:
+                raise LayoutError("this chain was made by another session: its names mean other blocks")
+            return tokens
+        return self._namer.chain(tokens, extras)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra] = (),
+        *,
+        have: int = 0,
+        prefill: float | None = None,
+    ) -> Match:
+        """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
+
+        ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's
+        speed in tokens per second (by default the configuration's): what would take longer to load than to compute is left
+        out.
+        """
+        chain = self._chain(tokens, extras)
+        layout, index = self.layout, self._index
+        own = have // layout.block_tokens
+        speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
+        keys = {g.name: chain.keys(g.suffix) for g in layout.groups}
+        now = self._store.sweep()
+        with index.lock:
+            rows = {name: index.rows(k) for name, k in keys.items()}
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            if own:
+                for mask in whole.values():
+                    mask[:own] = True
+            usable = index.lengths(layout, rows, whole)
+            plan = self._store.planner.plan(layout, rows, usable, own, speed, self._store.read_bytes_queued)
+            needed = {g.name: self._needed(g, rows[g.name], plan.blocks, own) for g in layout.groups}
+            for g in layout.groups:
+                if not g.required:
+                    needed[g.name] = needed[g.name][: _leading(whole[g.name][own : plan.blocks])]
+            held = _concatenate(needed.values())
+            lease = self._pipeline.lease(held)
+            for r in rows.values():
+                chain_rows = r[: plan.blocks]
+                self._pipeline.touch(chain_rows[chain_rows > 0])
+            ready = bool((index.state[DRAM][held] == SEALED).all())
+            after = [r[plan.blocks] for r in rows.values() if len(r) > plan.blocks]
+            pending = bool(after) and all(index.state[DRAM][r] == PENDING for r in after)
+        match = Match(chain, plan, own, needed, ready, pending, lease)
+        self._rights.add(match)
+        return match
+
+    def _needed(self, group: Group, rows: Rows, blocks: int, have: int) -> Rows:
+        needs = group.needs(blocks, self.layout.block_tokens)
+        return rows[max(needs.start, have) : needs.stop]
+
+    def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
+        """Bring a match's blocks to DRAM and, if ``into`` is given, copy them there.
+
+        ``into`` has a writable buffer for each block from ``have`` on (by group, if the layout has several).
+        ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left out, and the
+        result is a shorter prefix.
+        """
+        if not match.held:
+            raise RightError("this match was released; match again")
+        targets = None if into is None else self._buffers(into, writable=True)
+        seconds = self._store.config.plan.deadline_seconds if deadline is None else deadline
+        clock = self._store.clock
+        limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
+        transfer = Transfer(clock, limit)
+        self._pipeline.load(self._wanted(match), transfer)
+        return Load(transfer, lambda: self._collect(match, targets), into is not None)
+
+    def _wanted(self, match: Match) -> Iterator[tuple[int, Identity]]:
+        for name, rows in match.rows.items():
+            identity = self._identities[name]
+            for row in rows.tolist():
+                yield row, identity
+
+    def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
+        """The longest prefix of ``match`` that is in DRAM now."""
+        index, layout = self._index, self.layout
+        with index.lock:
+            if not match.held:
+                raise RightError("this match was released while its load was under way")
+            whole, first = {}, {}
+            for g in layout.groups:
+                mask = np.zeros(match.blocks, np.bool_)
+                mask[: match.have] = True
+                start = max(g.needs(match.blocks, layout.block_tokens).start, match.have)
+                rows = match.rows[g.name]
+                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+                whole[g.name], first[g.name] = mask, start
+            spaced = {name: np.zeros(match.blocks, np.int64) for name in whole}
+            blocks = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
+            places = {}
+            for g in layout.groups:
+                stop = max(0, blocks - first[g.name])
+                mine = match.rows[g.name][:stop]
+                if not g.required:
+                    mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
+                for row in mine.tolist():
+                    if not self._pipeline.intact(row):
+                        raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
+                places[g.name] = index.place[DRAM][mine].tolist()
+        views: dict[str, list[Span]] = {}
+        dram = self._store.dram
+        for name, where in places.items():
+            geometry = layout.geometry[name]
+            spans = [dram.span(place, geometry.footprint) for place in where]
+            if into is not None:
+                for target, span in zip(into[name], spans, strict=False):
+                    _unpack(geometry, span, target)
+            views[name] = [s.toreadonly() for s in spans]
+        return Loaded(blocks * layout.block_tokens, first, views)
+
+    def prefetch(
+        self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, deadline: float | None = None
+    ) -> Transfer:
+        """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
+        match = self.match(tokens, extras, prefill=0)
+        load = self.load(match, deadline=deadline)
+        load.transfer.on_end(match.release)
+        return load.transfer
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Stored:
+        """Copy blocks into the store; ``blocks[i]`` is the KV of block ``start + i`` of the prompt.
+
+        Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. What is there already is not
+        copied. A block lives ``ttl`` seconds at most, and one of higher ``priority`` (-100 to 100) outlasts all of
+        lower. Nothing waits for a disk: colder tiers are written in the background.
+        """
+        chain = self._chain(tokens, extras)
+        sources = self._buffers(blocks, writable=False)
+        stored = total = 0
+        for name, given in sources.items():
+            group = self.layout.group(name)
+            total += len(given)
+            geometry = self.layout.geometry[name]
+            # In parts: the first are on their way to colder tiers while the last are copied.
+            step = max(1, _PART // geometry.footprint)
+            for i in range(0, len(given), step):
+                part = given[i : i + step]
+                with self._reserve(chain, [group], start + i, start + i + len(part), ttl, priority) as r:
+                    for depth, view in zip(r.depths, r.views, strict=True):
+                        _pack(geometry, given[depth - start], view)
+                    r.seal()
+                    stored += len(r.keys)
+        now = self._store.clock.time()
+        with self._index.lock:
+            missing = 0
+            for name, given in sources.items():
+                keys = chain.keys(self.layout.group(name).suffix)[start : start + len(given)]
+                missing += int(np.count_nonzero(~self._index.usable(self._index.rows(keys), now)))
+            self._use(chain, start + max(len(g) for g in sources.values()), priority)
+        dropped = min(missing, total - stored)
+        return Stored(stored, total - stored - dropped, dropped)
+
+    def reserve(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Reservation:
+        """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
+
+        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
+        """
+        chain = self._chain(tokens, extras)
+        stop = chain.blocks if stop is None else stop
+        reservation = self._reserve(chain, self.layout.groups, start, stop, ttl, priority)
+        with self._index.lock:
+            self._use(chain, stop, priority)
+        return reservation
+
+    def _reserve(
+        self,
+        chain: Chain,
+        groups: Sequence[Group],
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+    ) -> Reservation:
+        if not 0 <= start <= stop <= chain.blocks:
+            raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
+        if not -100 <= priority <= 100:
+            raise LayoutError(f"priority {priority} is not between -100 and 100")
+        now = self._store.sweep()
+        expiry = float("inf") if ttl is None else now + ttl
+        keep_tokens = self._store.config.nvme.token_ids
+        reservation = self._pipeline.reserve(
+            [
+                Pledge(
+                    key,
+                    chain.parent(i),
+                    i,
+                    self._identities[group.name],
+                    expiry,
+                    priority,
+                    chain.tokens_of(i) if keep_tokens else b"",
+                )
+                for group in groups
+                for i, key in enumerate(chain.keys(group.suffix)[start:stop], start)
+            ]
+        )
+        if ttl is not None:
+            self._store.expect_expiry(expiry)
+        self._rights.add(reservation)
+        return reservation
+
+    def _use(self, chain: Chain, stop: int, priority: int) -> None:
+        """A prompt's blocks up to ``stop`` were stored: they are the newest, and a parent outlasts its children."""
+        for group in self.layout.groups:
+            rows = self._index.rows(chain.keys(group.suffix)[:stop])
+            rows = rows[rows > 0]
+            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
+            self._pipeline.used(rows)
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    def pin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
+        """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks."""
+        return self._pin(self._chain(tokens, extras), stop, 1)
+
+    def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
+        """End one ``pin`` of the same blocks."""
+        return self._pin(self._chain(tokens, extras), stop, -1)
+
+    def _pin(self, chain: Chain, stop: int | None, step: int) -> int:
+        index = self._index
+        count = 0
+        with index.lock:
+            for group in self.layout.groups:
+                rows = index.rows(chain.keys(group.suffix)[:stop])
+                rows = rows[rows > 0]
+                if step < 0:
+                    rows = rows[index.pins[rows] > 0]
+                index.pins[rows] = index.pins[rows].astype(np.int64) + step
+                count += len(rows)
+            index.changes += 1
+        return count
+
+    def drop(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Remove a prompt's blocks from block ``start`` on, from every tier, for good. Answers how many there were.
+
+        Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
+        of that.
+        """
+        chain = self._chain(tokens, extras)
+        keys = [k for g in self.layout.groups for k in chain.keys(g.suffix)[start:]]
+        return self._store.drop(keys, timeout)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release every match and abort every reservation of this session."""
+        self._closed = True
+        for right in list(self._rights):
+            if isinstance(right, Match):
+                right.release()
+            else:
+                right.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _buffers(self, given: Buffers, *, writable: bool) -> dict[str, list[Span]]:
+        """The callers' buffers as bytes, by group, checked against the layout."""
+        if not isinstance(given, Mapping):
+            if len(self.layout.groups) > 1:
+                names = ", ".join(g.name for g in self.layout.groups)
+                raise LayoutError(f"this layout has several groups ({names}): give a mapping from group to buffers")
+            given = {self.layout.groups[0].name: given}
+        found: dict[str, list[Span]] = {}
+        for name, buffers in given.items():
+            size = self.layout.geometry[self.layout.group(name).name].nbytes
+            found[name] = [_bytes(b, size, name, i, writable) for i, b in enumerate(buffers)]
+        return found
+
+
+def _bytes(buffer: Buffer, size: int, group: str, number: int, writable: bool) -> Span:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
+    if view.nbytes != size:
+        raise LayoutError(f"buffer {number} of group {group!r} has {view.nbytes} bytes; a block has {size}")
+    if writable and view.readonly:
+        raise LayoutError(f"buffer {number} of group {group!r} is read-only; a load must write into it")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _sections(geometry: Geometry, padded: Span) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(padded, np.uint8).reshape(geometry.sections, geometry.stride)[:, : geometry.section]
+
+
+def _pack(geometry: Geometry, source: Span, slot: Span) -> None:
+    """A caller's block into a slot, section by section where there is padding. Releases the GIL."""
+    flat = np.frombuffer(source, np.uint8)
+    if geometry.stride == geometry.section:
+        np.copyto(np.frombuffer(slot, np.uint8), flat)
+    else:
+        np.copyto(_sections(geometry, slot), flat.reshape(geometry.sections, geometry.section))
+
+
+def _unpack(geometry: Geometry, slot: Span, target: Span) -> None:
+    """A slot into a caller's block."""
+    flat = np.frombuffer(target, np.uint8)
+    if geometry.stride == geometry.section:
+        np.copyto(flat, np.frombuffer(slot, np.uint8))
+    else:
+        np.copyto(flat.reshape(geometry.sections, geometry.section), _sections(geometry, slot))
+
+
+def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """How many True come first."""
+    return len(mask) if mask.all() else int(np.argmin(mask))
+
+
+def _concatenate(parts: Collection[Rows]) -> Rows:
+    return next(iter(parts)) if len(parts) == 1 else np.concatenate(list(parts))

@@ -1,0 +1,223 @@
+"""The store: wires index, planner, pipeline and tiers together. The only place that knows them all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+import numpy as np
+
+from kvtide import config as configuration
+from kvtide.block import BlockKey
+from kvtide.clock import Clock, SystemClock
+from kvtide.config import Config
+from kvtide.errors import ClosedError, TierError
+from kvtide.events import Event, Feed
+from kvtide.index.index import SEALED, Index
+from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
+from kvtide.plan import admit
+from kvtide.plan.evict import Evictor, Lru
+from kvtide.plan.planner import Planner, Source
+from kvtide.session import Session
+from kvtide.tiers.base import Held, TierStatistics
+from kvtide.tiers.disk import Disk
+from kvtide.tiers.dram import Dram
+from kvtide.tiers.nvme import Nvme
+from kvtide.transfer.lane import Lane, LaneStatistics
+from kvtide.transfer.pipeline import Cold, Pipeline
+
+__all__ = ["Statistics", "Store", "open_store"]
+
+NVME = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the store holds and has done since it was opened."""
+
+    blocks: int
+    """Known, in whatever tier."""
+    held: int
+    """Blocks that a match, a reservation or a move keeps from eviction."""
+    pinned: int
+    tiers: dict[str, TierStatistics]
+    lanes: dict[str, LaneStatistics]
+    counts: dict[str, int]
+    """What happened to blocks, by name."""
+
+
+class Store:
+    """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
+
+    def __init__(self, config: Config, *, clock: Clock | None = None, disk: Disk | None = None) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.index = Index(tiers=2 if config.nvme.path else 1)
+        self.feed = Feed()
+        memory = config.dram
+        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault)
+        self._policy = Lru(self.index)
+        self._sessions: WeakSet[Session] = WeakSet()
+        self._next_expiry = float("inf")
+        self._colds: list[Cold] = []
+        self.closed = False
+        if config.nvme.path:
+            self._colds.append(self._open_nvme(disk))
+        self.pipeline = Pipeline(self.index, self.dram, self._colds, self._policy, self.feed, config.dram.checksum)
+        self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self._colds])
+
+    def _open_nvme(self, disk: Disk | None) -> Cold:
+        settings = self.config.nvme
+        tier = Nvme(
+            Path(settings.path).expanduser(),
+            settings.budget,
+            segment=settings.segment,
+            threads=settings.threads,
+            direct=settings.direct,
+            durable=settings.durable,
+            compression=settings.codec,
+            evict=lambda size: self.pipeline.make_cold_room(NVME, size),
+            disk=disk,
+            clock=self.clock,
+        )
+        for held in tier.scan():
+            self._adopt(tier, held)
+        return Cold(
+            NVME,
+            "nvme",
+            tier,
+            Lane(tier, self.clock, settings.queue, depth=2 * settings.threads),
+            admit.make(settings.store, self.index),
+            Evictor(self.index, NVME, tier, self._policy),
+            settings.token_ids,
+        )
+
+    def _adopt(self, tier: Nvme, held: Held) -> None:
+        """Enter what a tier held before into the index."""
+        index = self.index
+        rows = index.add_many(held.keys, held.parents, held.depths)
+        index.state[NVME][rows] = SEALED
+        index.place[NVME][rows] = held.places
+        index.expiry[rows] = held.expiries
+        index.priority[rows] = held.priorities
+        parents = index.rows(BlockKey(p + k[32:]) for p, k in zip(held.parents.tolist(), held.keys, strict=True))
+        first = int(rows[0]) if len(rows) else 0
+        self._policy.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
+        tier.own(held.places, rows)
+        if len(rows):
+            self._next_expiry = float(held.expiries.min())
+
+    # -- for sessions -------------------------------------------------------------------------------------
+
+    def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
+        """The store as one engine sees it: for one model and tenant."""
+        if self.closed:
+            raise ClosedError("this store is closed; open it again with kvtide.open(...)")
+        session = Session(self, model, tenant)
+        self._sessions.add(session)
+        return session
+
+    @property
+    def read_bytes_queued(self) -> int:
+        return sum(c.lane.read_bytes for c in self._colds)
+
+    def expect_expiry(self, when: float) -> None:
+        """Some block expires at ``when``."""
+        with self.index.lock:
+            self._next_expiry = min(self._next_expiry, when)
+
+    def sweep(self) -> float:
+        """Remove what has expired; answers the time."""
+        now = self.clock.time()
+        if now >= self._next_expiry:
+            with self.index.lock:
+                count = self.index.size
+                expiry = self.index.expiry[:count]
+                over = np.flatnonzero(expiry <= now)
+                later = expiry[expiry > now]
+                self._next_expiry = float(later.min(initial=np.inf))
+                self.pipeline.expire(over)
+        return now
+
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+        """Remove blocks from every tier for good; see ``Session.drop``."""
+        ended = threading.Event()
+        failed = 0
+
+        def done(count: int) -> None:
+            nonlocal failed
+            failed = count
+            ended.set()
+
+        found = self.pipeline.drop(keys, done)
+        if not ended.wait(timeout):
+            raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
+        if failed:
+            raise TierError(
+                f"{failed} of {len(keys)} dropped blocks could not be erased from disk. They are not served, but may "
+                "be found again when the store is next opened: see the log for the disk's error, then drop them again"
+            )
+        return found
+
+    # -- for everybody ------------------------------------------------------------------------------------
+
+    def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``follower`` for every block stored or removed. The answer, called, ends that."""
+        return self.feed.follow(follower)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        return all(c.lane.wait_idle(timeout) for c in self._colds)
+
+    def statistics(self) -> Statistics:
+        with self.index.lock:
+            count = self.index.size
+            blocks = len(self.index)
+            held = int(np.count_nonzero(self.index.holds[:count]))
+            pinned = int(np.count_nonzero(self.index.pins[:count]))
+            counts = {k: v for k, v in sorted(self.pipeline.counts.items()) if v}
+        return Statistics(
+            blocks,
+            held,
+            pinned,
+            {"dram": self.dram.statistics(), **{c.name: c.tier.statistics() for c in self._colds}},
+            {c.name: c.lane.statistics() for c in self._colds},
+            counts,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Store {len(self.index)} blocks{', closed' if self.closed else ''}>"
+
+    def close(self) -> None:
+        """End all sessions, write down what should outlive the process, and let go of everything."""
+        if self.closed:
+            return
+        self.closed = True
+        for session in list(self._sessions):
+            session.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.dram.close)
+            for cold in self._colds:
+                stack.callback(cold.tier.close)
+            self.pipeline.flush()
+            self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_store(file: str | Path | None = None, **settings: Any) -> Store:
+    """Open a store with the settings of ``file`` (``kvtide.toml``), the environment and the arguments.
+
+    >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
+    """
+    return Store(configuration.read(file, **settings))

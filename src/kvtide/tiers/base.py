@@ -1,0 +1,145 @@
+"""The contract of a tier: a place where blocks rest.
+
+Threads: every method may be called from any thread at any time. None blocks on I/O: work is queued and ``done`` is
+called once per batch, on any thread, perhaps before the call returns, with one answer per item in the items' order.
+``done`` must not raise and must not block.
+
+Who owns what: the caller owns the spans and keeps them untouched until ``done``. The tier owns its places and
+its byte budget, which holds at every instant. A place is the tier's own word for where a block lies; the caller
+keeps it and gives it back with reads and drops.
+
+Failing: an item that cannot be read whole and verified answers False; its span then holds rubbish. An item
+that cannot be written answers NOWHERE and leaves nothing readable. A tier never raises for a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Geometry, Span
+
+__all__ = [
+    "NOWHERE",
+    "Held",
+    "Identity",
+    "Read",
+    "ReadDone",
+    "Tier",
+    "TierStatistics",
+    "Write",
+    "WriteDone",
+]
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What blocks of one namespace and group have in common; checked on every read."""
+
+    namespace: bytes
+    tenant: bytes
+    layout: bytes
+    group: bytes
+    block_tokens: int
+    geometry: Geometry
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A block to be written from ``span``, which is as long as its geometry's footprint."""
+
+    key: BlockKey
+    identity: Identity
+    span: Span
+    parent: bytes
+    depth: int
+    owner: int
+    """The caller's own number for the block; the tier gives it back when it asks what to evict."""
+    expiry: float = float("inf")
+    priority: int = 0
+    tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A block, or some sections of it, to be read into ``span``."""
+
+    key: BlockKey
+    identity: Identity
+    place: int
+    span: Span
+    sections: range | None = None
+    """Which sections; the span then begins with the first of them. None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tier holds, in columns, because there may be millions."""
+
+    keys: list[BlockKey]
+    parents: npt.NDArray[np.void]
+    places: npt.NDArray[np.int64]
+    depths: npt.NDArray[np.int64]
+    expiries: npt.NDArray[np.float64]
+    priorities: npt.NDArray[np.int8]
+    sequences: npt.NDArray[np.int64]
+    """Order of writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """What a tier has done and holds."""
+
+    blocks: int
+    bytes_used: int
+    bytes_taken: int
+    """Memory or disk that is taken from the host now; never above ``budget``."""
+    budget: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    failed_reads: int = 0
+    failed_writes: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+    """Why blocks were refused, with counts."""
+
+
+ReadDone = Callable[[Sequence[bool]], None]
+WriteDone = Callable[[Sequence[int]], None]
+
+
+class Tier(Protocol):
+    """See the module's text."""
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        """Fill each item's span. True where it is whole and verified."""
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        """Keep each item. Its place, or NOWHERE."""
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        """Remove blocks by key and place, so that they never come back, after a power loss either.
+
+        A place may be NOWHERE: traces of an evicted block are removed all the same. False where the medium
+        refused; the block is not readable then, but may come back when the tier is opened again.
+        """
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        """Give a place back for reuse. Takes no I/O: the bytes may stay until they are overwritten."""
+
+    def scan(self) -> Iterator[Held]:
+        """What it holds from before it was opened. To be called once, before anything else."""
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Tell the owners of blocks that ``scan`` found."""
+
+    def statistics(self) -> TierStatistics: ...
+
+    def close(self) -> None:
+        """Finish what was submitted, then let go of everything."""

@@ -1,0 +1,148 @@
+"""Between a block in memory and its sections at rest.
+
+A codec turns each section into the bytes that are stored, and back, without loss. Whatever it is, checksums are over
+the stored bytes, so a record can be checked without knowing its codec, and a section is never decoded before it
+is verified. A section that does not shrink is stored as it is; that shows by its stored length.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_digest
+
+from kvtide.block import ALIGN, Geometry, Span, padded
+from kvtide.errors import ConfigError
+from kvtide.tiers.record import SECTION, Header, Rejected
+
+__all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
+
+RAW = 0
+ZSTD = 1
+
+
+class Codec(Protocol):
+    """One way to store a section. Used by one thread at a time."""
+
+    number: int
+
+    def compress(self, section: Span, itemsize: int) -> bytes: ...
+
+    def decompress(self, stored: Span, section: Span, itemsize: int) -> None:
+        """Fill ``section``. Raises Rejected where ``stored`` cannot be what ``compress`` made."""
+
+
+class Scratch:
+    """A page-aligned buffer that grows to what was asked of it; one per thread."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer: Span = memoryview(b"")
+
+    def get(self, nbytes: int) -> Span:
+        if len(self._buffer) < nbytes:
+            raw = np.empty(padded(nbytes) + ALIGN, np.uint8)
+            start = -raw.ctypes.data % ALIGN
+            self._buffer = memoryview(raw)[start : start + padded(nbytes)]  # type: ignore[arg-type]
+        return self._buffer[:nbytes]
+
+
+class Zstd:
+    """Byte planes, then zstd: the first byte of every element together, then the second, and so on.
+
+    The exponents of neighbouring KV values are alike and compress; the mantissas hardly do.
+    """
+
+    number = ZSTD
+
+    def __init__(self) -> None:
+        try:
+            import zstandard
+        except ImportError as e:
+            raise ConfigError("codec 'zstd' needs the package zstandard: pip install kvtide[zstd]") from e
+        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._error: type[Exception] = zstandard.ZstdError
+
+    def compress(self, section: Span, itemsize: int) -> bytes:
+        planes = np.frombuffer(section, np.uint8).reshape(-1, itemsize).T
+        done: bytes = self._compressor.compress(memoryview(np.ascontiguousarray(planes)).cast("B"))
+        return done
+
+    def decompress(self, stored: Span, section: Span, itemsize: int) -> None:
+        try:
+            data = self._decompressor.decompress(stored, max_output_size=len(section))
+        except self._error as e:
+            raise Rejected("undecodable section") from e
+        if len(data) != len(section):
+            raise Rejected("undecodable section")
+        planes = np.frombuffer(data, np.uint8).reshape(itemsize, -1)
+        np.copyto(np.frombuffer(section, np.uint8).reshape(-1, itemsize), planes.T)
+
+
+def make(name: str) -> Codec | None:
+    """The codec of that name; None for "raw"."""
+    return {"raw": lambda: None, "zstd": Zstd}[name]()
+
+
+def encode(
+    span: Span,
+    geometry: Geometry,
+    itemsize: int,
+    header: int,
+    codec: Codec | None,
+    scratch: Scratch,
+) -> tuple[Span, npt.NDArray[np.void], int]:
+    """The payload to write for a block, its section table, and the number of the codec that made it.
+
+    ``header`` is where the payload will start in the record. A raw payload is ``span`` itself; a compressed one
+    lies in ``scratch``. If compressing the whole block gains no page, it is raw.
+    """
+    count, size, stride = geometry.sections, geometry.section, geometry.stride
+    table = np.zeros(count, SECTION)
+    table["raw"] = size
+    if codec is not None:
+        out = scratch.get(geometry.footprint)
+        end = 0
+        for i in range(count):
+            section = span[i * stride : i * stride + size]
+            data: Span | bytes = codec.compress(section, itemsize)
+            if len(data) >= size:
+                data = section
+            if end + padded(len(data)) >= geometry.footprint:
+                break
+            out[end : end + len(data)] = data
+            table[i] = (header + end, len(data), size, xxh3_128_digest(data))
+            end += padded(len(data))
+        else:
+            return out[:end], table, codec.number
+    table["offset"] = header + np.arange(count, dtype=np.uint64) * stride
+    table["stored"] = size
+    table["check"] = np.array([xxh3_128_digest(span[i : i + size]) for i in range(0, count * stride, stride)], "V16")
+    return span, table, RAW
+
+
+def decode(
+    header: Header,
+    sections: range,
+    payload: Span,
+    span: Span,
+    geometry: Geometry,
+    itemsize: int,
+    codec: Codec,
+) -> None:
+    """Fill ``span`` with verified, compressed sections; ``payload`` starts with the first of them."""
+    if header.codec != codec.number:
+        raise Rejected(f"codec {header.codec} is not known here")
+    table = header.sections[sections.start : sections.stop]
+    start = int(table["offset"][0])
+    for i, (offset, stored, raw) in enumerate(table[["offset", "stored", "raw"]].tolist()):
+        target = span[i * geometry.stride : i * geometry.stride + raw]
+        data = payload[offset - start : offset - start + stored]
+        if stored == raw:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
+        else:
+            codec.decompress(data, target, itemsize)

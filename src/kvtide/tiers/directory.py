@@ -1,0 +1,212 @@
+"""A directory of segment files: its lock, its version, and what the headers in it say.
+
+::
+
+    kvtide.json    what this directory is, and its format version
+    lock           held by the process that has it open; names it
+    journal        a hint of what is where (see journal.py)
+    00000.segment  one page of segment header, then slots of one size, a record in each
+
+A segment's header names the size of its slots and the sequence number at which it was cut. Records with a lower
+one are remains of an earlier cut and are not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128_digest
+
+from kvtide.block import ALIGN
+from kvtide.errors import TierError, TierLockedError, TierVersionError
+from kvtide.tiers.codec import Scratch
+from kvtide.tiers.disk import Disk
+from kvtide.tiers.record import Header, Rejected, parse, recognise
+
+__all__ = ["FORMAT", "Directory", "SegmentHeader"]
+
+FORMAT = 1
+
+_SEGMENT = struct.Struct("<8sHHIQQ16s")
+_MAGIC = b"KVTIDE\nS"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """How a segment file is cut."""
+
+    size: int
+    slots: int
+    cut: int
+    """The sequence number at which it was cut."""
+
+    @property
+    def nbytes(self) -> int:
+        return ALIGN + self.size * self.slots
+
+    def pack(self) -> bytes:
+        body = _SEGMENT.pack(_MAGIC, FORMAT, 0, self.slots, self.size, self.cut, bytes(16))
+        return body[:-16] + xxh3_128_digest(body) + bytes(ALIGN - len(body))
+
+    @classmethod
+    def parse(cls, page: bytes) -> SegmentHeader:
+        """Raises Rejected for what is no whole header of this version."""
+        if len(page) < _SEGMENT.size:
+            raise Rejected("torn")
+        magic, version, _, slots, size, cut, check = _SEGMENT.unpack_from(page)
+        if magic != _MAGIC:
+            raise Rejected("no segment")
+        if version != FORMAT:
+            raise Rejected(f"version {version}")
+        body = page[: _SEGMENT.size - 16] + bytes(16)
+        if check != xxh3_128_digest(body) or not slots or not size or size % ALIGN:
+            raise Rejected("corrupt header")
+        return cls(size, slots, cut)
+
+
+class Directory:
+    """One directory, not necessarily locked."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path = path
+        self.disk = disk
+        self._lock = -1
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    def segment(self, number: int) -> Path:
+        return self.path / f"{number:05}.segment"
+
+    def create(self) -> None:
+        """Make the directory, or check that an existing one is ours and of a version that we know."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise TierError(f"cannot make the directory {self.path}: {e.strerror}") from e
+        try:
+            self.check()
+        except FileNotFoundError:
+            foreign = [p.name for p in self.path.iterdir() if p.name not in ("lock", "kvtide.json.new")]
+            if foreign:
+                raise TierError(
+                    f"{self.path} is not empty and not kvtide's (it has {foreign[0]!r}): give an empty directory"
+                ) from None
+            fresh = self.path / "kvtide.json.new"
+            fresh.write_text(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
+            self.disk.rename(fresh, self.path / "kvtide.json")
+
+    def check(self) -> None:
+        """Raise unless this is a directory of our version."""
+        name = self.path / "kvtide.json"
+        try:
+            about = json.loads(name.read_text())
+            version = about["version"]
+            ours = about["format"] == "kvtide nvme" and isinstance(version, int)
+        except (ValueError, KeyError, TypeError):
+            ours, version = False, 0
+        except OSError as e:
+            if isinstance(e, FileNotFoundError):
+                raise
+            raise TierError(f"cannot read {name}: {e.strerror}") from e
+        if not ours:
+            raise TierError(
+                f"{name} is damaged or not kvtide's. If you are sure that {self.path} is kvtide's, "
+                f'write {{"format": "kvtide nvme", "version": {FORMAT}}} into it; else give another directory'
+            )
+        if version > FORMAT:
+            raise TierVersionError(
+                f"{self.path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
+                "Upgrade kvtide, or give another directory"
+            )
+
+    def lock(self) -> None:
+        """Take the directory for this process alone."""
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise TierLockedError(
+                f"{self.path} is open in another process (pid {holder}). "
+                "Stop that one, or give this one a directory of its own"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock = fd
+
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def segments(self) -> Iterator[int]:
+        """The numbers of the segment files that are there."""
+        for name in sorted(self.path.glob("*.segment")):
+            with contextlib.suppress(ValueError):
+                yield int(name.stem)
+
+    def direct_works(self) -> bool:
+        """Whether the filesystem can do direct I/O."""
+        probe = self.path / "probe"
+        fd = -1
+        try:
+            fd = self.disk.open(probe, direct=True, create=True)
+            self.disk.write(fd, [Scratch().get(ALIGN)], 0)
+        except OSError:
+            return False
+        finally:
+            if fd >= 0:
+                self.disk.close(fd)
+            probe.unlink(missing_ok=True)
+        return True
+
+    def segment_header(self, fd: int) -> SegmentHeader:
+        """Raises Rejected or OSError."""
+        page = Scratch().get(ALIGN)
+        count = self.disk.read(fd, [page], 0)
+        return SegmentHeader.parse(bytes(page[:count]))
+
+    def records(self, fd: int, segment: SegmentHeader) -> Iterator[tuple[int, Header | str]]:
+        """Slot number and header, or the reason why there is none, of every slot that was ever written."""
+        # Small slots: read many at once. Large ones: read the headers alone.
+        window = max(1, (1 << 22) // segment.size) if segment.size <= 1 << 17 else 1
+        scratch = Scratch()
+        for first in range(0, segment.slots, window):
+            count = min(window, segment.slots - first)
+            length = count * segment.size if window > 1 else min(segment.size, 4 * ALIGN)
+            data = scratch.get(length)
+            try:
+                got = self.disk.read(fd, [data], ALIGN + first * segment.size)
+            except OSError as e:
+                yield from ((first + i, f"unreadable: {e.strerror}") for i in range(count))
+                continue
+            for i in range(count):
+                found = data[i * segment.size : min(got, (i + 1) * segment.size)]
+                try:
+                    size = recognise(found)
+                    if size > len(found) and size <= segment.size:
+                        found = self._more(fd, ALIGN + (first + i) * segment.size, size)
+                    header = parse(found)
+                except Rejected as e:
+                    if str(e) != "no record":
+                        yield first + i, str(e)
+                    continue
+                if header.sequence >= segment.cut:
+                    yield first + i, header
+
+    def _more(self, fd: int, offset: int, size: int) -> memoryview:
+        data = Scratch().get(size)
+        try:
+            return data[: self.disk.read(fd, [data], offset)]
+        except OSError as e:
+            raise Rejected(f"unreadable: {e.strerror}") from e

@@ -1,0 +1,57 @@
+"""The system calls of a tier on files, in one place, so that tests can break each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtide.block import Span
+
+__all__ = ["Disk"]
+
+
+class Disk:
+    """The real disk. Methods raise OSError; offsets and lengths are in bytes."""
+
+    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def resize(self, fd: int, nbytes: int) -> None:
+        """Make the file exactly that long, with its blocks set aside, so that no later write finds the disk full."""
+        if os.fstat(fd).st_size > nbytes:
+            os.ftruncate(fd, nbytes)
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+
+    def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
+        """Fill the buffers from ``offset``; answers how many bytes came, which may be fewer."""
+        return os.preadv(fd, into, offset)
+
+    def write(self, fd: int, data: Sequence[Span | bytes], offset: int) -> int:
+        """Write the buffers at ``offset``; answers how many bytes went, which may be fewer."""
+        return os.pwritev(fd, data, offset)
+
+    def append(self, fd: int, data: bytes) -> int:
+        """Write at the end of a file that was opened for appending."""
+        return os.write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        """Return when everything written to this file will survive a power loss."""
+        os.fdatasync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Put ``old`` in the place of ``new`` at once, and let that survive a power loss."""
+        old.replace(new)
+        folder = os.open(new.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)

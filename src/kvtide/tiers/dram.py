@@ -1,0 +1,265 @@
+"""The arena: blocks in memory that other processes can map.
+
+Memory is taken in segments, each a memfd whose pages are set aside before anybody sees it (no SIGBUS later, and the
+bytes are charged to us) and which is sealed against shrinking and growing, so that a client may map it without
+trusting us. Callers copy straight into and out of slots; ``read`` and ``write`` of the tier contract do that for
+them, on the calling thread, with a copy that releases the GIL.
+
+Slots have no header: what a slot holds is in the index, and a slot's generation tells a late writer from the owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Span
+from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
+
+__all__ = ["Dram", "copy"]
+
+log = logging.getLogger("kvtide.dram")
+
+_TWO_MIB = 2 << 20
+
+
+def copy(target: Span, source: Span) -> None:
+    """Copy bytes without holding the GIL (a memoryview assignment would)."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class _Memory:
+    """One sealed memfd and our mapping of it."""
+
+    __slots__ = ("_map", "fd", "view")
+
+    def __init__(self, number: int, nbytes: int, huge_pages: str) -> None:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        if huge_pages == "2MiB":
+            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        self.fd = os.memfd_create(f"kvtide-{number}", flags)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            os.posix_fallocate(self.fd, 0, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        if huge_pages == "transparent":
+            with contextlib.suppress(OSError):  # only advice
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Give the memory back; a view that a caller still has keeps the mapping alive until it goes."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+        os.close(self.fd)
+
+
+class Dram:
+    """Blocks in memory, at most ``budget`` bytes of it.
+
+    Segments are taken when they are needed, or all at once in the background with ``prefault``: pages cost about as
+    much to get as to fill. Everything is safe from any thread.
+    """
+
+    def __init__(self, budget: int, segment: int = 256 << 20, huge_pages: str = "no", prefault: bool = False) -> None:
+        self._huge_pages = huge_pages
+        self._closed = False
+        if huge_pages == "2MiB":
+            budget -= budget % _TWO_MIB
+        self._segments = Segments(budget, segment)
+        self._memory: dict[int, _Memory] = {}
+        self._lock = threading.Lock()
+        self._grow_lock = threading.Lock()
+        self._read = self._written = 0
+        self._prefaulter = threading.Thread(target=self._prefault, name="kvtide-dram", daemon=True)
+        if prefault:
+            self._prefaulter.start()
+
+    def __repr__(self) -> str:
+        return f"<Dram {self._segments.used} of {self._segments.budget} bytes>"
+
+    # -- slots --------------------------------------------------------------------------------------------
+
+    def take(self, nbytes: int, owner: int) -> int | None:
+        """A slot for a block of that footprint, or None: then ``grow``, or evict."""
+        with self._lock:
+            return self._segments.take(ladder(nbytes), owner)
+
+    def growable(self, nbytes: int) -> bool:
+        """Whether ``grow`` could make room for a block of that footprint."""
+        size = ladder(nbytes)
+        with self._lock:
+            return bool(self._segments.fit(size)) or self._segments.spare(size) is not None
+
+    def grow(self, nbytes: int) -> bool:
+        """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock."""
+        size = ladder(nbytes)
+        with self._grow_lock:
+            with self._lock:
+                if self._segments.free(size):
+                    return True
+                spare = self._segments.spare(size)
+                if spare is not None:
+                    wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
+                    if wasted * 16 <= spare.nbytes:
+                        self._segments.recut(spare, size)
+                        return True
+                    self._segments.remove(spare)
+                    self._memory.pop(spare.number).close()
+                    return True
+                slots = self._segments.fit(size)
+                if not slots:
+                    return False
+                segment = self._segments.add(size, slots)
+                self._segments.drain(segment)
+            return self._fill(segment)
+
+    def _prefault(self) -> None:
+        """Take segments until the budget is used up. They are cut when their first block comes."""
+        while not self._closed:
+            with self._grow_lock:
+                with self._lock:
+                    if not self._segments.fit(ladder(self._segments.nominal)):
+                        return
+                    segment = self._segments.add(ladder(self._segments.nominal), 1)
+                    self._segments.drain(segment)
+                if not self._fill(segment):
+                    return
+
+    def _fill(self, segment: Segment) -> bool:
+        nbytes = segment.nbytes
+        try:
+            memory = self._allocate(segment.number, nbytes)
+        except OSError as e:
+            log.warning("cannot take %d bytes of memory: %s", nbytes, e.strerror)
+            with self._lock:
+                self._segments.remove(segment)
+            return False
+        with self._lock:
+            self._memory[segment.number] = memory
+            segment.draining = False
+            self._segments.settle(segment)
+        return True
+
+    def _allocate(self, number: int, nbytes: int) -> _Memory:
+        if self._huge_pages == "2MiB" and nbytes % _TWO_MIB == 0:
+            try:
+                return _Memory(number, nbytes, self._huge_pages)
+            except OSError as e:
+                log.warning(
+                    "no huge pages (%s): using ordinary ones. Set vm.nr_hugepages to at least %d",
+                    e.strerror,
+                    self._segments.budget // _TWO_MIB,
+                )
+                self._huge_pages = "no"
+        return _Memory(number, nbytes, self._huge_pages if self._huge_pages != "2MiB" else "no")
+
+    def release(self, place: int) -> None:
+        """Give a slot back."""
+        with self._lock:
+            self._segments.release(place)
+
+    def generation(self, place: int) -> int:
+        return self._segments.generation(place)
+
+    def span(self, place: int, nbytes: int) -> Span:
+        """The bytes of a slot. Whoever has it must hold the right to it."""
+        start = self._segments.offset(place)
+        return self._memory[segment_of(place)].view[start : start + nbytes]
+
+    def descriptor(self, segment: int) -> int:
+        """The memfd of a segment, to be passed to a process that may map it."""
+        return self._memory[segment].fd
+
+    @property
+    def blocks(self) -> int:
+        """Slots in use."""
+        return sum(s.slots - len(s.free) for s in self._segments)
+
+    @property
+    def segments(self) -> Segments:
+        """The book. Read it under ``book_lock``."""
+        return self._segments
+
+    @property
+    def book_lock(self) -> threading.Lock:
+        return self._lock
+
+    # -- the contract of a tier ---------------------------------------------------------------------------
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        results = []
+        for item in batch:
+            with self._lock:
+                held = self._segments.holds(item.place)
+            if held:
+                geometry = item.identity.geometry
+                sections = item.sections or range(geometry.sections)
+                start, stop = sections.start * geometry.stride, sections.stop * geometry.stride
+                copy(item.span[: stop - start], self.span(item.place, stop)[start:])
+                self._read += stop - start
+            results.append(held)
+        done(results)
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        places = []
+        for item in batch:
+            size = item.identity.geometry.footprint
+            place = self.take(size, item.owner)
+            while place is None and self.grow(size):
+                place = self.take(size, item.owner)
+            if place is not None:
+                copy(self.span(place, size), item.span)
+                self._written += size
+            places.append(NOWHERE if place is None else place)
+        done(places)
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        for _, place in items:
+            if place != NOWHERE:
+                self.release(place)
+        done([True] * len(items))
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        self.release(place)
+
+    def scan(self) -> Iterator[Held]:
+        return iter(())
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        raise AssertionError("memory holds nothing from before it was opened")
+
+    def statistics(self) -> TierStatistics:
+        with self._lock:
+            return TierStatistics(
+                blocks=self.blocks,
+                bytes_used=self._segments.used,
+                bytes_taken=self._segments.taken,
+                budget=self._segments.budget,
+                bytes_read=self._read,
+                bytes_written=self._written,
+            )
+
+    def close(self) -> None:
+        self._closed = True
+        if self._prefaulter.is_alive():
+            self._prefaulter.join()
+        with self._lock:
+            for memory in self._memory.values():
+                memory.close()
+            self._memory.clear()

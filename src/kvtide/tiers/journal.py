@@ -1,0 +1,234 @@
+"""A hint of what a directory holds, so that a full terabyte opens in seconds.
+
+The journal is a file of *frames*: a small head (magic, length, checksum), then records of fixed size that say "this
+slot holds this block" or "this slot was freed". Frames are appended without fsync, so after a power loss the end may
+be missing or torn. That is harmless, because headers are the truth: every read checks key, sequence and checksums. The
+opener therefore decides by the journal's own end:
+
+- closed properly, or the last writer was killed on a machine that is still up (same boot id): the page cache has all
+  of it, so it is trusted;
+- anything else (torn, missing, another boot without a proper close): the slots' headers are read instead.
+
+Freed slots stay in the journal with the key that their stale header still names, so that a later ``drop`` of that key
+finds and overwrites the header: a dropped block must not come back when one day only the headers are left.
+
+The file is rewritten by atomic rename when it has grown past twice what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from kvtide.tiers.disk import Disk
+
+__all__ = [
+    "FREED",
+    "HOLDS",
+    "PER_SLOT",
+    "RECORD",
+    "RESERVE",
+    "Journal",
+    "boot_id",
+    "entry",
+    "latest",
+    "replay",
+]
+
+RECORD = np.dtype(
+    [
+        ("place", "<i8"),
+        ("sequence", "<i8"),
+        ("expiry", "<f8"),
+        ("key", "V48"),
+        ("parent", "V32"),
+        ("depth", "<u4"),
+        ("priority", "i1"),
+        ("kind", "u1"),
+        ("zeros", "V18"),
+    ]
+)
+assert RECORD.itemsize == 128
+
+Records = npt.NDArray[np.void]
+
+HOLDS, FREED = 1, 2
+
+_FRAME = struct.Struct("<4sIQ")
+_RECORDS, _OPENED, _CLOSED = b"KVJr", b"KVJo", b"KVJc"
+_SLACK = 1 << 16
+
+PER_SLOT = 3 * RECORD.itemsize + 16
+RESERVE = 4 * _SLACK
+"""What the journal of a directory may take: PER_SLOT for each slot, and RESERVE. At worst the old file has grown to
+twice what it needs, and its successor stands beside it."""
+
+
+def boot_id() -> bytes:
+    """What tells one boot of this machine from another; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+
+
+def _frame(kind: bytes, body: bytes) -> bytes:
+    return _FRAME.pack(kind, len(body), xxh3_64_intdigest(body)) + body
+
+
+_ENTRY = struct.Struct("<qqd48s32sIbB18x")
+assert _ENTRY.size == RECORD.itemsize
+
+
+def entry(
+    kind: int,
+    place: int,
+    key: bytes,
+    sequence: int = 0,
+    parent: bytes = b"",
+    depth: int = 0,
+    expiry: float = math.inf,
+    priority: int = 0,
+) -> bytes:
+    """One record, as its bytes."""
+    return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
+
+
+def replay(path: Path, boot: bytes) -> tuple[Records, str]:
+    """All records in order, and why they cannot be trusted ("" if they can)."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return np.zeros(0, RECORD), "missing"
+    except OSError as e:
+        return np.zeros(0, RECORD), f"unreadable: {e.strerror}"
+    parts: list[Records] = []
+    closed, writer, at = False, b"", 0
+    view = memoryview(data)
+    while at < len(data):
+        if at + _FRAME.size > len(data):
+            return np.zeros(0, RECORD), "torn"
+        kind, size, check = _FRAME.unpack_from(data, at)
+        body = view[at + _FRAME.size : at + _FRAME.size + size]
+        if len(body) != size or xxh3_64_intdigest(body) != check:
+            return np.zeros(0, RECORD), "torn"
+        closed = kind == _CLOSED
+        if kind == _OPENED:
+            writer = bytes(body)
+        elif kind == _RECORDS and size % RECORD.itemsize == 0:
+            parts.append(np.frombuffer(body, RECORD))
+        elif kind != _CLOSED:
+            return np.zeros(0, RECORD), "foreign"
+        at += _FRAME.size + size
+    if not data:
+        return np.zeros(0, RECORD), "empty"
+    if not closed and (not boot or writer != boot):
+        return np.zeros(0, RECORD), "from before a power loss"
+    return np.concatenate(parts) if parts else np.zeros(0, RECORD), ""
+
+
+def latest(records: Records) -> Records:
+    """The last word on each slot."""
+    places = records["place"][::-1]
+    _, first = np.unique(places, return_index=True)
+    last: Records = records[::-1][first]
+    return last
+
+
+class Journal:
+    """The open journal. The caller serialises the calls.
+
+    A failure to append is remembered, the file is removed, and nothing more is written: the next opener then reads
+    the headers. It is only a hint.
+    """
+
+    def __init__(self, path: Path, disk: Disk, boot: bytes) -> None:
+        self._path = path
+        self._disk = disk
+        self._boot = boot
+        self._fd = -1
+        self._size = 0
+        self._limit = 0
+        self.failed = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to ``compact``."""
+        return self._size > self._limit
+
+    def compact(self) -> None:
+        """Keep only the last word on each slot."""
+        records, doubt = replay(self._path, self._boot)
+        if doubt:
+            self._fail(OSError(f"the journal is {doubt}"))
+        else:
+            self.rewrite(latest(records))
+
+    def rewrite(self, records: Records) -> None:
+        """Start over with ``records`` alone."""
+        if self.failed:
+            return
+        body = _frame(_OPENED, self._boot)
+        step = 1 << 16
+        for i in range(0, len(records), step):
+            body += _frame(_RECORDS, records[i : i + step].tobytes())
+        fresh = self._path.with_suffix(".new")
+        try:
+            self._shut()
+            self._disk.unlink(fresh)
+            self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if self._disk.append(self._fd, body) != len(body):
+                raise OSError("short write")
+            self._disk.sync(self._fd)
+            self._disk.rename(fresh, self._path)
+        except OSError as e:
+            self._fail(e)
+            return
+        self._size = len(body)
+        self._limit = 2 * self._size + _SLACK
+
+    def append(self, records: bytes) -> None:
+        """Add records, given as their bytes."""
+        self._append(_frame(_RECORDS, records))
+
+    def close(self) -> None:
+        """Say that all was written and nothing more will come."""
+        self._append(_frame(_CLOSED, b""))
+        self._shut()
+
+    def _append(self, frame: bytes) -> None:
+        if self.failed or self._fd < 0:
+            return
+        try:
+            if self._disk.append(self._fd, frame) != len(frame):
+                raise OSError("short write")
+        except OSError as e:
+            self._fail(e)
+            return
+        self._size += len(frame)
+
+    def _fail(self, e: OSError) -> None:
+        self.failed = str(e)
+        self._shut()
+        for path in (self._path, self._path.with_suffix(".new")):
+            # If not even removing works, the torn end, or the boot id, will tell the next opener.
+            with contextlib.suppress(OSError):
+                self._disk.unlink(path)
+        self._size = 0
+
+    def _shut(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,253 @@
+"""A block at rest: a header of whole 4 KiB pages, then its sections, each padded to 4 KiB.
+
+::
+
+    offset  bytes  field
+    clear, also when the record is encrypted
+         0      8  magic "KVTIDE\\r\\n"
+         8      2  version
+        10      2  header pages
+        12      4  flags (bit 0: the body below is sealed; others must be 0)
+        16     16  checksum of the header, with this field as zeros (XXH3-128)
+        32     16  data-key id (zeros: not encrypted)
+        48     32  salt (zeros: not encrypted)
+        80     16  tag of the sealed body (zeros: not encrypted)
+    body
+        96      8  sequence number, never reused within a directory
+       104      8  created, seconds since 1970 (float64)
+       112      8  expiry, likewise (infinity: never)
+       120      4  depth: how many blocks come before it in its chain
+       124      4  tokens covered
+       128      8  stored length: the bytes of all sections as they lie here, padding included
+       136      8  raw length: the bytes of all sections as an engine sees them
+       144      2  codec
+       146      2  priority (signed)
+       148      4  number of sections
+       152      4  length of the fields that follow the section table
+       156      4  zeros
+       160     48  key: 32 bytes of digest, then the group's name, padded with zeros
+       208     32  parent's digest
+       240     32  namespace
+       272     16  tenant tag
+       288     16  layout digest
+       304     16  zeros
+       320   32*n  section table: offset in the record (u64), stored length (u32), raw length (u32),
+                   XXH3-128 of the stored bytes, or the AEAD tag (16)
+         .         fields: tag (u16; 0x8000 and above: a reader that does not know it must refuse), zeros (u16),
+                   length (u32), bytes
+
+All numbers are little-endian. A reader that meets an unknown field below 0x8000 skips it; what it must not
+misread is either such a field, a flag, a codec, or a new version. Headers are the truth: whoever reads a record checks
+its key, sequence and checksums, and whatever does not agree is a miss.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_digest
+
+from kvtide.block import ALIGN, BlockKey, Span, padded
+
+__all__ = [
+    "MAGIC",
+    "SECTION",
+    "VERSION",
+    "Header",
+    "Rejected",
+    "header_bytes",
+    "parse",
+    "recognise",
+    "verify",
+]
+
+MAGIC = b"KVTIDE\r\n"
+VERSION = 1
+
+_CLEAR = struct.Struct("<8sHHI16s16s32s16s")
+_BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16s16s")
+TABLE = _CLEAR.size + _BODY.size
+assert TABLE == 320
+
+SECTION = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("check", "V16")])
+FIELD = struct.Struct("<HHI")
+FIELD_TOKENS = 1
+REQUIRED = 0x8000
+
+_ZEROS = bytes(16)
+
+
+class Rejected(Exception):  # noqa: N818 - a verdict, not an error
+    """A record that is not what was asked for. Never leaves the tiers: there it becomes a miss with a reason."""
+
+
+@dataclass(slots=True)
+class Header:
+    """What a record says of itself."""
+
+    key: BlockKey
+    parent: bytes
+    namespace: bytes
+    tenant: bytes
+    layout: bytes
+    sequence: int
+    depth: int
+    tokens_covered: int
+    codec: int
+    raw: int
+    sections: npt.NDArray[np.void]
+    created: float = 0.0
+    expiry: float = math.inf
+    priority: int = 0
+    tokens: bytes = b""
+
+    @property
+    def pages(self) -> int:
+        fields = FIELD.size + len(self.tokens) if self.tokens else 0
+        return -(-(TABLE + len(self.sections) * SECTION.itemsize + fields) // ALIGN)
+
+    @property
+    def stored(self) -> int:
+        """The bytes of all sections as they lie in the record, padding included."""
+        last = self.sections[-1]
+        return int(last["offset"]) + padded(int(last["stored"])) - self.pages * ALIGN
+
+    def pack_into(self, out: Span) -> None:
+        """Write the header at the start of ``out``, which is at least ``pages`` pages."""
+        pages = self.pages
+        size = pages * ALIGN
+        fields = b""
+        if self.tokens:
+            fields = FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
+        table = self.sections.tobytes()
+        end = TABLE + len(table) + len(fields)
+        out[:size] = (
+            _CLEAR.pack(MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
+            + _BODY.pack(
+                self.sequence,
+                self.created,
+                self.expiry,
+                self.depth,
+                self.tokens_covered,
+                self.stored,
+                self.raw,
+                self.codec,
+                self.priority,
+                len(self.sections),
+                len(fields),
+                0,
+                self.key,
+                self.parent,
+                self.namespace,
+                self.tenant,
+                self.layout,
+                _ZEROS,
+            )
+            + table
+            + fields
+            + bytes(size - end)
+        )
+        out[16:32] = xxh3_128_digest(out[:size])
+
+
+def header_bytes(sections: int, tokens: int = 0) -> int:
+    """The size of the header of a record with that many sections and, kept in it, that many bytes of tokens."""
+    fields = FIELD.size + tokens if tokens else 0
+    return padded(TABLE + sections * SECTION.itemsize + fields)
+
+
+def recognise(data: Span) -> int:
+    """How many bytes of header start at ``data``. Raises Rejected for what is no record of this version."""
+    if len(data) < ALIGN:
+        raise Rejected("torn")
+    magic, version, pages, flags, *_ = _CLEAR.unpack_from(data)
+    if magic != MAGIC:
+        raise Rejected("no record")
+    if version != VERSION:
+        raise Rejected(f"version {version}")
+    if flags:
+        raise Rejected("unknown flags")
+    if not pages:
+        raise Rejected("corrupt header")
+    return int(pages) * ALIGN
+
+
+def parse(data: Span) -> Header:
+    """The header that starts at ``data``. Raises Rejected, with the reason, for anything that is not whole."""
+    size = recognise(data)
+    if len(data) < size:
+        raise Rejected("torn")
+    whole = bytearray(data[:size])
+    whole[16:32] = _ZEROS
+    if xxh3_128_digest(whole) != data[16:32]:
+        raise Rejected("corrupt header")
+    (
+        sequence,
+        created,
+        expiry,
+        depth,
+        tokens_covered,
+        _stored,
+        raw,
+        codec,
+        priority,
+        count,
+        fields_size,
+        _,
+        key,
+        parent,
+        namespace,
+        tenant,
+        layout,
+        _,
+    ) = _BODY.unpack_from(data, _CLEAR.size)
+    table = TABLE + count * SECTION.itemsize
+    if not count or table + fields_size > size:
+        raise Rejected("corrupt header")
+    sections = np.frombuffer(whole, SECTION, count, TABLE)
+    return Header(
+        BlockKey(key.rstrip(b"\0")),
+        parent,
+        namespace,
+        tenant,
+        layout,
+        sequence,
+        depth,
+        tokens_covered,
+        codec,
+        raw,
+        sections,
+        created,
+        expiry,
+        priority,
+        _tokens(memoryview(whole)[table : table + fields_size]),
+    )
+
+
+def _tokens(fields: Span) -> bytes:
+    tokens = b""
+    while fields:
+        if len(fields) < FIELD.size:
+            raise Rejected("corrupt header")
+        tag, _, size = FIELD.unpack_from(fields)
+        if FIELD.size + size > len(fields):
+            raise Rejected("corrupt header")
+        if tag == FIELD_TOKENS:
+            tokens = bytes(fields[FIELD.size : FIELD.size + size])
+        elif tag >= REQUIRED:
+            raise Rejected(f"required field {tag:#x} is not known here")
+        fields = fields[FIELD.size + size :]
+    return tokens
+
+
+def verify(header: Header, sections: range, payload: Span) -> None:
+    """Check stored sections against the table; ``payload`` starts with the first of them. Raises Rejected."""
+    table = header.sections[sections.start : sections.stop]
+    offsets = (table["offset"] - table["offset"][0]).tolist()
+    for offset, size, check in zip(offsets, table["stored"].tolist(), table["check"].tolist(), strict=True):
+        if xxh3_128_digest(payload[offset : offset + size]) != check:
+            raise Rejected("corrupt payload")

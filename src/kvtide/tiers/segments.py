@@ -1,0 +1,215 @@
+"""Slots of many sizes in a fixed number of bytes.
+
+Memory and files are taken in *segments*, each cut into slots of one size. Sizes come from a ladder whose steps are
+at most 1/32, so that a compressed block really takes less room and two models side by side waste little. When a
+segment is empty it may be cut anew for another size; when a size starves, the owner of this book empties the coldest
+segment of another size (see ``kvtide.plan.evict``). So two models that take turns each get the whole budget.
+
+This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import ALIGN
+
+__all__ = ["EMPTY", "Segment", "Segments", "ladder", "place_of", "segment_of", "slot_of"]
+
+EMPTY = 0
+"""The owner of a slot that is free: row 0, which is no block."""
+
+
+def ladder(nbytes: int) -> int:
+    """The slot size for a block of ``nbytes``: the next rung, at most 1/32 above."""
+    pages = -(-nbytes // ALIGN)
+    step = 1 << max(0, pages.bit_length() - 6)
+    return -(-pages // step) * step * ALIGN
+
+
+def place_of(segment: int, slot: int) -> int:
+    return segment << 32 | slot
+
+
+def segment_of(place: int) -> int:
+    return place >> 32
+
+
+def slot_of(place: int) -> int:
+    return place & 0xFFFFFFFF
+
+
+class Segment:
+    """Some bytes cut into slots of one size."""
+
+    __slots__ = ("draining", "free", "generation", "nbytes", "number", "owner", "size", "slots")
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.size = 0
+        self.slots = 0
+        self.draining = False
+        """Being emptied for another size: nothing new goes in."""
+        self.free: array[int] = array("I")
+        self.owner: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.generation: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        """Grows each time a slot is given back: a late writer's slot is recognised by it."""
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.number}: {self.slots - len(self.free)}/{self.slots} slots of {self.size}>"
+
+    @property
+    def empty(self) -> bool:
+        return len(self.free) == self.slots
+
+    def cut(self, size: int, slots: int) -> None:
+        """Cut the empty segment into slots. Generations go on counting, so that old places stay recognisable."""
+        assert self.empty, self
+        self.size, self.slots, self.draining = size, slots, False
+        self.free = array("I", range(slots - 1, -1, -1))
+        self.owner = np.zeros(slots, np.int64)
+        latest = self.generation.max(initial=0) + 1
+        self.generation = np.full(slots, latest, np.uint32)
+
+
+class Segments:
+    """The book of all segments of one tier.
+
+    ``nominal`` is the usual size of a segment, ``header`` what each one needs for itself besides its slots, and
+    ``per_slot`` what a slot costs elsewhere (in a journal).
+    """
+
+    def __init__(self, budget: int, nominal: int, header: int = 0, per_slot: int = 0) -> None:
+        self.budget = budget
+        self.nominal = nominal
+        self.header = header
+        self.per_slot = per_slot
+        self.taken = 0
+        """Bytes of all segments."""
+        self.used = 0
+        """Bytes of all slots that are not free."""
+        self._all: dict[int, Segment] = {}
+        self._open: dict[int, list[Segment]] = {}
+        """By slot size: segments with a free slot."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._all.values())
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, number: int) -> Segment:
+        return self._all[number]
+
+    def holds(self, place: int) -> bool:
+        """Whether ``place`` is a slot in use."""
+        segment = self._all.get(segment_of(place))
+        return segment is not None and slot_of(place) < segment.slots and bool(segment.owner[slot_of(place)] != EMPTY)
+
+    def fit(self, size: int) -> int:
+        """How many slots a segment that could be added for ``size`` now would have; 0 if there is no room."""
+        room = (self.budget - self.taken - self.header) // (size + self.per_slot)
+        return max(0, min(room, max(1, self.nominal // size)))
+
+    def add(self, size: int, slots: int, number: int | None = None) -> Segment:
+        """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
+        if number is None:
+            number = next(i for i in range(len(self._all) + 1) if i not in self._all)
+        segment = Segment(number, self.header + slots * size)
+        segment.cut(size, slots)
+        self._all[number] = segment
+        self._open.setdefault(size, []).append(segment)
+        self.taken += self._cost(segment)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Forget an empty segment whose bytes were given back to the host."""
+        assert segment.empty, segment
+        self._close(segment)
+        del self._all[segment.number]
+        self.taken -= self._cost(segment)
+
+    def recut(self, segment: Segment, size: int) -> None:
+        """Cut an empty segment anew, in the bytes that it has."""
+        self._close(segment)
+        self.taken -= self._cost(segment)
+        segment.cut(size, (segment.nbytes - self.header) // size)
+        self.taken += self._cost(segment)
+        self._open.setdefault(size, []).append(segment)
+
+    def _cost(self, segment: Segment) -> int:
+        return segment.nbytes + segment.slots * self.per_slot
+
+    def spare(self, size: int) -> Segment | None:
+        """An empty segment of another size."""
+        return next((s for s in self._all.values() if s.empty and s.size != size), None)
+
+    def drain(self, segment: Segment) -> None:
+        """Let nothing new into ``segment``."""
+        segment.draining = True
+        self._close(segment)
+
+    def free(self, size: int) -> bool:
+        """Whether a slot of that size is free."""
+        return bool(self._open.get(size))
+
+    def take(self, size: int, owner: int) -> int | None:
+        """A free slot of exactly that size, or None."""
+        segments = self._open.get(size)
+        if not segments:
+            return None
+        segment = segments[-1]
+        slot = segment.free.pop()
+        if not segment.free:
+            segments.pop()
+        segment.owner[slot] = owner
+        self.used += size
+        return place_of(segment.number, slot)
+
+    def claim(self, segment: Segment, slot: int, owner: int) -> None:
+        """Take one particular slot: for opening a tier that holds blocks already."""
+        segment.owner[slot] = owner
+        self.used += segment.size
+
+    def settle(self, segment: Segment) -> None:
+        """After ``claim``: work out again which slots are free."""
+        self._close(segment)
+        segment.free = array("I", np.flatnonzero(segment.owner == EMPTY)[::-1].tolist())
+        if segment.free:
+            self._open.setdefault(segment.size, []).append(segment)
+
+    def release(self, place: int) -> None:
+        """Give a slot back."""
+        segment = self._all[segment_of(place)]
+        slot = slot_of(place)
+        assert segment.owner[slot] != EMPTY, (segment, slot)
+        segment.owner[slot] = EMPTY
+        segment.generation[slot] += 1
+        if not segment.free and not segment.draining:
+            self._open.setdefault(segment.size, []).append(segment)
+        segment.free.append(slot)
+        self.used -= segment.size
+
+    def generation(self, place: int) -> int:
+        return int(self._all[segment_of(place)].generation[slot_of(place)])
+
+    def offset(self, place: int) -> int:
+        """Where the slot begins in its segment's bytes."""
+        return self.header + slot_of(place) * self._all[segment_of(place)].size
+
+    def owners(self, size: int) -> npt.NDArray[np.int64]:
+        """Who owns the slots of that size."""
+        found = [s.owner for s in self._all.values() if s.size == size]
+        owners = np.concatenate(found) if found else np.zeros(0, np.int64)
+        taken: npt.NDArray[np.int64] = owners[owners != EMPTY]
+        return taken
+
+    def _close(self, segment: Segment) -> None:
+        peers = self._open.get(segment.size)
+        if peers and segment in peers:
+            peers.remove(segment)

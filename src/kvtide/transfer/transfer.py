@@ -1,0 +1,124 @@
+"""A move of blocks under way: wait for it, await it, or cancel it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from kvtide.clock import Clock
+
+__all__ = ["Transfer"]
+
+
+class Transfer:
+    """Counts blocks as they arrive. One submit serves all faces: ``wait`` for threads, ``await`` for asyncio.
+
+    It ends when every block has arrived or failed, when its deadline passes, or when it is cancelled, whichever
+    is first; blocks that come later are kept in the store, but this transfer no longer knows of them.
+    """
+
+    def __init__(self, clock: Clock, deadline: float | None = None) -> None:
+        self._clock = clock
+        self.deadline = deadline
+        """On the monotonic clock; None: whenever."""
+        self.arrived: set[int] = set()
+        """Rows that are in DRAM, whole and verified."""
+        self.failed: set[int] = set()
+        self._waiting: set[int] = set()
+        self._ended = False
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else f"{len(self._waiting)} under way"
+        return f"<Transfer {len(self.arrived)} arrived, {len(self.failed)} failed, {state}>"
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        if self._ended:
+            return False
+        return self.deadline is None or self._clock.monotonic() < self.deadline
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    # -- for the pipeline ---------------------------------------------------------------------------------
+
+    def expect(self, row: int) -> None:
+        self._waiting.add(row)
+
+    def finish(self, row: int, arrived: bool) -> None:
+        """``row`` is here, or will not come."""
+        with self._lock:
+            if self._ended or row not in self._waiting:
+                return
+            self._waiting.remove(row)
+            (self.arrived if arrived else self.failed).add(row)
+            if self._waiting:
+                return
+        self._end()
+
+    def started(self) -> None:
+        """Everything that is expected is known."""
+        if not self._waiting:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            self.failed |= self._waiting
+            self._waiting.clear()
+            callbacks, self._callbacks = self._callbacks, []
+        self._event.set()
+        for callback in callbacks:
+            callback()
+
+    # -- for callers --------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Stop waiting. Reads that have not started are not made, unless somebody else wants them."""
+        self._end()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
+        left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
+        limit = min((t for t in (left, timeout) if t is not None), default=None)
+        if not self._event.wait(limit) and left is not None and (timeout is None or left <= timeout):
+            self._end()
+        return self._ended
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it ends, on whatever thread ends it; at once if it has."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> bool:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def wake() -> None:
+            # The loop may be closed by the time that a disk answers; then nobody waits any more.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ended.set)
+
+        self.on_end(wake)
+        left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                await ended.wait()
+        except TimeoutError:
+            self._end()
+        return self._ended

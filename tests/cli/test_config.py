@@ -1,0 +1,92 @@
+"""The command line: what ``kvtide config`` prints, and how errors look."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtide import __version__, cli, config
+from kvtide.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVTIDE_CONFIG", raising=False)
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> str:
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "160", **(env or {})})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_version() -> None:
+    assert run("--version") == f"kvtide {__version__}\n"
+
+
+def test_help_lists_the_command_and_teaches_by_example() -> None:
+    assert "config" in run("--help")
+    assert "kvtide config > kvtide.toml" in run("config", "--help")
+
+
+def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvtide.cli import app;"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
+        "print([name for name in ('numpy', 'torch', 'kvtide.store') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_explain_shows_values_sources_and_help() -> None:
+    Path("kvtide.toml").write_text('[nvme]\npath = "/mnt/[red]x"\n')
+    shown = run("config", "--explain", env={"KVTIDE_DRAM_BUDGET": "8GiB"})
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    help_of = {setting.name: setting.help for setting in config.explain(env={})}
+    assert ["[dram]", "", "", ""] in lines
+    assert ["budget", "8 GiB", "KVTIDE_DRAM_BUDGET", help_of["dram.budget"]] in lines
+    assert ["path", "/mnt/[red]x", "kvtide.toml", help_of["nvme.path"]] in lines
+
+
+def test_explain_as_json() -> None:
+    shown = json.loads(run("config", "--explain", "--json", env={"KVTIDE_NVME_THREADS": "7"}))
+    threads = next(setting for setting in shown if setting["name"] == "nvme.threads")
+    assert (threads["value"], threads["source"]) == (7, "KVTIDE_NVME_THREADS")
+
+
+def test_plain_json_is_the_tree_of_values() -> None:
+    Path("other.toml").write_text("nvme.threads = 9\n")
+    assert json.loads(run("config", "--json", "--file", "other.toml"))["nvme"]["threads"] == 9
+
+
+def test_the_printed_toml_reads_back_to_the_same_settings() -> None:
+    env = {
+        "KVTIDE_NVME_PATH": '/mnt/a "quoted" \\ é \x7f 🌊',
+        "KVTIDE_DRAM_BUDGET": "123456789",
+        "KVTIDE_PLAN_DEADLINE_SECONDS": "0.1",
+        "KVTIDE_PLAN_PREFILL_TOKENS_PER_SECOND": "1e-5",
+        "KVTIDE_NVME_DIRECT": "false",
+    }
+    Path("printed.toml").write_text(run("config", env=env), "utf-8")
+    assert config.read("printed.toml", env={}) == config.read(env=env)
+    every = {setting.source for setting in config.explain("printed.toml", env={})}
+    assert every == {"printed.toml"}
+
+
+def test_errors_are_one_message_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvtide", "config"])
+    monkeypatch.setenv("KVTIDE_NVME_PTH", "/" + "long/" * 60)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    with pytest.raises(ConfigError) as error:
+        config.read()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"kvtide: {error.value}\n")
