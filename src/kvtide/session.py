@@ -219,8 +219,8 @@ class Session:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
         ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's
-        speed in tokens per second (by default the configuration's): what would take longer to load than to compute is left
-        out.
+        speed in tokens per second (by default the configuration's): what would take longer to load than to
+        compute is left out.
         """
         chain = self._chain(tokens, extras)
         layout, index = self.layout, self._index
@@ -235,7 +235,9 @@ class Session:
                 for mask in whole.values():
                     mask[:own] = True
             usable = index.lengths(layout, rows, whole)
-            plan = self._store.planner.plan(layout, rows, usable, own, speed, self._store.read_bytes_queued)
+            plan = self._store.planner.plan(
+                layout, rows, usable, own, speed, self._store.read_bytes_queued, self._store.config.dram.budget
+            )
             needed = {g.name: self._needed(g, rows[g.name], plan.blocks, own) for g in layout.groups}
             for g in layout.groups:
                 if not g.required:
@@ -260,8 +262,8 @@ class Session:
         """Bring a match's blocks to DRAM and, if ``into`` is given, copy them there.
 
         ``into`` has a writable buffer for each block from ``have`` on (by group, if the layout has several).
-        ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left out, and the
-        result is a shorter prefix.
+        ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
+        out, and the result is a shorter prefix.
         """
         if not match.held:
             raise RightError("this match was released; match again")
@@ -350,6 +352,8 @@ class Session:
             group = self.layout.group(name)
             total += len(given)
             geometry = self.layout.geometry[name]
+            with self._index.lock:
+                rows = self._index.rows(chain.keys(group.suffix)[:start])
             # In parts: the first are on their way to colder tiers while the last are copied.
             step = max(1, _PART // geometry.footprint)
             for i in range(0, len(given), step):
@@ -357,6 +361,10 @@ class Session:
                 with self._reserve(chain, [group], start + i, start + i + len(part), ttl, priority) as r:
                     for depth, view in zip(r.depths, r.views, strict=True):
                         _pack(geometry, given[depth - start], view)
+                    rows = np.concatenate([rows, r.rows])
+                    with self._index.lock:
+                        # Now, not at the end: if room must be made for the next part, the deepest goes first.
+                        self._pipeline.used(rows[rows > 0])
                     r.seal()
                     stored += len(r.keys)
         now = self._store.clock.time()

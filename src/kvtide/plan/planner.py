@@ -61,13 +61,15 @@ class Planner:
         have: int,
         prefill: float,
         queued: int,
+        limit: int,
     ) -> Plan:
         """How many blocks to take, of the lengths that are ``usable``, when the caller has ``have`` blocks already.
 
         ``prefill`` is the caller's speed in tokens a second (0: unknown, so the longest prefix is taken), ``queued``
-        the bytes that wait to be read before ours.
+        the bytes that wait to be read before ours. At most ``limit`` bytes fit into DRAM.
         """
-        lengths = np.flatnonzero(usable)
+        size = sum(layout.geometry[g.name].footprint for g in layout.groups)
+        lengths = np.flatnonzero(usable[: have + limit // size + 1])
         longest = int(lengths[-1])
         if longest <= have:
             return Plan(longest, 0.0, None)

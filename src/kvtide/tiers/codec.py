@@ -69,7 +69,7 @@ class Zstd:
 
     def compress(self, section: Span, itemsize: int) -> bytes:
         planes = np.frombuffer(section, np.uint8).reshape(-1, itemsize).T
-        done: bytes = self._compressor.compress(memoryview(np.ascontiguousarray(planes)).cast("B"))
+        done: bytes = self._compressor.compress(np.ascontiguousarray(planes).data.cast("B"))
         return done
 
     def decompress(self, stored: Span, section: Span, itemsize: int) -> None:

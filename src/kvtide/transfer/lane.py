@@ -31,6 +31,19 @@ class LaneStatistics:
     write_speed: SpeedStatistics
 
 
+_STRETCH = 0.02
+_STRETCH_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Unbroken work in one direction: since when, and how much was done."""
+
+    since: float = 0.0
+    last: float = 0.0
+    nbytes: int = 0
+
+
 @dataclass(slots=True)
 class _Job:
     nbytes: int
@@ -56,7 +69,8 @@ class Lane:
         self._items_under_way = 0
         self._pumping = False
         self._refused = self._cancelled = 0
-        self._last_end = 0.0
+        self._reading = _Stretch()
+        self._writing = _Stretch()
         self.read_speed = Speed()
         self.write_speed = Speed()
 
@@ -89,7 +103,7 @@ class Lane:
         nbytes = sum(len(i.span) for i in items)
 
         def finish(results: Sequence[bool]) -> None:
-            self._measure(self.read_speed, job)
+            self._measure(self._reading, self.read_speed, job)
             done(results)
             self._end(job, read=True)
 
@@ -105,7 +119,7 @@ class Lane:
 
         def finish(places: Sequence[int]) -> None:
             if NOWHERE not in places:
-                self._measure(self.write_speed, job)
+                self._measure(self._writing, self.write_speed, job)
             done(places)
             self._end(job, read=False)
 
@@ -144,12 +158,19 @@ class Lane:
             self._items_under_way += len(job.items)
             return job
 
-    def _measure(self, speed: Speed, job: _Job) -> None:
+    def _measure(self, stretch: _Stretch, speed: Speed, job: _Job) -> None:
+        """Jobs overlap, so one job's time says little: bytes are counted over a stretch of unbroken work."""
         now = self._clock.monotonic()
         with self._lock:
-            # Jobs overlap; what one added is the time since the one before it ended.
-            start, self._last_end = max(job.started, self._last_end), now
-        speed.measured(job.nbytes, now - start)
+            if job.started >= stretch.last:
+                stretch.since, stretch.nbytes = job.started, 0
+            stretch.last = now
+            stretch.nbytes += job.nbytes
+            nbytes, seconds = stretch.nbytes, now - stretch.since
+            if seconds < _STRETCH and nbytes < _STRETCH_BYTES:
+                return
+            stretch.since, stretch.nbytes = now, 0
+        speed.measured(nbytes, seconds)
 
     def _end(self, job: _Job, read: bool) -> None:
         with self._lock:
