@@ -31,8 +31,7 @@ class LaneStatistics:
     write_speed: SpeedStatistics
 
 
-_STRETCH = 0.02
-_STRETCH_BYTES = 8 << 20
+_STRETCH = 0.002
 
 
 @dataclass(slots=True)
@@ -167,7 +166,7 @@ class Lane:
             stretch.last = now
             stretch.nbytes += job.nbytes
             nbytes, seconds = stretch.nbytes, now - stretch.since
-            if seconds < _STRETCH and nbytes < _STRETCH_BYTES:
+            if seconds < _STRETCH:
                 return
             stretch.since, stretch.nbytes = now, 0
         speed.measured(nbytes, seconds)
