@@ -22,6 +22,7 @@ from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Token
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
+from kvtide.tiers.copier import Bytes
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
 
@@ -313,8 +314,8 @@ class Session:
             geometry = layout.geometry[name]
             spans = [dram.span(place, geometry.footprint) for place in where]
             if into is not None:
-                for target, span in zip(into[name], spans, strict=False):
-                    _unpack(geometry, span, target)
+                pairs = [_same_shape(geometry, span, to) for to, span in zip(into[name], spans, strict=False)]
+                self._store.copier.copy([(target, source) for source, target in pairs])
             views[name] = [s.toreadonly() for s in spans]
         return Loaded(blocks * layout.block_tokens, first, views)
 
@@ -359,8 +360,12 @@ class Session:
             for i in range(0, len(given), step):
                 part = given[i : i + step]
                 with self._reserve(chain, [group], start + i, start + i + len(part), ttl, priority) as r:
-                    for depth, view in zip(r.depths, r.views, strict=True):
-                        _pack(geometry, given[depth - start], view)
+                    self._store.copier.copy(
+                        [
+                            _same_shape(geometry, view, given[depth - start])
+                            for depth, view in zip(r.depths, r.views, strict=True)
+                        ]
+                    )
                     rows = np.concatenate([rows, r.rows])
                     with self._index.lock:
                         # Now, not at the end: if room must be made for the next part, the deepest goes first.
@@ -525,26 +530,13 @@ def _bytes(buffer: Buffer, size: int, group: str, number: int, writable: bool) -
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _sections(geometry: Geometry, padded: Span) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(padded, np.uint8).reshape(geometry.sections, geometry.stride)[:, : geometry.section]
-
-
-def _pack(geometry: Geometry, source: Span, slot: Span) -> None:
-    """A caller's block into a slot, section by section where there is padding. Releases the GIL."""
-    flat = np.frombuffer(source, np.uint8)
+def _same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Bytes]:
+    """A slot and a caller's block as arrays of one shape: flat, or by section where a slot has padding."""
+    flat = np.frombuffer(block, np.uint8)
     if geometry.stride == geometry.section:
-        np.copyto(np.frombuffer(slot, np.uint8), flat)
-    else:
-        np.copyto(_sections(geometry, slot), flat.reshape(geometry.sections, geometry.section))
-
-
-def _unpack(geometry: Geometry, slot: Span, target: Span) -> None:
-    """A slot into a caller's block."""
-    flat = np.frombuffer(target, np.uint8)
-    if geometry.stride == geometry.section:
-        np.copyto(flat, np.frombuffer(slot, np.uint8))
-    else:
-        np.copyto(flat.reshape(geometry.sections, geometry.section), _sections(geometry, slot))
+        return np.frombuffer(slot, np.uint8), flat
+    by_section = np.frombuffer(slot, np.uint8).reshape(geometry.sections, geometry.stride)
+    return by_section[:, : geometry.section], flat.reshape(geometry.sections, geometry.section)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -26,6 +26,7 @@ from kvtide.plan.evict import Evictor, Lru
 from kvtide.plan.planner import Planner, Source
 from kvtide.session import Session
 from kvtide.tiers.base import Held, TierStatistics
+from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
@@ -62,6 +63,7 @@ class Store:
         self.feed = Feed()
         memory = config.dram
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault)
+        self.copier = Copier()
         self._policy = Lru(self.index)
         self._sessions: WeakSet[Session] = WeakSet()
         self._next_expiry = float("inf")
@@ -202,6 +204,7 @@ class Store:
         for session in list(self._sessions):
             session.close()
         with contextlib.ExitStack() as stack:
+            stack.callback(self.copier.close)
             stack.callback(self.dram.close)
             for cold in self._colds:
                 stack.callback(cold.tier.close)

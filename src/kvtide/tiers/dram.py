@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey, Span
+from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
 
@@ -79,9 +79,7 @@ class Dram:
     def __init__(self, budget: int, segment: int = 256 << 20, huge_pages: str = "no", prefault: bool = False) -> None:
         self._huge_pages = huge_pages
         self._closed = False
-        if huge_pages == "2MiB":
-            budget -= budget % _TWO_MIB
-        self._segments = Segments(budget, segment)
+        self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, _Memory] = {}
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
@@ -157,7 +155,7 @@ class Dram:
         return True
 
     def _allocate(self, number: int, nbytes: int) -> _Memory:
-        if self._huge_pages == "2MiB" and nbytes % _TWO_MIB == 0:
+        if self._huge_pages == "2MiB":
             try:
                 return _Memory(number, nbytes, self._huge_pages)
             except OSError as e:
@@ -167,7 +165,7 @@ class Dram:
                     self._segments.budget // _TWO_MIB,
                 )
                 self._huge_pages = "no"
-        return _Memory(number, nbytes, self._huge_pages if self._huge_pages != "2MiB" else "no")
+        return _Memory(number, nbytes, self._huge_pages)
 
     def release(self, place: int) -> None:
         """Give a slot back."""

@@ -81,12 +81,13 @@ class Segments:
     """The book of all segments of one tier.
 
     ``nominal`` is the usual size of a segment, ``header`` what each one needs for itself besides its slots, and
-    ``per_slot`` what a slot costs elsewhere (in a journal).
+    ``per_slot`` what a slot costs elsewhere (in a journal). Segments are a multiple of ``grain`` bytes.
     """
 
-    def __init__(self, budget: int, nominal: int, header: int = 0, per_slot: int = 0) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, nominal: int, header: int = 0, per_slot: int = 0, grain: int = ALIGN) -> None:
+        self.budget = budget - budget % grain
         self.nominal = nominal
+        self.grain = grain
         self.header = header
         self.per_slot = per_slot
         self.taken = 0
@@ -114,13 +115,19 @@ class Segments:
     def fit(self, size: int) -> int:
         """How many slots a segment that could be added for ``size`` now would have; 0 if there is no room."""
         room = (self.budget - self.taken - self.header) // (size + self.per_slot)
-        return max(0, min(room, max(1, self.nominal // size)))
+        slots = max(0, min(room, max(1, self.nominal // size)))
+        while slots and self._bytes(size, slots) + slots * self.per_slot > self.budget - self.taken:
+            slots -= 1
+        return slots
+
+    def _bytes(self, size: int, slots: int) -> int:
+        return -(-(self.header + slots * size) // self.grain) * self.grain
 
     def add(self, size: int, slots: int, number: int | None = None) -> Segment:
         """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
         if number is None:
             number = next(i for i in range(len(self._all) + 1) if i not in self._all)
-        segment = Segment(number, self.header + slots * size)
+        segment = Segment(number, self._bytes(size, slots))
         segment.cut(size, slots)
         self._all[number] = segment
         self._open.setdefault(size, []).append(segment)

@@ -1,0 +1,70 @@
+"""Copies between callers' buffers and the arena, at the speed of memory.
+
+One core does not saturate the memory of a server: a second one nearly doubles a copy. So large batches are cut into
+pieces that a few threads take in turn, the caller's own among them. ``numpy.copyto`` releases the GIL; a memoryview
+assignment would hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Copier"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_PIECE = 1 << 20
+_WORTH_SHARING = 4 << 20
+
+
+class Copier:
+    """A few threads that copy. Safe from any thread; a small batch is copied by the caller alone."""
+
+    def __init__(self, threads: int = 0) -> None:
+        self._helpers = (threads or min(4, os.cpu_count() or 1)) - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvtide-copy")
+
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """Copy each second array over its first; both of a pair have one shape. Returns when all is copied."""
+        if not self._helpers or sum(target.nbytes for target, _ in pairs) < _WORTH_SHARING:
+            for target, source in pairs:
+                np.copyto(target, source)
+            return
+        pieces = _Pieces(pairs)
+        helpers = [self._pool.submit(pieces.work) for _ in range(self._helpers)]
+        pieces.work()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _Pieces:
+    """Pieces of a batch, taken by whoever is free."""
+
+    def __init__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        self._pieces = iter(
+            [
+                (target[i : i + step], source[i : i + step])
+                for target, source in pairs
+                for step in [max(1, _PIECE * len(target) // target.nbytes)]
+                for i in range(0, len(target), step)
+            ]
+        )
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        while True:
+            with self._lock:
+                piece = next(self._pieces, None)
+            if piece is None:
+                return
+            np.copyto(*piece)
