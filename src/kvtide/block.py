@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from blake3 import blake3
@@ -99,20 +99,17 @@ class Geometry:
 
     sections: int
     section: int
+    stride: int = field(init=False)
+    nbytes: int = field(init=False)
+    """The bytes that an engine sees, without padding."""
+    footprint: int = field(init=False)
+    """The bytes that a block takes in memory, with padding."""
 
-    @property
-    def stride(self) -> int:
-        return padded(self.section)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that an engine sees, without padding."""
-        return self.sections * self.section
-
-    @property
-    def footprint(self) -> int:
-        """The bytes that a block takes in memory, with padding."""
-        return self.sections * self.stride
+    def __post_init__(self) -> None:
+        set_once = object.__setattr__
+        set_once(self, "stride", padded(self.section))
+        set_once(self, "nbytes", self.sections * self.section)
+        set_once(self, "footprint", self.sections * self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +135,10 @@ class Group:
             raise LayoutError(f"group name {self.name!r}: use a letter and then letters, digits or _, 16 at most")
         if self.dtype not in DTYPES:
             raise LayoutError(f"group {self.name!r}: dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        for field in ("layers", "heads", "head_dim", "page"):
-            if getattr(self, field) < 1:
-                raise LayoutError(f"group {self.name!r}: {field} is {getattr(self, field)}, not positive")
-        if (self.kind is Kind.WINDOW) != (self.window > 0):
+        for fact in ("layers", "heads", "head_dim", "page"):
+            if getattr(self, fact) < 1:
+                raise LayoutError(f"group {self.name!r}: {fact} is {getattr(self, fact)}, not positive")
+        if self.window < 0 or (self.kind is Kind.WINDOW) != (self.window > 0):
             raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
         if self.kind is Kind.MLA and self.heads != 1:
             raise LayoutError(f"group {self.name!r}: MLA has one latent head, not {self.heads}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.block import DTYPES, Geometry, Group, Span
 from kvtide.errors import ClosedError, LayoutError, RightError
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from kvtide.store import Store
 
-    Buffers = Sequence[Buffer] | Mapping[str, Sequence[Buffer]]
+    # Arrays are buffers, but their stubs say so only from Python 3.12 on.
+    Block = Buffer | npt.NDArray[Any]
+    Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
 __all__ = ["Load", "Loaded", "Match", "Session", "Stored"]
 
@@ -273,7 +276,10 @@ class Session:
         clock = self._store.clock
         limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
         transfer = Transfer(clock, limit)
-        self._pipeline.load(self._wanted(match), transfer)
+        if match.ready:
+            transfer.started()
+        else:
+            self._pipeline.load(self._wanted(match), transfer)
         return Load(transfer, lambda: self._collect(match, targets), into is not None)
 
     def _wanted(self, match: Match) -> Iterator[tuple[int, Identity]]:
@@ -519,8 +525,8 @@ class Session:
         return found
 
 
-def _bytes(buffer: Buffer, size: int, group: str, number: int, writable: bool) -> Span:
-    view = memoryview(buffer)
+def _bytes(buffer: Block, size: int, group: str, number: int, writable: bool) -> Span:
+    view = memoryview(buffer)  # type: ignore[arg-type,unused-ignore]
     if not view.c_contiguous:
         raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
     if view.nbytes != size:

@@ -84,7 +84,7 @@ class Store:
             direct=settings.direct,
             durable=settings.durable,
             compression=settings.codec,
-            evict=lambda size: self.pipeline.make_cold_room(NVME, size),
+            evict=lambda size: self.pipeline.make_room(NVME, size),
             disk=disk,
             clock=self.clock,
         )
@@ -218,7 +218,7 @@ class Store:
         self.close()
 
 
-def open_store(file: str | Path | None = None, **settings: Any) -> Store:
+def open_store(file: str | Path | None = None, /, **settings: Any) -> Store:
     """Open a store with the settings of ``file`` (``kvtide.toml``), the environment and the arguments.
 
     >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})

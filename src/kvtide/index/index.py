@@ -226,6 +226,8 @@ class Index:
 
 def _reach(group: Group, present: Mask, tokens: int) -> Mask:
     """For each length in blocks, 0 to all, whether ``group`` has what a prefix of it needs."""
+    if present.all():
+        return np.ones(len(present) + 1, np.bool_)
     lengths = np.arange(len(present) + 1)
     absent = np.flatnonzero(~present)
     # The last absent block before each length; what a prefix needs must lie after it.

@@ -6,8 +6,8 @@ layout, adapter, fidelity, tenant), so that blocks of another model or tenant ca
 Nothing here depends on the process, the host, PYTHONHASHSEED or an engine's own hashes.
 
 What is hashed, per block: parent digest (32 bytes), u32 token count, the tokens as u32 little-endian, then each
-extra that touches the block, sorted: kind, value (both length-prefixed, type-tagged) and its i64 offset relative to
-the block's first token (negative where an image began in an earlier block).
+extra that touches the block, sorted: kind, value (both length-prefixed, type-tagged) and where it starts and stops, as
+two i64 little-endian counted from the block's first token (negative where an image began in an earlier block).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ Tokens = Sequence[int] | npt.NDArray[np.uint32] | memoryview | array  # type: ig
 """Token ids: a list costs a conversion (about 16 ns a token); a uint32 buffer is used as it is."""
 
 ROOT = bytes(32)
+FOREVER = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,17 @@ class Extra:
     kind: str
     value: bytes | str | int
     start: int = 0
-    stop: int = sys.maxsize
+    stop: int = FOREVER
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
+        if not 0 <= self.start < self.stop <= FOREVER:
             raise LayoutError(f"extra {self.kind!r} covers no token: {self.start} to {self.stop}")
+        if not isinstance(self.kind, str) or not isinstance(self.value, bytes | str | int):
+            raise LayoutError(f"extra {self.kind!r}: a value is bytes, str or int, not {type(self.value).__name__}")
+        try:
+            canonical.encode([self.kind, self.value])
+        except UnicodeEncodeError as e:
+            raise LayoutError(f"extra {self.kind!r} is not text that has bytes: {e}") from e
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
@@ -130,9 +137,11 @@ def _token_bytes(tokens: Tokens) -> bytes:
             tokens = tokens.astype("<u4")
         return tokens.tobytes()
     if isinstance(tokens, memoryview):
-        if tokens.format not in ("I", "<I", "=I") or tokens.itemsize != 4:
-            raise LayoutError(f"a token buffer must hold uint32, not format {tokens.format!r}")
+        if tokens.format not in ("I", "<I", "=I") or tokens.itemsize != 4 or tokens.ndim != 1:
+            raise LayoutError(f"a token buffer must be one row of uint32, not format {tokens.format!r} {tokens.shape}")
         return tokens.tobytes()
+    if isinstance(tokens, bytes | bytearray):
+        raise LayoutError("token ids in bytes are ambiguous: give memoryview(tokens).cast('I') for uint32")
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as e:
@@ -150,6 +159,12 @@ class Namer:
     def __init__(self, key: bytes, block_tokens: int) -> None:
         self._key = key
         self.block_tokens = block_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namer) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"<Namer block_tokens={self.block_tokens}>"
@@ -200,8 +215,9 @@ class Chain:
                 raise LayoutError(
                     f"extra {extra.kind!r} starts at token {extra.start}, but {named} tokens are named already"
                 )
-        self._extras.extend(extras)
+        # Tokens that are refused leave the chain as it was, so that the caller can extend it again.
         raw = self._tail + _token_bytes(tokens) if self._tail else _token_bytes(tokens)
+        self._extras.extend(extras)
         size = self.block_tokens * 4
         end = len(raw) - len(raw) % size
         self._tail = raw[end:]
@@ -224,8 +240,8 @@ class Chain:
         touching = [
             canonical.encode(e.kind)
             + canonical.encode(e.value)
-            # What holds for the whole prompt has no place in it: the offset would tie it to this block.
-            + (0 if e.stop == sys.maxsize else e.start - first).to_bytes(8, "little", signed=True)
+            + (e.start - first).to_bytes(8, "little", signed=True)
+            + (e.stop - first).to_bytes(8, "little", signed=True)
             for e in self._extras
             if e.start < last and e.stop > first
         ]

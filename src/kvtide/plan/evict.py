@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -83,6 +84,15 @@ class Slotted(Protocol):
     def book_lock(self) -> threading.Lock: ...
 
 
+@dataclass(slots=True)
+class _Queue:
+    """Rows, coldest first, and their scores; those before ``at`` are used up."""
+
+    rows: Rows
+    scores: Scores
+    at: int = 0
+
+
 class Evictor:
     """Finds what may leave one tier. All calls under the index's lock."""
 
@@ -99,23 +109,25 @@ class Evictor:
         self._tier = tier
         self._policy = policy
         self._may_leave = may_leave
-        self._queues: dict[int, list[tuple[int, int]]] = {}
-        """By slot size: score and row, the coldest last."""
+        self._queues: dict[int, _Queue] = {}
+        """By slot size: the coldest part, as it was ranked last."""
         self._barren: dict[int, int] = {}
         """By slot size: the index's count of changes when nothing could be found."""
 
-    def victims(self, size: int) -> list[int]:
-        """Rows to evict so that a slot of ``size`` comes free, at once or when a segment is cut anew."""
-        row, score = self._coldest(size)
-        segment = self._colder_segment(size, score if row else None)
+    def victims(self, size: int, count: int = 1) -> list[int]:
+        """Rows to evict so that slots of ``size`` come free, at once or when a segment is cut anew.
+
+        At most ``count`` rows, or all of one segment; at least one, unless nothing may leave.
+        """
+        rows, score = self._coldest(size, count)
+        segment = self._colder_segment(size, score if rows else None)
         if segment is not None:
             with self._tier.book_lock:
                 self._tier.segments.drain(segment)
                 return [r for r in segment.owner.tolist() if r != EMPTY]
-        if row:
-            self._queues[size].pop()
-            return [row]
-        return []
+        if rows:
+            self._queues[size].at += count
+        return rows
 
     def coldest(self, count: int) -> Rows:
         """The rows that would leave next, of any size, whether they may already or not."""
@@ -136,29 +148,25 @@ class Evictor:
             good &= self._may_leave(rows)
         return good
 
-    def _coldest(self, size: int) -> tuple[int, int]:
-        """The next row of that size and its score; it stays in the queue. (0, 0): none."""
+    def _coldest(self, size: int, count: int) -> tuple[list[int], int]:
+        """The next rows of that size, coldest first, and the first one's score; they stay in the queue."""
         while True:
-            queue = self._queues.setdefault(size, [])
-            while queue:
-                score, row = queue[-1]
-                one = np.array([row])
-                if self._leaving(one)[0] and self._policy.score(one)[0] == score and self._sized(row, size):
-                    return row, score
-                queue.pop()
+            queue = self._queues.get(size)
+            while queue is not None and queue.at < len(queue.rows):
+                rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
+                # Still here, free to go, and as cold as when they were ranked?
+                good = self._leaving(rows) & (self._policy.score(rows) == scores)
+                if good.any():
+                    return rows[good].tolist(), int(scores[good][0])
+                queue.at += count
             if self._barren.get(size) == self._index.changes:
-                return 0, 0
-            self._refill(size)
-            if not self._queues[size]:
+                return [], 0
+            self._queues[size] = queue = self._rank(size)
+            if not len(queue.rows):
                 self._barren[size] = self._index.changes
-                return 0, 0
+                return [], 0
 
-    def _sized(self, row: int, size: int) -> bool:
-        place = int(self._index.place[self._number][row])
-        segments = self._tier.segments
-        return segments.holds(place) and segments[place >> 32].size == size
-
-    def _refill(self, size: int) -> None:
+    def _rank(self, size: int) -> _Queue:
         with self._tier.book_lock:
             rows = self._tier.segments.owners(size)
         rows = rows[rows > EMPTY]
@@ -168,14 +176,14 @@ class Evictor:
         if len(rows) > count:
             near = np.argpartition(scores, count)[:count]
             rows, scores = rows[near], scores[near]
-        order = np.argsort(scores)[::-1]
-        self._queues[size] = list(zip(scores[order].tolist(), rows[order].tolist(), strict=True))
+        order = np.argsort(scores)
+        return _Queue(rows[order], scores[order])
 
     def _colder_segment(self, size: int, than: int | None) -> Segment | None:
         """The coldest segment of another size whose blocks may all leave, if it is colder than ``than``."""
         best, best_score = None, float("inf") if than is None else float(than)
         with self._tier.book_lock:
-            others = [s for s in self._tier.segments if s.size != size and not s.draining]
+            others = self._tier.segments.others(size)
         for segment in others:
             rows = segment.owner[segment.owner != EMPTY]
             if not len(rows) or (rows < 0).any():

@@ -71,7 +71,7 @@ class Planner:
         size = sum(layout.geometry[g.name].footprint for g in layout.groups)
         lengths = np.flatnonzero(usable[: have + limit // size + 1])
         longest = int(lengths[-1])
-        if longest <= have:
+        if longest <= have or all((self._index.state[DRAM][r[have:longest]] == SEALED).all() for r in rows.values()):
             return Plan(longest, 0.0, None)
         cold = self._cold_bytes(layout, rows, have)
         waiting = np.where(cold > 0, cold + queued, 0.0)

@@ -1,7 +1,8 @@
 """The contract of a tier: a place where blocks rest.
 
 Threads: every method may be called from any thread at any time. None blocks on I/O: work is queued and ``done`` is
-called once per batch, on any thread, perhaps before the call returns, with one answer per item in the items' order.
+called once per batch, an empty one too, on any thread, perhaps before the call returns, with one answer per item in the
+items' order.
 ``done`` must not raise and must not block.
 
 Who owns what: the caller owns the spans and keeps them untouched until ``done``. The tier owns its places and
@@ -61,7 +62,7 @@ class Write:
     parent: bytes
     depth: int
     owner: int
-    """The caller's own number for the block; the tier gives it back when it asks what to evict."""
+    """The caller's own number for the block, not 0; the tier gives it back when it asks what to evict."""
     expiry: float = float("inf")
     priority: int = 0
     tokens: bytes = b""
@@ -77,6 +78,14 @@ class Read:
     span: Span
     sections: range | None = None
     """Which sections; the span then begins with the first of them. None: all."""
+
+    @property
+    def wanted(self) -> range:
+        """The sections to read; empty where the block has no such sections or the span no room for them."""
+        geometry = self.identity.geometry
+        wanted = range(geometry.sections) if self.sections is None else self.sections
+        there = wanted.step == 1 and 0 <= wanted.start < wanted.stop <= geometry.sections
+        return wanted if there and len(wanted) * geometry.stride <= len(self.span) else range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +135,8 @@ class Tier(Protocol):
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         """Remove blocks by key and place, so that they never come back, after a power loss either.
 
-        A place may be NOWHERE: traces of an evicted block are removed all the same. False where the medium
-        refused; the block is not readable then, but may come back when the tier is opened again.
+        A place may be NOWHERE, or given back before: traces of an evicted block are removed all the same. False where
+        the medium refused; the block is not readable then, but may come back when the tier is opened again.
         """
 
     def evict(self, key: BlockKey, place: int) -> None:

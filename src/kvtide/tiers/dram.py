@@ -127,6 +127,11 @@ class Dram:
                 self._segments.drain(segment)
             return self._fill(segment)
 
+    def wait_prefault(self) -> None:
+        """Wait until the whole budget is taken, if that was asked for."""
+        if self._prefaulter.ident is not None:
+            self._prefaulter.join()
+
     def _prefault(self) -> None:
         """Take segments until the budget is used up. They are cut when their first block comes."""
         while not self._closed:

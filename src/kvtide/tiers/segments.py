@@ -11,6 +11,7 @@ This is only the book: it moves no bytes, takes no lock and knows no policy. The
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -95,6 +96,8 @@ class Segments:
         self.used = 0
         """Bytes of all slots that are not free."""
         self._all: dict[int, Segment] = {}
+        self._kinds: Counter[int] = Counter()
+        """By slot size: how many segments."""
         self._open: dict[int, list[Segment]] = {}
         """By slot size: segments with a free slot."""
 
@@ -131,6 +134,7 @@ class Segments:
         segment.cut(size, slots)
         self._all[number] = segment
         self._open.setdefault(size, []).append(segment)
+        self._kinds[size] += 1
         self.taken += self._cost(segment)
         return segment
 
@@ -138,12 +142,15 @@ class Segments:
         """Forget an empty segment whose bytes were given back to the host."""
         assert segment.empty, segment
         self._close(segment)
+        self._kinds[segment.size] -= 1
         del self._all[segment.number]
         self.taken -= self._cost(segment)
 
     def recut(self, segment: Segment, size: int) -> None:
         """Cut an empty segment anew, in the bytes that it has."""
         self._close(segment)
+        self._kinds[segment.size] -= 1
+        self._kinds[size] += 1
         self.taken -= self._cost(segment)
         segment.cut(size, (segment.nbytes - self.header) // size)
         self.taken += self._cost(segment)
@@ -155,6 +162,12 @@ class Segments:
     def spare(self, size: int) -> Segment | None:
         """An empty segment of another size."""
         return next((s for s in self._all.values() if s.empty and s.size != size), None)
+
+    def others(self, size: int) -> list[Segment]:
+        """Segments of other sizes that could be emptied."""
+        if self._kinds[size] == len(self._all):
+            return []
+        return [s for s in self._all.values() if s.size != size and not s.draining and not s.empty]
 
     def drain(self, segment: Segment) -> None:
         """Let nothing new into ``segment``."""

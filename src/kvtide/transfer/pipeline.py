@@ -218,7 +218,7 @@ class Pipeline:
                 continue
             size = pledge.identity.geometry.footprint
             place = self._dram.take(size, row or index.next_row)
-            while place is None and evict and self._make_room(ladder(size), events):
+            while place is None and evict and self._make_room(ladder(size), events, len(waiting) - i):
                 place = self._dram.take(size, row or index.next_row)
                 if place is None and self._dram.segments.spare(ladder(size)):
                     break
@@ -273,20 +273,16 @@ class Pipeline:
         events: list[Event] = []
         jobs: list[tuple[Cold, list[tuple[int, Read]]]] = []
         todo = list(wanted)
-        with self._index.lock:
-            for row, _ in todo:
-                transfer.expect(row)
+        transfer.expect(row for row, _ in todo)
         while todo:
             with self._index.lock:
                 todo, ended = self._start_reads(todo, transfer, jobs, events)
             self._feed.publish(events)
             events.clear()
-            for row, arrived in ended:
-                transfer.finish(row, arrived)
+            transfer.finish([row for row, _ in ended], [good for _, good in ended])
             if todo and not self._dram.grow(todo[0][1].geometry.footprint):
                 self.counts["loads dropped: no room in DRAM"] += len(todo)
-                for row, _ in todo:
-                    transfer.finish(row, False)
+                transfer.finish([row for row, _ in todo], [False] * len(todo))
                 break
         for cold, items in jobs:
             self._read(cold, items)
@@ -388,7 +384,7 @@ class Pipeline:
 
     def _landed(self, row: int, arrived: bool) -> list[Callable[[], None]]:
         """What to call, outside the lock, for those who wait for ``row``."""
-        return [functools.partial(t.finish, row, arrived) for t in self._flights.pop(row, ())]
+        return [functools.partial(t.finish, [row], [arrived]) for t in self._flights.pop(row, ())]
 
     # -- down ---------------------------------------------------------------------------------------------
 
@@ -486,23 +482,30 @@ class Pipeline:
 
     # -- out ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int, events: list[Event]) -> bool:
-        """Evict from DRAM so that a slot of ``size`` comes free. Under the lock."""
-        rows = self._evictor.victims(size)
+    def _make_room(self, size: int, events: list[Event], count: int = 1) -> bool:
+        """Evict from DRAM so that up to ``count`` slots of ``size`` come free. Under the lock."""
+        rows = self._evictor.victims(size, count)
+        keys = [self._index.key(row) for row in rows]
         for row in rows:
-            key = self._index.key(row)
             self._dram.release(self._index.remove(row, DRAM))
             self._forget(row)
             self._index.retire(row)
-            events.append(BlockRemoved("dram", (key,), "evicted"))
+        if rows:
+            events.append(BlockRemoved("dram", tuple(keys), "evicted"))
         self.counts["blocks evicted from dram"] += len(rows)
         if not rows and self._keep_leaving:
             self._ahead = 0
             self._save_ahead()
         return bool(rows)
 
-    def make_cold_room(self, number: int, size: int) -> bool:
-        """Evict from a colder tier so that a slot of ``size`` comes free. Called by that tier's threads."""
+    def make_room(self, number: int, size: int) -> bool:
+        """Evict from a tier so that a slot of ``size`` comes free; False if nothing may leave."""
+        if number == DRAM:
+            events: list[Event] = []
+            with self._index.lock:
+                made = self._make_room(size, events)
+            self._feed.publish(events)
+            return made
         cold = next(c for c in self._colds if c.number == number)
         assert cold.evictor is not None
         with self._index.lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from kvtide.clock import Clock
@@ -49,16 +49,18 @@ class Transfer:
 
     # -- for the pipeline ---------------------------------------------------------------------------------
 
-    def expect(self, row: int) -> None:
-        self._waiting.add(row)
+    def expect(self, rows: Iterable[int]) -> None:
+        self._waiting.update(rows)
 
-    def finish(self, row: int, arrived: bool) -> None:
-        """``row`` is here, or will not come."""
+    def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
+        """Rows are here, or will not come."""
         with self._lock:
-            if self._ended or row not in self._waiting:
+            if self._ended or not self._waiting:
                 return
-            self._waiting.remove(row)
-            (self.arrived if arrived else self.failed).add(row)
+            for row, good in zip(rows, arrived, strict=True):
+                if row in self._waiting:
+                    self._waiting.remove(row)
+                    (self.arrived if good else self.failed).add(row)
             if self._waiting:
                 return
         self._end()

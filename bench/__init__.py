@@ -1,0 +1,1 @@
+"""Benchmarks with peers beside us; run ``python -m bench`` or ``make bench``."""

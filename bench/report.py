@@ -1,0 +1,113 @@
+"""``docs/benchmarks.md`` and its plots, from the records in ``bench/results``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+import msgspec
+
+from kvtide.benchmarks.record import Record
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOTS = ROOT / "docs" / "plots"
+
+PARTS = {
+    "match": "A prompt of 131,072 tokens whose 512 blocks are all in DRAM: name, find and lease them.",
+    "dram": "Blocks copied from callers' buffers into the arena and back, and handed out as views.",
+    "nvme": "Blocks through DRAM to the disk, and back after a restart, every section verified. The limit is raw "
+    "direct I/O of whole blocks at the same depth into a file whose extents were written before. The peers do not verify. "
+    "`2mib-pages`: the arena in huge pages, where the machine has them set aside; direct I/O then need not pin "
+    "each 4 KiB page, which is most of its CPU time.",
+    "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
+    "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
+    "pipeline": "Index, pipeline and lane alone, over a tier that answers at once.",
+}
+
+
+def _records() -> list[Record]:
+    return [msgspec.json.decode(p.read_bytes(), type=Record) for p in sorted(RESULTS.glob("*.json"))]
+
+
+def _row(r: Record) -> str:
+    bar = ""
+    if r.bar is not None:
+        sign = ">=" if r.ratio is not None or r.better == "higher" else "<="
+        bar = f"{sign} {r.bar:g}: **{'met' if r.met else 'missed'}**"
+    peers = "<br>".join(f"{name} {value:g}" for name, value in r.peers.items())
+    limit = "" if r.limit is None else f"{r.limit:g}"
+    ratio = "" if r.ratio is None else f"{r.ratio:.2f} x {r.against}"
+    spread = f"{r.spread[0]:g} to {r.spread[1]:g} ({r.rounds})"
+    return f"| {r.name} | {r.unit} | {r.ours:g} | {spread} | {limit} | {peers} | {ratio} | {bar} | {r.note} |"
+
+
+def _plot(part: str, records: Sequence[Record]) -> str:
+    """Bars of ours, limit and peers for the figures of a part that have any; the plot's file name, or nothing."""
+    shown = [r for r in records if r.peers or r.limit is not None]
+    if not shown:
+        return ""
+    by_unit: dict[str, list[Record]] = {}
+    for r in shown:
+        by_unit.setdefault(r.unit, []).append(r)
+    heights = [sum(2 + len(r.peers) for r in rs) for rs in by_unit.values()]
+    size = (9, 1 + 0.22 * sum(heights))
+    figure, axes = plt.subplots(len(by_unit), 1, figsize=size, squeeze=False, height_ratios=heights)
+    for axis, (unit, rs) in zip(axes[:, 0], by_unit.items(), strict=True):
+        labels, values, colours = [], [], []
+        for r in rs:
+            bars = [("kvtide", r.ours, "#0b6e99")]
+            bars += [("limit", r.limit, "#999999")] if r.limit is not None else []
+            bars += [(name, value, "#d9a05b") for name, value in r.peers.items()]
+            for name, value, colour in bars:
+                labels.append(f"{r.name}: {name}" if name == "kvtide" else name)
+                values.append(value)
+                colours.append(colour)
+        places = range(len(labels))
+        axis.barh(list(places), values, color=colours)
+        axis.set_yticks(list(places), labels, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel(f"{unit} ({rs[0].better} is better)", fontsize=8)
+    figure.tight_layout()
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    matplotlib.rcParams["svg.hashsalt"] = "kvtide"
+    figure.savefig(PLOTS / f"{part}.svg", metadata={"Date": None})
+    plt.close(figure)
+    return f"{part}.svg"
+
+
+def write_report() -> None:
+    """Write the page and its plots."""
+    records = _records()
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `make bench` from the records in `bench/results`; do not edit. Contestants take turns within one",
+        "run; ours is the median of the rounds, the ratio the median of the rounds' ratios. Peers: LMCache 0.5.6 in",
+        "process (`mp` is its StorageManager, `legacy` its older backends) and vLLM 0.32.0's `fs` tier, each in an",
+        "environment of its own. For a look at your own machine, without peers: `kvtide bench store --quick`.",
+        "",
+    ]
+    if records:
+        lines += [f"Machine: {records[0].machine}.", ""]
+    missed = [r.name for r in records if r.met is False]
+    lines += [f"Bars missed: {', '.join(missed) if missed else 'none'}.", ""]
+    for part, text in PARTS.items():
+        mine = [r for r in records if r.name.split("-")[0] == part]
+        if not mine:
+            continue
+        lines += [f"## {part}", "", text, ""]
+        if plot := _plot(part, mine):
+            lines += [f"![{part}](plots/{plot})", ""]
+        lines += [
+            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(_row(r) for r in mine),
+            "",
+        ]
+    PAGE.write_text("\n".join(lines))

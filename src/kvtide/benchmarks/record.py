@@ -1,0 +1,155 @@
+"""One figure, one record: what was measured, beside what, where and by which command.
+
+Speed is told as a ratio within one run, because machines are shared and noisy: contestants take turns, round by
+round, and the ratio is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Contestant", "Record", "Rounds", "Sample", "compare", "figure", "machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one contestant at one task."""
+
+    seconds: float
+    cpu_seconds: float
+    nbytes: int = 0
+
+    @property
+    def speed(self) -> float:
+        """GB/s."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_per_gb(self) -> float:
+        return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+Contestant = Callable[[], Mapping[str, Sample]]
+"""Does one round and answers a sample for each task ("store", "load", ...)."""
+
+Rounds = dict[str, dict[str, list[Sample]]]
+"""Samples by contestant and task."""
+
+
+class Record(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A figure as it is kept in ``bench/results``."""
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+    ours: float
+    spread: tuple[float, float]
+    """Lowest and highest of all rounds."""
+    peers: dict[str, float] = {}
+    limit: float | None = None
+    """What the hardware did in the same run."""
+    ratio: float | None = None
+    """Ours against ``against``, so that more is better whatever ``better`` is."""
+    against: str = ""
+    bar: float | None = None
+    """What ``ratio`` (or, where there is none, ``ours``) was asked to reach."""
+    met: bool | None = None
+    rounds: int
+    command: str
+    machine: str
+    note: str = ""
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        (folder / f"{self.name}.json").write_bytes(text + b"\n")
+
+
+def machine() -> str:
+    """This machine, in a line."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    kernel = platform.release().split("-")[0]
+    return (
+        f"{os.cpu_count()} cores {platform.machine()}, {memory:.0f} GiB, Linux {kernel}, "
+        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+def timed(work: Callable[..., object], *arguments: object, nbytes: int = 0) -> Sample:
+    """A sample of ``work``: wall time, and CPU time of all threads of this process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work(*arguments)
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu, nbytes)
+
+
+def compare(
+    contestants: Mapping[str, Contestant], rounds: int, progress: Callable[[str], None], warm_up: int = 1
+) -> Rounds:
+    """Let the contestants take turns. The first ``warm_up`` rounds do not count."""
+    samples: Rounds = {name: {} for name in contestants}
+    for i in range(rounds + warm_up):
+        for name, contestant in contestants.items():
+            progress(f"{name}, {'warm-up' if i < warm_up else f'round {i - warm_up + 1} of {rounds}'}")
+            for task, sample in contestant().items():
+                if i >= warm_up:
+                    samples[name].setdefault(task, []).append(sample)
+    return samples
+
+
+def figure(
+    name: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    command: str,
+    better: Literal["higher", "lower"],
+    peers: Mapping[str, Sequence[float]] | None = None,
+    limit: Sequence[float] | None = None,
+    against: str = "",
+    reference: Sequence[float] | None = None,
+    bar: float | None = None,
+    note: str = "",
+) -> Record:
+    """A record from rounds. ``reference`` has, round by round, what ``ratio`` is against; ``bar`` what it must reach.
+
+    Without a reference the bar is for the figure itself.
+    """
+    median = statistics.median(values)
+    ratio = None
+    if reference is not None:
+        pairs = list(zip(values, reference, strict=True))
+        ratio = statistics.median(v / r if better == "higher" else r / v for v, r in pairs)
+    met = None
+    if bar is not None:
+        reached = ratio if ratio is not None else median
+        met = reached >= bar if ratio is not None or better == "higher" else reached <= bar
+    return Record(
+        name=name,
+        unit=unit,
+        better=better,
+        ours=_short(median),
+        spread=(_short(min(values)), _short(max(values))),
+        peers={k: _short(statistics.median(v)) for k, v in (peers or {}).items()},
+        limit=None if limit is None else _short(statistics.median(limit)),
+        ratio=None if ratio is None else _short(ratio),
+        against=against,
+        bar=bar,
+        met=met,
+        rounds=len(values),
+        command=command,
+        machine=machine(),
+        note=note,
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

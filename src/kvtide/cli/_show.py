@@ -1,0 +1,31 @@
+"""How numbers look, in every command."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+__all__ = ["moment", "share", "size"]
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that suits them: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def share(part: float, whole: float) -> str:
+    """``part`` as percent of ``whole``."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def moment(seconds: float | None) -> str:
+    """A time since 1970 in this place's own; what no calendar has is shown as it is."""
+    if seconds is None:
+        return "never"
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:g} s"

@@ -1,0 +1,201 @@
+"""``kvtide inspect``: what is in the directory of an NVMe tier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvtide.inspection import Report
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+_SHOWN = 20
+"""Damaged blocks that are listed; all of them are in the JSON."""
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="The directory that nvme.path names.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every block and check every section.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    blocks: Annotated[int, typer.Option("--blocks", min=0, help="List this many of the newest blocks.")] = 0,
+) -> None:
+    """Show what is in a tier's directory, offline: nothing is changed, and nothing is locked.
+
+    To make sure that every byte on disk is what was written, and see what will become of what is not:
+
+        [bold]kvtide inspect /mnt/nvme/kvtide --verify[/bold]
+
+    The exit code is 0 if all is well, 1 if --verify found damage, 2 if this is no directory of ours.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from kvtide.inspection import advice, look
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        tasks = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        report = look(directory, verify=verify, newest=blocks, progress=progress)
+    if as_json:
+        typer.echo(json.dumps({**msgspec.to_builtins(report), "advice": advice(report)}, indent=2))
+    else:
+        _show(Console(highlight=False), report, advice(report))
+    if verify and _damage(report):
+        raise typer.Exit(1)
+
+
+def _damage(report: Report) -> bool:
+    return bool(report.damaged or any(s.problem not in ("", "emptied") for s in report.segments))
+
+
+def _show(console: Console, report: Report, said: list[str]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(_facts(report))
+    for table in (_sizes(report), _kinds(report), _depths(report), _newest(report), _damaged(report)):
+        if table is not None:
+            console.print(table)
+    for line in said:
+        console.print(Padding(Text(line), (0, 2)))
+
+
+def _facts(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtide.cli._show import moment, size
+
+    table = Table(show_header=False, box=None, title=Text(report.path, style="bold"), title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    journal = report.journal
+    if journal.trusted:
+        trust = f"trusted; {journal.records} records, {size(journal.nbytes)}"
+    else:
+        trust = f"not trusted: {journal.doubt}; {size(journal.nbytes)}"
+    facts = {
+        "format": f"kvtide nvme, version {report.version}",
+        "open in": "no process that can be seen" if report.holder is None else f"process {report.holder}",
+        "journal": trust,
+        "blocks": f"{report.blocks}, and {report.stale} stale headers of evicted ones",
+        "payload": f"{size(report.raw)}, stored as {size(report.stored)}{_ratio(report.raw, report.stored)}",
+        "on disk": f"{size(report.on_disk)} in {len(report.segments)} segments",
+        "written": f"{moment(report.oldest)} to {moment(report.newest)}" if report.blocks else "-",
+        "expired": str(report.expired),
+    }
+    if report.verified_blocks is not None:
+        bad = len(report.damaged)
+        facts["verified"] = f"{report.verified_blocks} blocks, {size(report.verified_bytes or 0)}: {bad} damaged"
+    for name, value in facts.items():
+        style = "red" if name == "verified" and report.damaged else ""
+        table.add_row(name, Text(value, style=style))
+    return table
+
+
+def _ratio(raw: int, stored: int) -> str:
+    return f" (1 : {raw / stored:.2f})" if stored else ""
+
+
+def _sizes(report: Report) -> Table | None:
+    """Segments by the size of their slots: a terabyte has thousands."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtide.cli._show import share, size
+
+    if not report.segments:
+        return None
+    table = Table("Slot", "Segments", "Slots", "Used", "Free", "", "Bytes", "State", title="Segments")
+    for column in table.columns[:7]:
+        column.justify = "right"
+    for slot, problem in sorted({(s.slot, s.problem) for s in report.segments}):
+        mine = [s for s in report.segments if (s.slot, s.problem) == (slot, problem)]
+        slots, used = sum(s.slots for s in mine), sum(s.blocks for s in mine)
+        state = f"{', '.join(f'{s.number:05}' for s in mine[:4])}{' ...' if len(mine) > 4 else ''}: {problem}"
+        cells = [size(slot) if slot else "-", len(mine), slots, used, slots - used, share(used, slots)]
+        cells += [size(sum(s.nbytes for s in mine)), Text(state, style="red") if problem else "good"]
+        table.add_row(*(c if isinstance(c, Text) else str(c) for c in cells))
+    return table
+
+
+def _kinds(report: Report) -> Table | None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtide.cli._show import size
+
+    if not report.kinds:
+        return None
+    names = ("Namespace", "Tenant", "Layout", "Group", "Tokens", "Blocks", "Payload", "Codec", "Stored", "Ratio")
+    table = Table(*names, title="Blocks by model, tenant and group")
+    for column in (4, 5, 6, 8, 9):
+        table.columns[column].justify = "right"
+    for kind in report.kinds:
+        ratio = f"{kind.raw / kind.stored:.2f}" if kind.stored else "-"
+        cells = [kind.namespace[:12], kind.tenant[:8], kind.layout[:8], kind.group, kind.block_tokens, kind.blocks]
+        cells += [size(kind.raw), kind.codec, size(kind.stored), ratio]
+        table.add_row(*(Text(str(c)) for c in cells))
+    return table
+
+
+def _depths(report: Report) -> Table | None:
+    from rich.table import Table
+
+    if not report.depths:
+        return None
+    table = Table("Depth", "Blocks", "", title="How deep in their prompts")
+    table.columns[0].justify = table.columns[1].justify = "right"
+    most = max(d.blocks for d in report.depths)
+    for d in report.depths:
+        name = str(d.first) if d.first == d.last else f"{d.first} to {d.last}"
+        table.add_row(name, str(d.blocks), "█" * round(32 * d.blocks / most))
+    return table
+
+
+def _newest(report: Report) -> Table | None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtide.cli._show import moment, size
+
+    if not report.newest_blocks:
+        return None
+    names = ("Key", "Group", "Depth", "Segment:slot", "Payload", "Stored", "Written", "Expires", "Priority")
+    table = Table(*names, title="Newest blocks")
+    for b in report.newest_blocks:
+        cells = [b.key[:16], b.group, b.depth, f"{b.segment:05}:{b.slot}", size(b.raw), size(b.stored)]
+        cells += [moment(b.created), moment(b.expiry), b.priority]
+        table.add_row(*(Text(str(c)) for c in cells))
+    return table
+
+
+def _damaged(report: Report) -> Table | None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not report.damaged:
+        return None
+    more = len(report.damaged) - _SHOWN
+    table = Table("Segment", "Slot", "Key", "Reason", title="Damaged", caption=f"and {more} more" if more > 0 else None)
+    for d in report.damaged[:_SHOWN]:
+        table.add_row(f"{d.segment:05}", str(d.slot), d.key[:16] or "unknown", Text(d.reason, style="red"))
+    return table
