@@ -41,6 +41,11 @@ class Feed:
         self._followers: tuple[Callable[[Event], None], ...] = ()
         self._lock = threading.Lock()
 
+    @property
+    def followed(self) -> bool:
+        """Whether anybody would see an event; if not, it need not be made."""
+        return bool(self._followers)
+
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``follower`` with every event from now on. The answer, called, ends that."""
         with self._lock:

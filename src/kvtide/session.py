@@ -7,7 +7,7 @@ stays true while its right is held: a ``Match`` keeps its blocks from eviction u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -279,14 +279,9 @@ class Session:
         if match.ready:
             transfer.started()
         else:
-            self._pipeline.load(self._wanted(match), transfer)
+            wanted = [(rows, self._identities[name]) for name, rows in match.rows.items()]
+            self._pipeline.load(wanted, transfer)
         return Load(transfer, lambda: self._collect(match, targets), into is not None)
-
-    def _wanted(self, match: Match) -> Iterator[tuple[int, Identity]]:
-        for name, rows in match.rows.items():
-            identity = self._identities[name]
-            for row in rows.tolist():
-                yield row, identity
 
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
@@ -318,7 +313,7 @@ class Session:
         dram = self._store.dram
         for name, where in places.items():
             geometry = layout.geometry[name]
-            spans = [dram.span(place, geometry.footprint) for place in where]
+            spans = dram.spans(where, geometry.footprint)
             if into is not None:
                 pairs = [_same_shape(geometry, span, to) for to, span in zip(into[name], spans, strict=False)]
                 self._store.copier.copy([(target, source) for source, target in pairs])
@@ -424,20 +419,19 @@ class Session:
             raise LayoutError(f"priority {priority} is not between -100 and 100")
         now = self._store.sweep()
         expiry = float("inf") if ttl is None else now + ttl
-        keep_tokens = self._store.config.nvme.token_ids
+        numbers = range(start, stop)
         reservation = self._pipeline.reserve(
             [
                 Pledge(
-                    key,
-                    chain.parent(i),
-                    i,
                     self._identities[group.name],
+                    chain.keys(group.suffix)[start:stop],
+                    [chain.parent(i) for i in numbers],
+                    numbers,
                     expiry,
                     priority,
-                    chain.tokens_of(i) if keep_tokens else b"",
+                    [chain.tokens_of(i) for i in numbers] if self._store.config.nvme.token_ids else (),
                 )
                 for group in groups
-                for i, key in enumerate(chain.keys(group.suffix)[start:stop], start)
             ]
         )
         if ttl is not None:

@@ -278,52 +278,48 @@ class _RawDisk:
 
 
 class _OurDisk:
-    """Through DRAM to NVMe and, after the store was opened anew, back, verified."""
+    """Through DRAM to NVMe and, after DRAM was emptied, back, verified."""
 
     def __init__(self, folder: Path, nbytes: int, count: int, huge_pages: str) -> None:
-        self._settings = {
-            "dram": {
-                "budget": (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB,
-                "prefault": True,
-                "huge_pages": huge_pages,
-            },
-            "nvme": {
+        budget = (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB
+        self._store = kvtide.open(
+            dram={"budget": budget, "prefault": True, "huge_pages": huge_pages},
+            nvme={
                 "path": str(folder),
                 "budget": int(count * nbytes * 1.2) + 64 * MIB,
                 "threads": THREADS,
                 "queue": count * nbytes,
             },
-        }
+        )
+        self._store.dram.wait_prefault()
         self._total = count * nbytes
-        self._layout = layout_of(nbytes)
-        self._tokens = np.arange(count * BLOCK_TOKENS, dtype=np.uint32)
+        layout = layout_of(nbytes)
+        self._slot = layout.geometry["full"].footprint
+        self._session = self._store.session(kvtide.Model(layout, "bench"))
+        self._chain = self._session.chain(np.arange(count * BLOCK_TOKENS, dtype=np.uint32))
         sources = _sources(nbytes)
         self._blocks = [sources[i % 4] for i in range(count)]
 
-    def _open(self) -> tuple[kvtide.Store, kvtide.Session]:
-        store = kvtide.open(**self._settings)
-        store.dram.wait_prefault()
-        return store, store.session(kvtide.Model(self._layout, "bench"))
-
     def __call__(self) -> Mapping[str, Sample]:
-        store, session = self._open()
-        with store:
-
-            def put() -> None:
-                assert session.store(self._tokens, self._blocks).dropped == 0
-                store.flush()
-
-            stored = timed(put, nbytes=self._total)
-        store, session = self._open()
-        with store, session.match(self._tokens) as found:
+        store = timed(self._put, nbytes=self._total)
+        while self._store.pipeline.make_room(DRAM, self._slot):
+            pass
+        with self._session.match(self._chain) as found:
+            assert not found.ready
             loaded: list[kvtide.Loaded] = []
-            load = timed(lambda: loaded.append(session.load(found).wait()), nbytes=self._total)
+            load = timed(_into(loaded, lambda: self._session.load(found).wait()), nbytes=self._total)
             assert len(loaded[0].blocks) == len(self._blocks), f"only {len(loaded[0].blocks)} blocks came"
             assert loaded[0].blocks[-1] == self._blocks[-1].data.cast("B"), "a wrong byte"
             loaded.clear()
-            found.release()
-            session.drop(self._tokens)
-        return {"store": stored, "load": load}
+        self._session.drop(self._chain)
+        return {"store": store, "load": load}
+
+    def _put(self) -> None:
+        assert self._session.store(self._chain, self._blocks).dropped == 0
+        self._store.flush()
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def nvme(settings: Settings) -> Iterator[Record]:
@@ -332,16 +328,17 @@ def nvme(settings: Settings) -> Iterator[Record]:
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
             folder = Path(name)
-            raw = _RawDisk(folder, nbytes, count)
-            contestants: dict[str, Contestant] = {
+            ours: dict[str, _OurDisk | _RawDisk] = {
                 "kvtide": _OurDisk(folder / "ours", nbytes, count, "no"),
-                "raw": raw,
+                "raw": _RawDisk(folder, nbytes, count),
             }
             if _huge_pages_free() >= (count + 2) * nbytes + 512 * MIB:
-                contestants["kvtide, 2 MiB pages"] = _OurDisk(folder / "huge", nbytes, count, "2MiB")
-            contestants |= settings.peers.disk(nbytes, count, folder)
-            rounds = compare(contestants, settings.rounds(9, 3), settings.progress)
-            raw.close()
+                ours["kvtide, 2 MiB pages"] = _OurDisk(folder / "huge", nbytes, count, "2MiB")
+            with ExitStack() as stack:
+                for one in ours.values():
+                    stack.callback(one.close)
+                contestants = {**ours, **settings.peers.disk(nbytes, count, folder)}
+                rounds = compare(contestants, settings.rounds(9, 3), settings.progress, warm_up=2)
         yield from _nvme_records(settings, nbytes, rounds)
 
 
@@ -595,15 +592,15 @@ def pipeline(settings: Settings) -> Iterator[Record]:
     costs: dict[int, list[float]] = {1: [], 513: []}
     for count, values in costs.items():
         chain = kvtide.Model(TINY, "bench").namer().chain(np.arange(count * 16, dtype=np.uint32) + count)
-        line.reserve([Pledge(k, chain.parent(i), i, identity) for i, k in enumerate(chain.keys(b"full"))]).seal()
+        parents = [chain.parent(i) for i in range(count)]
+        line.reserve([Pledge(identity, chain.keys(b"full"), parents, range(count))]).seal()
         rows = index.rows(chain.keys(b"full"))
         for _ in range(settings.rounds(101, 31)):
             while line.make_room(DRAM, slot):
                 pass
             with line.lease(rows):
                 transfer = Transfer(clock)
-                wanted = [(row, identity) for row in rows.tolist()]
-                values.append(timed(line.load, wanted, transfer).cpu_seconds * 1e6)
+                values.append(timed(line.load, [(rows, identity)], transfer).cpu_seconds * 1e6)
                 assert len(transfer.arrived) == count
     memory.close()
     one, many = (statistics.median(costs[n]) for n in (1, 513))

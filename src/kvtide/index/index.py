@@ -90,6 +90,11 @@ class Index:
         assert key is not None, f"row {row} is free"
         return key
 
+    def keys(self, rows: Rows) -> tuple[BlockKey, ...]:
+        """The keys of live rows."""
+        known = self._keys
+        return tuple([known[row] for row in rows.tolist()])
+
     def add(self, key: BlockKey, parent: bytes, depth: int) -> int:
         """A row for a key that has none yet, absent from every tier."""
         if self._free:
@@ -126,6 +131,7 @@ class Index:
     def detach(self, row: int) -> None:
         """Let nobody find ``row`` by its key any more, though it may still be held."""
         del self._rows[self.key(row)]
+        self.expiry[row] = np.inf
 
     def retire(self, row: int) -> bool:
         """Forget a row that is in no tier and held by nobody."""
@@ -176,12 +182,15 @@ class Index:
 
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
-        self.holds[rows] -= 1
+        left = self.holds[rows] - 1
+        self.holds[rows] = left
         self.changes += 1
-        gone = self.holds[rows] == 0
+        if np.count_nonzero(left) == len(left) or np.count_nonzero(self.state[DRAM][rows]) == len(left):
+            return  # all are held by others too, or all are in DRAM: the usual ends
+        gone = left == 0
         for state in self.state:
             gone &= state[rows] == ABSENT
-        if gone.any():
+        if np.count_nonzero(gone):
             for row in rows[gone].tolist():
                 self.retire(row)
 

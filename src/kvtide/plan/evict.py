@@ -29,6 +29,9 @@ __all__ = ["Evictor", "Lru", "Policy", "Slotted"]
 
 Scores = npt.NDArray[np.int64]
 
+_PRIORITY = 48
+"""A priority counts for this many bits of ticks."""
+
 
 class Policy(Protocol):
     """Ranks rows. Called under the index's lock; must not block."""
@@ -39,6 +42,12 @@ class Policy(Protocol):
     def score(self, rows: Rows) -> Scores:
         """How much each is worth keeping; the lowest leaves first."""
 
+    def now(self) -> int:
+        """A mark in time, for ``overtaken``."""
+
+    def overtaken(self, since: int, score: int) -> bool:
+        """Whether a block that was touched after ``since`` may have a lower score."""
+
 
 class Lru:
     """Least recently used, leaf first; a block of higher priority outlasts all of lower."""
@@ -46,13 +55,24 @@ class Lru:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._tick = 0
+        self._latest: dict[int, int] = {}
+        """By priority: the last tick at which it was the lowest that was touched."""
 
     def touch(self, rows: Rows) -> None:
-        self._tick += len(rows)
-        self._index.used[rows] = self._tick - np.arange(len(rows))
+        if len(rows):
+            self._tick += len(rows)
+            self._index.used[rows] = self._tick - np.arange(len(rows))
+            self._latest[int(self._index.priority[rows].min())] = self._tick
 
     def score(self, rows: Rows) -> Scores:
-        return (self._index.priority[rows].astype(np.int64) << 48) + self._index.used[rows]
+        return (self._index.priority[rows].astype(np.int64) << _PRIORITY) + self._index.used[rows]
+
+    def now(self) -> int:
+        return self._tick
+
+    def overtaken(self, since: int, score: int) -> bool:
+        # Ticks only grow, so a newer block has a lower score only by a lower priority.
+        return any(tick > since and priority < score >> _PRIORITY for priority, tick in self._latest.items())
 
     def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
         """After a restart: rank by order of writing, no block older than its descendants.
@@ -90,6 +110,8 @@ class _Queue:
 
     rows: Rows
     scores: Scores
+    since: int
+    """When they were ranked."""
     at: int = 0
 
 
@@ -121,13 +143,24 @@ class Evictor:
         """
         rows, score = self._coldest(size, count)
         segment = self._colder_segment(size, score if rows else None)
-        if segment is not None:
-            with self._tier.book_lock:
-                self._tier.segments.drain(segment)
-                return [r for r in segment.owner.tolist() if r != EMPTY]
+        if segment is not None and (emptied := self._empty(segment)):
+            return emptied
         if rows:
             self._queues[size].at += count
         return rows
+
+    def _empty(self, segment: Segment) -> list[int]:
+        """Let nothing new into a segment; answers what is in it. None, if it has something by now that must stay."""
+        with self._tier.book_lock:
+            slots = np.flatnonzero(segment.owner != EMPTY)
+            rows = segment.owner[slots]
+            # A slot whose block was dropped, but is not erased yet, may have the number of a row that lies elsewhere.
+            here = self._index.place[self._number][rows] == (segment.number << 32) + slots
+            if not (self._leaving(rows) & here).all():
+                return []
+            self._tier.segments.drain(segment)
+        owners: list[int] = rows.tolist()
+        return owners
 
     def coldest(self, count: int) -> Rows:
         """The rows that would leave next, of any size, whether they may already or not."""
@@ -156,6 +189,8 @@ class Evictor:
                 rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
                 # Still here, free to go, and as cold as when they were ranked?
                 good = self._leaving(rows) & (self._policy.score(rows) == scores)
+                if self._policy.overtaken(queue.since, int(scores[-1])):
+                    break
                 if good.any():
                     return rows[good].tolist(), int(scores[good][0])
                 queue.at += count
@@ -174,10 +209,11 @@ class Evictor:
         scores = self._policy.score(rows)
         count = max(64, len(rows) // 64)
         if len(rows) > count:
-            near = np.argpartition(scores, count)[:count]
-            rows, scores = rows[near], scores[near]
+            rows = rows[np.argpartition(scores, count)[:count]]
+        rows = np.unique(rows)
+        scores = self._policy.score(rows)
         order = np.argsort(scores)
-        return _Queue(rows[order], scores[order])
+        return _Queue(rows[order], scores[order], self._policy.now())
 
     def _colder_segment(self, size: int, than: int | None) -> Segment | None:
         """The coldest segment of another size whose blocks may all leave, if it is colder than ``than``."""
@@ -185,7 +221,8 @@ class Evictor:
         with self._tier.book_lock:
             others = self._tier.segments.others(size)
         for segment in others:
-            rows = segment.owner[segment.owner != EMPTY]
+            owner = segment.owner  # once: another thread may cut an empty segment anew
+            rows = owner[owner != EMPTY]
             if not len(rows) or (rows < 0).any():
                 continue
             score = float(self._policy.score(rows).mean())

@@ -1,9 +1,8 @@
 """The contract of a tier: a place where blocks rest.
 
 Threads: every method may be called from any thread at any time. None blocks on I/O: work is queued and ``done`` is
-called once per batch, an empty one too, on any thread, perhaps before the call returns, with one answer per item in the
-items' order.
-``done`` must not raise and must not block.
+called once per batch (an empty one too), on any thread, perhaps before the call returns, with one answer per item in
+the items' order. ``done`` must not raise and must not block.
 
 Who owns what: the caller owns the spans and keeps them untouched until ``done``. The tier owns its places and
 its byte budget, which holds at every instant. A place is the tier's own word for where a block lies; the caller
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -52,8 +52,7 @@ class Identity:
     itemsize: int
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True, gc=False):
     """A block to be written from ``span``, which is as long as its geometry's footprint."""
 
     key: BlockKey
@@ -68,8 +67,7 @@ class Write:
     tokens: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True, gc=False):
     """A block, or some sections of it, to be read into ``span``."""
 
     key: BlockKey
@@ -135,8 +133,8 @@ class Tier(Protocol):
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         """Remove blocks by key and place, so that they never come back, after a power loss either.
 
-        A place may be NOWHERE, or given back before: traces of an evicted block are removed all the same. False where
-        the medium refused; the block is not readable then, but may come back when the tier is opened again.
+        A place may be NOWHERE: traces of an evicted block are removed all the same. False where the medium
+        refused; the block is not readable then, but may come back when the tier is opened again.
         """
 
     def evict(self, key: BlockKey, place: int) -> None:

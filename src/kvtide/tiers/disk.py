@@ -44,14 +44,28 @@ class Disk:
         """Return when everything written to this file will survive a power loss."""
         os.fdatasync(fd)
 
-    def rename(self, old: Path, new: Path) -> None:
-        """Put ``old`` in the place of ``new`` at once, and let that survive a power loss."""
-        old.replace(new)
-        folder = os.open(new.parent, os.O_RDONLY | os.O_CLOEXEC)
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in this folder will survive a power loss."""
+        folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
+    def rename(self, old: Path, new: Path) -> None:
+        """Put ``old`` in the place of ``new`` at once, and let that survive a power loss."""
+        old.replace(new)
+        self.sync_folder(new.parent)
+
     def unlink(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+        """Remove a file, if it is there, and let that survive a power loss: what it held must not come back."""
+        if path.exists():
+            path.unlink(missing_ok=True)
+            self.sync_folder(path.parent)
+
+    def boot_id(self) -> bytes:
+        """What tells one boot of this machine from another; empty where the system does not say."""
+        try:
+            return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        except OSError:
+            return b""

@@ -52,13 +52,15 @@ class _Memory:
             os.posix_fallocate(self.fd, 0, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
         except BaseException:
             os.close(self.fd)
             raise
         if huge_pages == "transparent":
             with contextlib.suppress(OSError):  # only advice
                 self._map.madvise(mmap.MADV_HUGEPAGE)
+        # Map every page now, by touching it: MAP_POPULATE would hold the GIL for 100 ms per segment, this does not.
+        np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0
         self.view = memoryview(self._map)
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ class Dram:
         self._memory: dict[int, _Memory] = {}
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
-        self._read = self._written = 0
+        self._read = self._written = self._failed_reads = self._failed_writes = 0
         self._prefaulter = threading.Thread(target=self._prefault, name="kvtide-dram", daemon=True)
         if prefault:
             self._prefaulter.start()
@@ -97,6 +99,11 @@ class Dram:
         """A slot for a block of that footprint, or None: then ``grow``, or evict."""
         with self._lock:
             return self._segments.take(ladder(nbytes), owner)
+
+    def take_many(self, nbytes: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
+        """Up to ``count`` slots for blocks of that footprint; without ``owners``, tell them with ``own``."""
+        with self._lock:
+            return self._segments.take_many(ladder(nbytes), count, owners)
 
     def growable(self, nbytes: int) -> bool:
         """Whether ``grow`` could make room for a block of that footprint."""
@@ -185,6 +192,18 @@ class Dram:
         start = self._segments.offset(place)
         return self._memory[segment_of(place)].view[start : start + nbytes]
 
+    def spans(self, places: Sequence[int], nbytes: int) -> list[Span]:
+        """The bytes of many slots."""
+        found = []
+        number, view, size = -1, memoryview(b""), 0
+        for place in places:
+            if place >> 32 != number:
+                number = segment_of(place)
+                view, size = self._memory[number].view, self._segments[number].size
+            start = (place & 0xFFFFFFFF) * size
+            found.append(view[start : start + nbytes])
+        return found
+
     def descriptor(self, segment: int) -> int:
         """The memfd of a segment, to be passed to a process that may map it."""
         return self._memory[segment].fd
@@ -206,36 +225,48 @@ class Dram:
     # -- the contract of a tier ---------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
-        results = []
-        for item in batch:
-            with self._lock:
-                held = self._segments.holds(item.place)
-            if held:
-                geometry = item.identity.geometry
-                sections = item.sections or range(geometry.sections)
-                start, stop = sections.start * geometry.stride, sections.stop * geometry.stride
-                copy(item.span[: stop - start], self.span(item.place, stop)[start:])
-                self._read += stop - start
-            results.append(held)
-        done(results)
+        done([self._read_one(item) for item in batch])
+
+    def _read_one(self, item: Read) -> bool:
+        sections, stride = item.wanted, item.identity.geometry.stride
+        start, stop = sections.start * stride, sections.stop * stride
+        with self._lock:
+            if not sections or not self._segments.holds(item.place) or stop > self._segments.size(item.place):
+                self._failed_reads += 1
+                return False
+            generation = self._segments.generation(item.place)
+            source = self.span(item.place, stop)[start:]
+        copy(item.span[: stop - start], source)
+        with self._lock:
+            # There is no checksum: what tells whether the slot changed hands meanwhile is its generation.
+            if not self._segments.holds(item.place) or self._segments.generation(item.place) != generation:
+                self._failed_reads += 1
+                return False
+            self._read += stop - start
+        return True
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        places = []
-        for item in batch:
-            size = item.identity.geometry.footprint
+        done([self._write_one(item) for item in batch])
+
+    def _write_one(self, item: Write) -> int:
+        size = item.identity.geometry.footprint
+        place = self.take(size, item.owner)
+        while place is None and self.grow(size):
             place = self.take(size, item.owner)
-            while place is None and self.grow(size):
-                place = self.take(size, item.owner)
-            if place is not None:
-                copy(self.span(place, size), item.span)
-                self._written += size
-            places.append(NOWHERE if place is None else place)
-        done(places)
+        if place is not None:
+            copy(self.span(place, size), item.span)
+        with self._lock:
+            if place is None:
+                self._failed_writes += 1
+                return NOWHERE
+            self._written += size
+        return place
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
-        for _, place in items:
-            if place != NOWHERE:
-                self.release(place)
+        with self._lock:
+            for _, place in items:
+                if self._segments.holds(place):
+                    self._segments.release(place)
         done([True] * len(items))
 
     def evict(self, key: BlockKey, place: int) -> None:
@@ -245,7 +276,8 @@ class Dram:
         return iter(())
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        raise AssertionError("memory holds nothing from before it was opened")
+        with self._lock:
+            self._segments.own(places, owners)
 
     def statistics(self) -> TierStatistics:
         with self._lock:
@@ -256,6 +288,8 @@ class Dram:
                 budget=self._segments.budget,
                 bytes_read=self._read,
                 bytes_written=self._written,
+                failed_reads=self._failed_reads,
+                failed_writes=self._failed_writes,
             )
 
     def close(self) -> None:

@@ -37,8 +37,11 @@ class Noop:
         results = []
         with self._lock:
             for item in batch:
-                here = self._held.get(item.place) == (item.key, item.identity)
-                sections = len(item.wanted) if here else 0
+                key, identity = self._held.get(item.place, (None, None))
+                here = key == item.key and (identity is item.identity or identity == item.identity)
+                sections = 0
+                if here:
+                    sections = item.identity.geometry.sections if item.sections is None else len(item.wanted)
                 self._read += sections * item.identity.geometry.stride
                 results.append(sections > 0)
             self._failed_reads += results.count(False)

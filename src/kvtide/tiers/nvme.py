@@ -41,7 +41,6 @@ from kvtide.tiers.journal import (
     RECORD,
     RESERVE,
     Journal,
-    boot_id,
     entry,
     latest,
     replay,
@@ -54,7 +53,6 @@ __all__ = ["Nvme"]
 log = logging.getLogger("kvtide.nvme")
 
 _WIPED = bytes(ALIGN)
-_UNKNOWN_OWNER = -1
 
 
 class _Worker:
@@ -139,7 +137,7 @@ class Nvme:
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", path)
             self._sequence = 1
-            self._journal = Journal(self._directory.journal, self._disk, boot_id())
+            self._journal = Journal(self._directory.journal, self._disk, self._disk.boot_id())
             self._held = self._open()
         except BaseException:
             self._let_go()
@@ -188,10 +186,7 @@ class Nvme:
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
         with self._lock:
-            numbers = places >> 32
-            for number in np.unique(numbers).tolist():
-                mine = numbers == number
-                self._segments[number].owner[places[mine] & 0xFFFFFFFF] = owners[mine]
+            self._segments.own(places, owners)
 
     def statistics(self) -> TierStatistics:
         with self._lock:
@@ -323,10 +318,8 @@ class Nvme:
         for segment in self._segments:
             mine = numbers == segment.number
             taken = slots[mine]
-            segment.owner[taken] = _UNKNOWN_OWNER
             self._sequences[segment.number][taken] = records["sequence"][mine]
-            self._segments.used += len(taken) * segment.size
-            self._segments.settle(segment)
+            self._segments.claim(segment, taken)
         self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
         stale = np.frombuffer(b"".join(entry(FREED, place, key) for place, key in self._stale.items()), RECORD)
         self._journal.rewrite(np.concatenate([records, stale]))

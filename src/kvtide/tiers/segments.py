@@ -19,10 +19,13 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN
 
-__all__ = ["EMPTY", "Segment", "Segments", "ladder", "place_of", "segment_of", "slot_of"]
+__all__ = ["EMPTY", "SOMEBODY", "Segment", "Segments", "ladder", "place_of", "segment_of", "slot_of"]
 
 EMPTY = 0
 """The owner of a slot that is free: row 0, which is no block."""
+
+SOMEBODY = -1
+"""The owner of a slot whose owner was not told yet."""
 
 
 def ladder(nbytes: int) -> int:
@@ -49,7 +52,7 @@ class Segment:
 
     __slots__ = ("draining", "free", "generation", "nbytes", "number", "owner", "size", "slots")
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int, nbytes: int, generation: int = 0) -> None:
         self.number = number
         self.nbytes = nbytes
         self.size = 0
@@ -58,7 +61,7 @@ class Segment:
         """Being emptied for another size: nothing new goes in."""
         self.free: array[int] = array("I")
         self.owner: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self.generation: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.generation: npt.NDArray[np.uint32] = np.full(1, generation, np.uint32)
         """Grows each time a slot is given back: a late writer's slot is recognised by it."""
 
     def __repr__(self) -> str:
@@ -95,6 +98,10 @@ class Segments:
         """Bytes of all segments."""
         self.used = 0
         """Bytes of all slots that are not free."""
+        self.slots = 0
+        """Of all segments together."""
+        self._generation = 0
+        """The highest of any segment that was removed: its number may be given to another."""
         self._all: dict[int, Segment] = {}
         self._kinds: Counter[int] = Counter()
         """By slot size: how many segments."""
@@ -130,12 +137,12 @@ class Segments:
         """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
         if number is None:
             number = next(i for i in range(len(self._all) + 1) if i not in self._all)
-        segment = Segment(number, self._bytes(size, slots))
+        segment = Segment(number, self._bytes(size, slots), self._generation)
         segment.cut(size, slots)
         self._all[number] = segment
         self._open.setdefault(size, []).append(segment)
         self._kinds[size] += 1
-        self.taken += self._cost(segment)
+        self._count(segment, 1)
         return segment
 
     def remove(self, segment: Segment) -> None:
@@ -144,24 +151,26 @@ class Segments:
         self._close(segment)
         self._kinds[segment.size] -= 1
         del self._all[segment.number]
-        self.taken -= self._cost(segment)
+        self._generation = max(self._generation, int(segment.generation.max()))
+        self._count(segment, -1)
 
     def recut(self, segment: Segment, size: int) -> None:
         """Cut an empty segment anew, in the bytes that it has."""
         self._close(segment)
         self._kinds[segment.size] -= 1
         self._kinds[size] += 1
-        self.taken -= self._cost(segment)
+        self._count(segment, -1)
         segment.cut(size, (segment.nbytes - self.header) // size)
-        self.taken += self._cost(segment)
+        self._count(segment, 1)
         self._open.setdefault(size, []).append(segment)
 
-    def _cost(self, segment: Segment) -> int:
-        return segment.nbytes + segment.slots * self.per_slot
+    def _count(self, segment: Segment, sign: int) -> None:
+        self.taken += sign * (segment.nbytes + segment.slots * self.per_slot)
+        self.slots += sign * segment.slots
 
     def spare(self, size: int) -> Segment | None:
-        """An empty segment of another size."""
-        return next((s for s in self._all.values() if s.empty and s.size != size), None)
+        """An empty segment of another size, or one that was emptied for a size which then found room elsewhere."""
+        return next((s for s in self._all.values() if s.empty and (s.size != size or s.draining)), None)
 
     def others(self, size: int) -> list[Segment]:
         """Segments of other sizes that could be emptied."""
@@ -191,10 +200,38 @@ class Segments:
         self.used += size
         return place_of(segment.number, slot)
 
-    def claim(self, segment: Segment, slot: int, owner: int) -> None:
-        """Take one particular slot: for opening a tier that holds blocks already."""
-        segment.owner[slot] = owner
-        self.used += segment.size
+    def take_many(self, size: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
+        """Up to ``count`` free slots of exactly that size. Without ``owners``, these are told later (``own``)."""
+        if count == 1:
+            place = self.take(size, SOMEBODY if owners is None else int(owners[0]))
+            return [] if place is None else [place]
+        places: list[int] = []
+        segments = self._open.get(size, [])
+        while segments and len(places) < count:
+            segment = segments[-1]
+            slots = segment.free[: -(count - len(places)) - 1 : -1]
+            del segment.free[-len(slots) :]
+            if not segment.free:
+                segments.pop()
+            done = len(places)
+            segment.owner[slots] = SOMEBODY if owners is None else owners[done : done + len(slots)]
+            self.used += size * len(slots)
+            first = place_of(segment.number, 0)
+            places += [first | slot for slot in slots]
+        return places
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Tell the owners of slots that were taken without."""
+        numbers = places >> 32
+        for number in set(numbers.tolist()):
+            mine = numbers == number
+            self._all[number].owner[places[mine] & 0xFFFFFFFF] = owners[mine]
+
+    def claim(self, segment: Segment, slots: npt.NDArray[np.int64]) -> None:
+        """Take particular slots: for opening a tier that holds blocks already. Their owners are told later."""
+        segment.owner[slots] = SOMEBODY
+        self.used += segment.size * len(slots)
+        self.settle(segment)
 
     def settle(self, segment: Segment) -> None:
         """After ``claim``: work out again which slots are free."""
@@ -217,6 +254,10 @@ class Segments:
 
     def generation(self, place: int) -> int:
         return int(self._all[segment_of(place)].generation[slot_of(place)])
+
+    def size(self, place: int) -> int:
+        """The size of the slot."""
+        return self._all[segment_of(place)].size
 
     def offset(self, place: int) -> int:
         """Where the slot begins in its segment's bytes."""

@@ -98,8 +98,8 @@ class Lane:
         done: Callable[[Sequence[bool]], None],
         cancel: Callable[[], bool],
     ) -> None:
-        """Read ``items``. Just before, ``cancel`` is asked; if it answers True, nothing is read or called."""
-        nbytes = sum(len(i.span) for i in items)
+        """Read ``items``. If that must wait, ``cancel`` is asked just before; if it answers True, nothing is read."""
+        nbytes = sum([len(i.span) for i in items])
 
         def finish(results: Sequence[bool]) -> None:
             self._measure(self._reading, self.read_speed, job)
@@ -108,13 +108,21 @@ class Lane:
 
         job = _Job(nbytes, items, lambda: self._tier.read(items, finish), cancel)
         with self._lock:
-            self._reads.append(job)
             self._read_bytes += nbytes
-        self._pump()
+            at_once = not self._reads and self._items_under_way < self._depth
+            if at_once:
+                self._items_under_way += len(items)
+            else:
+                self._reads.append(job)
+        if at_once:
+            job.started = self._clock.monotonic()
+            job.run()
+        else:
+            self._pump()
 
     def write(self, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         """Write ``items``, for which ``room`` was found before."""
-        nbytes = sum(len(i.span) for i in items)
+        nbytes = sum([len(i.span) for i in items])
 
         def finish(places: Sequence[int]) -> None:
             if NOWHERE not in places:
@@ -166,7 +174,7 @@ class Lane:
             stretch.last = now
             stretch.nbytes += job.nbytes
             nbytes, seconds = stretch.nbytes, now - stretch.since
-            if seconds < _STRETCH:
+            if seconds < _STRETCH and self._items_under_way > len(job.items):
                 return
             stretch.since, stretch.nbytes = now, 0
         speed.measured(nbytes, seconds)

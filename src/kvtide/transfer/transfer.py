@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from kvtide.clock import Clock
 
 __all__ = ["Transfer"]
+
+log = logging.getLogger("kvtide.transfer")
 
 
 class Transfer:
@@ -57,10 +61,11 @@ class Transfer:
         with self._lock:
             if self._ended or not self._waiting:
                 return
-            for row, good in zip(rows, arrived, strict=True):
-                if row in self._waiting:
-                    self._waiting.remove(row)
-                    (self.arrived if good else self.failed).add(row)
+            expected = self._waiting.intersection(rows)
+            bad = set() if False not in arrived else {r for r, good in zip(rows, arrived, strict=True) if not good}
+            self.arrived |= expected - bad
+            self.failed |= expected & bad
+            self._waiting -= expected
             if self._waiting:
                 return
         self._end()
@@ -80,7 +85,7 @@ class Transfer:
             callbacks, self._callbacks = self._callbacks, []
         self._event.set()
         for callback in callbacks:
-            callback()
+            _call(callback)
 
     # -- for callers --------------------------------------------------------------------------------------
 
@@ -102,7 +107,7 @@ class Transfer:
             if not self._ended:
                 self._callbacks.append(callback)
                 return
-        callback()
+        _call(callback)
 
     def __await__(self) -> Generator[Any, None, bool]:
         return self._wait_async().__await__()
@@ -113,7 +118,7 @@ class Transfer:
 
         def wake() -> None:
             # The loop may be closed by the time that a disk answers; then nobody waits any more.
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
         self.on_end(wake)
@@ -124,3 +129,11 @@ class Transfer:
         except TimeoutError:
             self._end()
         return self._ended
+
+
+def _call(callback: Callable[[], None]) -> None:
+    """A callback's error must not stop the tier's thread on which the last block came."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback at the end of a transfer failed")

@@ -1,0 +1,493 @@
+"""Disks and tiers that break on command.
+
+``FaultyDisk`` is a real disk between a tier and the kernel. It fails the calls that it is told to fail, in the ways
+that disks do: with an error, short, torn, with a bit flipped, late, or by saying that it wrote what it did not. It can
+die, which is what a killed process sees of the world: nothing that it does any more has an effect.
+
+It also knows what a power loss would leave. For every unit of a file that was written since the file's last sync it
+keeps the contents from before, all versions; ``power_loss`` puts a random choice of them back, so that unflushed writes
+are lost and reordered at will. What counts as durable is what the kernel promises: the contents of a file that was
+synced, a new file's name once its folder was synced, and renaming and removing, because ``Disk`` syncs the folder.
+
+``FaultyTier`` does the same one floor up: it wraps any tier and loses, delays or fails single items.
+
+Everything is decided by the script of faults and a seed; nothing here sleeps or looks at the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import fnmatch
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Span
+from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Tier, TierStatistics, Write, WriteDone
+from kvtide.tiers.disk import Disk
+
+__all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
+
+
+class How(enum.Enum):
+    """In which way a call goes wrong."""
+
+    FAIL = "fails"
+    """Nothing is done; an error is raised."""
+    SHORT = "short"
+    """Part is done, and the answer says how much."""
+    TORN = "torn"
+    """Part is done, then an error is raised."""
+    LIE = "lies"
+    """Part is done, and the answer says that all was. Only for writes; no promise about dropped blocks outlasts it."""
+    FLIP = "flips"
+    """One bit is wrong: in what a read brings, or in what a write leaves."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """``times`` calls of ``call`` go wrong, after ``after`` that went well.
+
+    ``call`` is the name of a method of ``Disk``; ``files`` a pattern for the file's name. A ``resize`` fails only
+    where it makes a file longer: giving space back needs none.
+    """
+
+    call: str
+    how: How = How.FAIL
+    code: int = errno.EIO
+    files: str = "*"
+    after: int = 0
+    times: int = 1
+
+
+class Gate:
+    """Holds calls back until it is opened. Leaving its ``with`` opens it."""
+
+    def __init__(self, call: str, files: str) -> None:
+        self.call = call
+        self.files = files
+        self._open = False
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<Gate for {self.call}: {'open' if self._open else f'{self._waiting} waiting'}>"
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+    def wait_for(self, calls: int, timeout: float = 30.0) -> bool:
+        """Wait until that many calls stand before the gate."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting >= calls, timeout)
+
+    def pass_through(self) -> None:
+        """Wait until it is open."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._open)
+            self._waiting -= 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.open()
+
+
+@dataclass(slots=True)
+class _Unsynced:
+    """What a power loss may do to one file."""
+
+    path: Path
+    size: int
+    """The file's length at its last sync."""
+    older: dict[int, list[bytes]]
+    """By number of the unit: what was there before each write since the last sync."""
+    named: bool = True
+    """Whether the folder was synced since the file was made."""
+
+
+class FaultyDisk(Disk):
+    """A disk that fails on command, dies, and loses what was not synced. See the module's text.
+
+    One call at a time, so that a death or a power loss falls between calls; torn calls are faults of their own.
+    ``unit`` is what the device writes atomically.
+    """
+
+    def __init__(self, seed: int = 0, unit: int = 512) -> None:
+        self._random = random.Random(seed)
+        self._unit = unit
+        self._lock = threading.RLock()
+        self._faults: list[Fault] = []
+        self._gates: list[Gate] = []
+        self._files: dict[tuple[int, int], _Unsynced] = {}
+        self._dead = False
+        self._boots = 0
+        self.struck: list[tuple[str, How, str]] = []
+        """The faults that came to pass: call, how, file."""
+
+    def __repr__(self) -> str:
+        return f"<FaultyDisk {'dead' if self._dead else 'alive'}, {len(self._faults)} faults armed>"
+
+    # -- for tests ----------------------------------------------------------------------------------------
+
+    def arm(self, *faults: Fault) -> None:
+        """Let these come to pass, each independent of the others."""
+        with self._lock:
+            self._faults += faults
+
+    def disarm(self) -> None:
+        """Work well again. Gates are not opened."""
+        with self._lock:
+            self._faults.clear()
+
+    def gate(self, call: str, files: str = "*.segment") -> Gate:
+        """From now on calls of ``call`` are late: they wait until the gate is opened."""
+        gate = Gate(call, files)
+        with self._lock:
+            self._gates.append(gate)
+        return gate
+
+    @property
+    def lied(self) -> bool:
+        """Whether it ever said that it wrote what it did not."""
+        return any(how is How.LIE for _, how, _ in self.struck)
+
+    def die(self) -> None:
+        """Refuse everything from now on, except to close files: as if the process had been killed here."""
+        with self._lock:
+            self._dead = True
+            gates, self._gates = self._gates, []
+        for gate in gates:
+            gate.open()
+
+    def revive(self) -> None:
+        """Work again, as after the process was started again."""
+        with self._lock:
+            self._dead = False
+            self._faults.clear()
+
+    def power_loss(self) -> None:
+        """Keep a random part of what was written since the last syncs, and boot again. Nobody may be using the disk."""
+        with self._lock:
+            extent = self._random.choice(["none", "some", "some", "files"])
+            for file in self._files.values():
+                if file.path.exists():
+                    keep = self._random.choice(["none", "all"]) if extent == "files" else extent
+                    if file.named or keep == "all":
+                        self._lose(file, keep)
+                    else:
+                        file.path.unlink()
+            self._files.clear()
+            self._boots += 1
+            self.revive()
+
+    def _lose(self, file: _Unsynced, keep: str) -> None:
+        if keep == "all":
+            return
+        now = file.path.stat().st_size
+        size = file.size
+        if keep == "some" and now != size:
+            appended = file.path.suffix != ".segment"
+            size = self._random.randint(*sorted((now, size))) if appended else self._random.choice([now, size])
+        with file.path.open("r+b") as f:
+            f.truncate(size)
+            for number, older in sorted(file.older.items()):
+                back = 0 if keep == "none" else self._random.randint(0, len(older))
+                start = number * self._unit
+                if back < len(older) and start < size:
+                    f.seek(start)
+                    f.write(older[back][: size - start])
+
+    # -- the calls of a disk ------------------------------------------------------------------------------
+
+    def boot_id(self) -> bytes:
+        return super().boot_id() + b"/%d" % self._boots
+
+    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+        with self._call("open", path):
+            new = create and not path.exists()
+            fd = super().open(path, direct=direct, create=create)
+            if new:
+                self._file(fd, path).named = False
+            return fd
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+
+    def resize(self, fd: int, nbytes: int) -> None:
+        path = _path(fd)
+        with self._call("resize" if nbytes > os.fstat(fd).st_size else "shrink", path):
+            file = self._file(fd, path)
+            size = os.fstat(fd).st_size
+            if nbytes < size:
+                self._remember(file, nbytes, size - nbytes)
+            super().resize(fd, nbytes)
+
+    def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
+        path = _path(fd)
+        with self._call("read", path) as fault:
+            count = super().read(fd, into, offset)
+            if fault is None or not count:
+                return count
+            if fault.how is How.FLIP:
+                _flip(into, self._random.randrange(count * 8))
+                return count
+            return self._part(count, fault)
+
+    def write(self, fd: int, data: Sequence[Span | bytes], offset: int) -> int:
+        path = _path(fd)
+        total = sum(len(d) for d in data)
+        with self._call("write", path) as fault:
+            self._remember(self._file(fd, path), offset, total)
+            if fault is None:
+                return super().write(fd, data, offset)
+            return self._badly(path, b"".join(data), offset, fault)
+
+    def append(self, fd: int, data: bytes) -> int:
+        path = _path(fd)
+        with self._call("append", path) as fault:
+            offset = os.fstat(fd).st_size
+            self._remember(self._file(fd, path), offset, len(data))
+            if fault is None:
+                return super().append(fd, data)
+            return self._badly(path, data, offset, fault)
+
+    def sync(self, fd: int) -> None:
+        path = _path(fd)
+        with self._call("sync", path):
+            file = self._file(fd, path)
+            super().sync(fd)
+            file.older.clear()
+            file.size = os.fstat(fd).st_size
+
+    def sync_folder(self, path: Path) -> None:
+        with self._call("sync", path):
+            super().sync_folder(path)
+            for file in self._files.values():
+                if file.path.parent == path:
+                    file.named = True
+
+    def rename(self, old: Path, new: Path) -> None:
+        with self._call("rename", old):
+            self._forget(new)
+            super().rename(old, new)
+            for file in self._files.values():
+                if file.path == old:
+                    file.path = new
+
+    def unlink(self, path: Path) -> None:
+        with self._call("unlink", path):
+            self._forget(path)
+            super().unlink(path)
+
+    # -- how they go wrong --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _call(self, call: str, path: Path) -> Iterator[Fault | None]:
+        """One call, alone. Gives the fault that part of its work must show; raises for those that show at once."""
+        with self._lock:
+            gates = [g for g in self._gates if g.call == call and fnmatch.fnmatch(path.name, g.files)]
+        for gate in gates:
+            gate.pass_through()
+        with self._lock:
+            if self._dead:
+                raise OSError(errno.EIO, "the disk is dead")
+            fault = self._due(call, path.name)
+            if fault is not None:
+                self.struck.append((call, fault.how, path.name))
+                if fault.how is How.FAIL:
+                    raise OSError(fault.code, os.strerror(fault.code), str(path))
+            yield fault
+
+    def _due(self, call: str, name: str) -> Fault | None:
+        for fault in self._faults:
+            if fault.call != call or not fnmatch.fnmatch(name, fault.files):
+                continue
+            if fault.after:
+                fault.after -= 1
+                continue
+            fault.times -= 1
+            if not fault.times:
+                self._faults.remove(fault)
+            return fault
+        return None
+
+    def _part(self, total: int, fault: Fault) -> int:
+        count = self._random.randrange(total)
+        if fault.how is How.TORN:
+            raise OSError(fault.code, os.strerror(fault.code))
+        return count
+
+    def _badly(self, path: Path, data: bytes, offset: int, fault: Fault) -> int:
+        """Write in the way that the fault says. Through the page cache, because parts of a unit are not direct."""
+        count = len(data)
+        if fault.how is How.FLIP:
+            _flip([memoryview(flipped := bytearray(data))], self._random.randrange(count * 8))
+            data = bytes(flipped)
+        else:
+            # Often at the border of a page: a tear between header and payload is the most likely to be missed.
+            count = self._random.choice([self._random.randrange(count), self._random.randrange(count) & -4096])
+        with path.open("r+b", buffering=0) as f:
+            os.pwrite(f.fileno(), data[:count], offset)
+        if fault.how is How.TORN:
+            raise OSError(fault.code, os.strerror(fault.code))
+        return count if fault.how is How.SHORT else len(data)
+
+    # -- what is not synced -------------------------------------------------------------------------------
+
+    def _file(self, fd: int, path: Path) -> _Unsynced:
+        about = os.fstat(fd)
+        file = self._files.get((about.st_dev, about.st_ino))
+        if file is None:
+            # Opening says nothing of the past: what is there when a file is first used counts as durable.
+            file = self._files[about.st_dev, about.st_ino] = _Unsynced(path, about.st_size, {})
+        return file
+
+    def _remember(self, file: _Unsynced, offset: int, nbytes: int) -> None:
+        first, stop = offset // self._unit, -(-(offset + nbytes) // self._unit)
+        with file.path.open("rb", buffering=0) as f:
+            old = os.pread(f.fileno(), (stop - first) * self._unit, first * self._unit)
+        old += bytes((stop - first) * self._unit - len(old))
+        for i in range(stop - first):
+            file.older.setdefault(first + i, []).append(old[i * self._unit : (i + 1) * self._unit])
+
+    def _forget(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            about = path.stat()
+            self._files.pop((about.st_dev, about.st_ino), None)
+
+
+def _path(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}").readlink()
+
+
+def _flip(into: Sequence[Span], bit: int) -> None:
+    """Flip one bit of the buffers, counted from the first."""
+    for span in into:
+        if bit < len(span) * 8:
+            span[bit // 8] ^= 1 << bit % 8
+            return
+        bit -= len(span) * 8
+
+
+class FaultyTier:
+    """Wraps a tier and fails single items of its batches; without a fault armed it is the tier.
+
+    Counts are of items: ``fail_reads = 2`` fails the next two, wherever they lie in a batch. A *lost* write is
+    acknowledged, but its block cannot be read. While ``late`` is set, batches are kept back until ``open``.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.fail_reads = 0
+        self.fail_writes = 0
+        self.fail_drops = 0
+        self.lose_writes = 0
+        self.late = False
+        self._lost: set[tuple[BlockKey, int]] = set()
+        self._kept: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<FaultyTier {self.inner!r}>"
+
+    # -- for tests ----------------------------------------------------------------------------------------
+
+    def wait_for(self, batches: int, timeout: float = 30.0) -> bool:
+        """Wait until that many batches are late."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._kept) >= batches, timeout)
+
+    def open(self) -> None:
+        """Let the late ones go, in their order, and be late no more."""
+        with self._changed:
+            self.late = False
+            kept, self._kept = self._kept, []
+        for go in kept:
+            go()
+
+    # -- the contract -------------------------------------------------------------------------------------
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        with self._changed:
+            bad, self.fail_reads = self._spoil(len(batch), self.fail_reads)
+            bad |= {i for i, item in enumerate(batch) if (item.key, item.place) in self._lost}
+        good = [i for i in range(len(batch)) if i not in bad]
+
+        def finish(results: Sequence[bool]) -> None:
+            answers = [False] * len(batch)
+            for i, result in zip(good, results, strict=True):
+                answers[i] = result
+            done(answers)
+
+        self._go(lambda: self.inner.read([batch[i] for i in good], finish))
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        with self._changed:
+            bad, self.fail_writes = self._spoil(len(batch), self.fail_writes)
+            good = [i for i in range(len(batch)) if i not in bad]
+            lost, self.lose_writes = self._spoil(len(good), self.lose_writes)
+
+        def finish(places: Sequence[int]) -> None:
+            answers = [NOWHERE] * len(batch)
+            with self._changed:
+                for n, (i, place) in enumerate(zip(good, places, strict=True)):
+                    answers[i] = place
+                    if n in lost:
+                        self._lost.add((batch[i].key, place))
+                    else:
+                        self._lost.discard((batch[i].key, place))
+            done(answers)
+
+        self._go(lambda: self.inner.write([batch[i] for i in good], finish))
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        with self._changed:
+            bad, self.fail_drops = self._spoil(len(items), self.fail_drops)
+        # The medium refused, but the room comes back: that is what the contract says.
+        self._go(lambda: self.inner.drop(items, lambda r: done([ok and i not in bad for i, ok in enumerate(r)])))
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        self.inner.evict(key, place)
+
+    def scan(self) -> Iterator[Held]:
+        return self.inner.scan()
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        self.inner.own(places, owners)
+
+    def statistics(self) -> TierStatistics:
+        return self.inner.statistics()
+
+    def close(self) -> None:
+        self.open()
+        self.inner.close()
+
+    @staticmethod
+    def _spoil(items: int, count: int) -> tuple[set[int], int]:
+        """Which items of a batch go wrong, and how many are left to."""
+        struck = min(items, count)
+        return set(range(struck)), count - struck
+
+    def _go(self, batch: Callable[[], None]) -> None:
+        with self._changed:
+            if self.late:
+                self._kept.append(batch)
+                self._changed.notify_all()
+                return
+        batch()

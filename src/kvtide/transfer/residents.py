@@ -1,0 +1,119 @@
+"""The blocks in DRAM: who holds them, what they are, and when their slots may go.
+
+A row in DRAM is held by leases, by reservations and by moves. A block that is dropped while somebody holds it is
+*doomed*: its key is gone from the index, so nobody finds it any more; its slot follows when the last holder lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvtide.block import Span
+from kvtide.index.index import DRAM, PENDING, SEALED, Index, Rows
+from kvtide.index.lease import Lease
+from kvtide.tiers.base import Identity
+from kvtide.tiers.dram import Dram
+
+__all__ = ["Residents"]
+
+
+class Residents:
+    """Changes what is in DRAM. All calls under the index's lock, but for the release of a lease, which takes it."""
+
+    def __init__(self, index: Index, dram: Dram, checksum: bool) -> None:
+        self._index = index
+        self._dram = dram
+        self._identities: list[Identity] = []
+        """What a colder tier must know of a row; ``Index.space`` points here."""
+        self._spaces: dict[int, int] = {}
+        self._checks: dict[int, int] | None = {} if checksum else None
+        self.tokens: dict[int, bytes] = {}
+        """Token ids of rows, where a tier keeps them."""
+        self.doomed: set[int] = set()
+
+    # -- holding ------------------------------------------------------------------------------------------
+
+    def lease(self, rows: Rows) -> Lease:
+        """Hold distinct rows until the lease is released."""
+        self._index.hold(rows)
+        return Lease(self._release, rows)
+
+    def _release(self, rows: Rows) -> None:
+        with self._index.lock:
+            self.unhold(rows)
+
+    def unhold(self, rows: Rows) -> None:
+        """End a hold on distinct rows."""
+        last = [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+        self._index.unhold(rows)
+        for row in last:
+            self.doomed.discard(row)
+            self.vacate(row)
+
+    def doom(self, row: int) -> None:
+        """``row`` was detached from its key: its slot goes now, or when nobody holds it."""
+        if self._index.holds[row]:
+            self.doomed.add(row)
+        else:
+            self.vacate(row)
+
+    def vacate(self, row: int) -> None:
+        """Give back the slot of a detached row, and the row."""
+        if self._index.state[DRAM][row] == SEALED:
+            self.leave(row)
+        self._index.retire(row)
+
+    # -- coming and going ---------------------------------------------------------------------------------
+
+    def enter(self, rows: Rows, places: Sequence[int], identity: Identity) -> None:
+        """Rows get slots, PENDING and held, for somebody to fill."""
+        index = self._index
+        index.state[DRAM][rows] = PENDING
+        index.place[DRAM][rows] = places
+        index.space[rows] = self._space(identity)
+        index.holds[rows] += 1
+
+    def seal(self, rows: Rows) -> None:
+        """Pending rows are whole."""
+        self._index.state[DRAM][rows] = SEALED
+        if self._checks is not None:
+            for row in rows.tolist():
+                self._checks[row] = xxh3_64_intdigest(self.span(row))
+
+    def leave(self, row: int) -> None:
+        """Take a row out of DRAM. The row itself may live on in colder tiers."""
+        self._dram.release(self._index.remove(row, DRAM))
+        if self.tokens:
+            self.tokens.pop(row, None)
+        if self._checks:
+            self._checks.pop(row, None)
+
+    # -- questions ----------------------------------------------------------------------------------------
+
+    def identity(self, row: int) -> Identity:
+        """What a row in DRAM is."""
+        return self._identities[int(self._index.space[row])]
+
+    def span(self, row: int) -> Span:
+        """The bytes of a row in DRAM."""
+        return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
+
+    def intact(self, row: int) -> bool:
+        """Whether a row still has the bytes that were sealed; always True without ``dram.checksum``."""
+        if self._checks is None or row not in self._checks:
+            return True
+        return xxh3_64_intdigest(self.span(row)) == self._checks[row]
+
+    def _space(self, identity: Identity) -> int:
+        space = self._spaces.get(id(identity))
+        if space is None:
+            space = self._spaces[id(identity)] = len(self._identities)
+            self._identities.append(identity)
+        return space
+
+
+def rows_of(numbers: Sequence[int]) -> Rows:
+    return np.array(numbers, np.int64)

@@ -1,0 +1,636 @@
+"""The whole store against a plain model, while its disk fails, lies, dies and loses power.
+
+What a block holds follows from its key, so every byte that the store returns is checked. The model is a dict of the
+blocks that may be returned: whoever was never stored, was dropped, or has expired is not in it. It cannot say what
+*must* be returned, because a store may evict; that is asked only where the answer is certain: after a restart, a kill
+or, with ``durable``, a power loss, of what lay whole on the disk before.
+
+Which rule runs and with what depends on the drawn values alone, never on the store's answers, so that a failure is
+found again as far as the threads inside allow.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtide import config
+from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
+from kvtide.errors import TierError
+from kvtide.index.index import DRAM, SEALED
+from kvtide.index.keys import Chain, Model, Tenant
+from kvtide.session import Load, Loaded, Match
+from kvtide.store import NVME, Store
+from kvtide.testing import blocks
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.faults import Fault, FaultyDisk, Gate, How
+
+MIB = 1 << 20
+ONE = Layout.attention(layers=2, heads=4, head_dim=64, block_tokens=128)
+TWO = Layout(
+    (
+        # Sections of 33,000 bytes: not a multiple of a page, so that padding is in play.
+        Group("full", Kind.FULL, 2, 1, 1031, "bfloat16"),
+        Group("window", Kind.WINDOW, 1, 2, 128, "float32", window=24),
+    ),
+    block_tokens=16,
+)
+USERS = [
+    (Model(layout, "machine"), Tenant(name, name.encode() * 32)) for layout in (ONE, TWO) for name in ("ann", "bob")
+]
+
+Path_ = tuple[int, ...]
+"""A prompt: the number that all tokens of each of its blocks have. Prompts with one beginning share those blocks."""
+
+users = st.integers(0, len(USERS) - 1)
+paths = st.builds(lambda head, tail: (head, *tail), st.integers(0, 5), st.lists(st.integers(0, 1), max_size=5))
+
+FAULTS = [
+    *(("read", how, errno.EIO, "*.segment") for how in (How.FAIL, How.SHORT, How.TORN, How.FLIP)),
+    *(("write", how, errno.EIO, "*.segment") for how in (How.FAIL, How.SHORT, How.TORN, How.FLIP)),
+    *(("append", how, errno.ENOSPC, "journal*") for how in (How.FAIL, How.SHORT, How.TORN, How.FLIP)),
+    ("write", How.FAIL, errno.ENOSPC, "*.segment"),
+    ("resize", How.FAIL, errno.ENOSPC, "*.segment"),
+    ("sync", How.FAIL, errno.EIO, "*"),
+    ("rename", How.FAIL, errno.EIO, "*"),
+    ("open", How.FAIL, errno.EMFILE, "*.segment"),
+]
+OPENING = [f for f in FAULTS if f[1] in (How.FAIL, How.SHORT) and f[0] != "write"]
+
+
+@functools.lru_cache(512)
+def content(key: BlockKey, nbytes: int) -> blocks.Bytes:
+    """Every other block shrinks under a codec, so that slots of many sizes are in use."""
+    return (blocks.floats if key[0] % 2 else blocks.content)(key, nbytes)
+
+
+@dataclass
+class Right:
+    """A match that is kept over other rules, with the views that were loaded under it."""
+
+    user: int
+    path: Path_
+    match: Match
+    loaded: Loaded | None
+
+
+class Machine(RuleBasedStateMachine):
+    seen: ClassVar[Counter[str]] = Counter()
+    """What came to pass in all runs together: a machine that never evicts proves little."""
+
+    folder: Path
+    store: Store
+
+    # -- the beginning and the end ------------------------------------------------------------------------
+
+    @initialize(
+        when=st.sampled_from(["through", "second-touch", "eviction"]),
+        codec=st.sampled_from(["raw", "zstd"]),
+        durable=st.booleans(),
+        memory=st.sampled_from([1, 2]),
+        threads=st.sampled_from([1, 3]),
+        token_ids=st.booleans(),
+        liar=st.sampled_from([False, False, False, True]),
+        seed=st.integers(0, 1 << 16),
+    )
+    def begin(
+        self, when: str, codec: str, durable: bool, memory: int, threads: int, token_ids: bool, liar: bool, seed: int
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvtide-machine-"))
+        self.durable = durable
+        self.liar = liar
+        self.config = config.read(
+            env={},
+            dram={"budget": memory * MIB, "segment": MIB, "checksum": True},
+            nvme={
+                "path": str(self.folder / "tier"),
+                "budget": 16 * MIB,
+                "segment": MIB,
+                "threads": threads,
+                "store": when,
+                "codec": codec,
+                "durable": durable,
+                "token_ids": token_ids,
+            },
+        )
+        self.clock = FakeClock()
+        self.disk = FaultyDisk(seed)
+        self.known: dict[BlockKey, float] = {}
+        """Blocks that may be returned, and when they expire at the latest."""
+        self.hidden: set[BlockKey] = set()
+        """Blocks whose erasing the disk refused: not served, but perhaps found again at the next opening."""
+        self.prompts: set[tuple[int, Path_]] = set()
+        self.rights: list[Right] = []
+        self.pins: list[tuple[int, Path_]] = []
+        self.gates: list[Gate] = []
+        self.spoilt = False
+        """Bytes were changed behind the tier's back: nothing must be there any more."""
+        self.open()
+
+    def open(self) -> None:
+        self.store = Store(self.config, clock=self.clock, disk=self.disk)
+        self.sessions = [self.store.session(model, tenant) for model, tenant in USERS]
+        self.pins.clear()
+        self.hidden.clear()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        try:
+            self.calm()
+            while self.rights:
+                self.rights.pop().match.release()
+            self.settled()
+            self.audit()
+            self.seen.update(self.store.statistics().counts)
+            self.store.close()
+            self.whole_files_only()
+        finally:
+            self.disk.die()
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    # -- names --------------------------------------------------------------------------------------------
+
+    def chain(self, user: int, path: Path_) -> Chain:
+        session = self.sessions[user]
+        return session.chain(np.repeat(np.array(path, np.uint32), session.layout.block_tokens))
+
+    def keys(self, user: int, path: Path_, start: int = 0) -> list[BlockKey]:
+        chain = self.chain(user, path)
+        return [k for g in self.sessions[user].layout.groups for k in chain.keys(g.suffix)[start:]]
+
+    def allowed(self, key: BlockKey) -> bool:
+        return self.known.get(key, -1.0) > self.clock.time() and key not in self.hidden
+
+    # -- checks -------------------------------------------------------------------------------------------
+
+    def check(self, right: Right) -> None:
+        """What a load brought is right, allowed to be there, and enough for the prefix that it claims."""
+        loaded = right.loaded
+        if loaded is None:
+            return
+        session = self.sessions[right.user]
+        layout = session.layout
+        chain = self.chain(right.user, right.path)
+        count = loaded.tokens // layout.block_tokens
+        for group in layout.groups:
+            keys, first, views = chain.keys(group.suffix), loaded.first[group.name], loaded.views[group.name]
+            needed = range(max(group.needs(count, layout.block_tokens).start, right.match.have), count)
+            assert not needed or (first <= needed.start and first + len(views) >= needed.stop), "a hole in a prefix"
+            for i, view in enumerate(views, first):
+                self.same(view, group.geometry(layout.block_tokens), keys[i])
+
+    def same(self, view: Span, geometry: Any, key: BlockKey) -> None:
+        assert blocks.holds(view, geometry, content(key, geometry.nbytes)), f"wrong bytes in {key.hex()}"
+
+    def fetch(self, user: int, path: Path_, have: int, deadline: float | None = None) -> Right:
+        """Match and load; every block that comes must be one that may."""
+        session = self.sessions[user]
+        match = session.match(self.chain(user, path), have=have * session.layout.block_tokens)
+        loaded = session.load(match, deadline=deadline).wait()
+        right = Right(user, path, match, loaded)
+        self.arrived(right)
+        return right
+
+    def arrived(self, right: Right) -> None:
+        assert right.loaded is not None
+        chain = self.chain(right.user, right.path)
+        for group, views in right.loaded.views.items():
+            keys, first = chain.keys(self.sessions[right.user].layout.group(group).suffix), right.loaded.first[group]
+            for i in range(first, first + len(views)):
+                assert self.allowed(keys[i]), f"block {i} of {right.path} came back from the dead"
+        self.check(right)
+
+    def audit(self) -> None:
+        """Ask for every block by itself, so that the loss of its parents hides nothing."""
+        for user, path in sorted(self.prompts):
+            for depth in range(len(path)):
+                self.fetch(user, path[: depth + 1], depth).match.release()
+        with self.store.index.lock:
+            everything = [k for user, path in self.prompts for k in self.keys(user, path)]
+            for key, found in zip(everything, self.store.index.find(everything, self.clock.time()), strict=True):
+                assert found is not Found.HIT or self.allowed(key), "the index has a block that was dropped"
+
+    def calm(self) -> None:
+        """No faults, no late answers."""
+        self.disk.disarm()
+        while self.gates:
+            self.gates.pop().open()
+
+    def settled(self) -> None:
+        """When nothing moves, the books of index, pipeline and tiers agree and nobody holds what nobody has."""
+        index, pipeline = self.store.index, self.store.pipeline
+        held = {int(row) for right in self.rights for rows in right.match.rows.values() for row in rows}
+
+        def books() -> list[tuple[str, int, int]]:
+            assert self.store.flush(60), "the lanes do not come to rest"
+            statistics = self.store.statistics()
+            with index.lock:
+                count = index.size
+                in_dram = int(np.count_nonzero(index.state[DRAM][:count]))
+                in_nvme = int(np.count_nonzero(index.state[NVME][:count]))
+                whole = int(np.count_nonzero(index.state[NVME][:count] == SEALED))
+                rows = sum(key is not None for key in index._keys)
+                doomed = sum(row in held for row in pipeline._doomed)
+                return [
+                    ("rows held", statistics.held, len(held)),
+                    ("slots in DRAM", statistics.tiers["dram"].blocks, in_dram),
+                    ("slots in NVMe", statistics.tiers["nvme"].blocks, in_nvme),
+                    ("unfinished writes", in_nvme, whole),
+                    ("flights", pipeline.blocks_pending, 0),
+                    ("doomed rows", pipeline.blocks_doomed, doomed),
+                    ("rows", rows, len(index) + doomed),
+                ]
+
+        # Erasing what could not be read happens after the lanes are idle, and nobody waits for that.
+        eventually(lambda: all(is_ == should for _, is_, should in books()), lambda: str(books()))
+
+    def whole_files_only(self) -> None:
+        names = {p.name for p in (self.folder / "tier").iterdir()}
+        odd = {n for n in names if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"}
+        assert not odd, f"left behind: {odd}"
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        dram = self.store.dram.statistics()
+        assert dram.bytes_taken <= dram.budget == self.config.dram.budget
+        assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
+
+    @invariant()
+    def late_is_not_never(self) -> None:
+        if getattr(self, "gates", None):
+            self.patience -= 1
+            if self.patience < 0:
+                self.gates.pop().open()
+
+    @invariant()
+    def views_stay_true(self) -> None:
+        for right in getattr(self, "rights", ()):
+            self.check(right)
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    def expect(self, user: int, path: Path_, start: int, ttl: float | None) -> None:
+        """From now on these may be returned."""
+        self.prompts.add((user, path))
+        until = float("inf") if ttl is None else self.clock.time() + ttl
+        for key in self.keys(user, path, start):
+            # Whether it is there already, with a lifetime of its own, only the store knows.
+            self.known[key] = max(until, self.known.get(key, -1.0))
+            self.hidden.discard(key)
+
+    def put(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> None:
+        session = self.sessions[user]
+        chain = self.chain(user, path)
+        self.expect(user, path, start, ttl)
+        given = {
+            g.name: [content(k, session.layout.geometry[g.name].nbytes) for k in chain.keys(g.suffix)[start:]]
+            for g in session.layout.groups
+        }
+        answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
+        assert answer.stored + answer.present + answer.dropped == len(given) * (len(path) - start)
+
+    @rule(
+        user=users,
+        path=paths,
+        start=st.integers(0, 2),
+        ttl=st.sampled_from([None, None, None, 5.0, 50.0]),
+        priority=st.sampled_from([0, 0, 0, -3, 7]),
+    )
+    def store_blocks(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> None:
+        self.put(user, path, min(start, len(path) - 1), ttl, priority)
+
+    @rule(user=users, heads=st.integers(4, 8), length=st.integers(3, 6))
+    def store_many(self, user: int, heads: int, length: int) -> None:
+        """Pressure: both tiers overflow after a few of these."""
+        for head in range(heads):
+            self.put(user, (head, *[1] * (length - 1)), 0, None, 0)
+
+    @rule(user=users, path=paths)
+    def store_one_and_read(self, user: int, path: Path_) -> None:
+        """The block that was stored last is there, unless others hold all the room or the disk is out of order."""
+        depth = len(path) - 1
+        self.put(user, path, depth, None, 100)
+        if not (self.rights or self.pins or self.gates or self.disk.struck or self.spoilt):
+            right = self.fetch(user, path, depth)
+            assert right.match.blocks == right.loaded.tokens // self.sessions[user].layout.block_tokens == depth + 1  # type: ignore[union-attr]
+            right.match.release()
+
+    @rule(user=users, path=paths, part=st.floats(0, 1), seal=st.booleans(), ttl=st.sampled_from([None, 5.0]))
+    def reserve(self, user: int, path: Path_, part: float, seal: bool, ttl: float | None) -> None:
+        session = self.sessions[user]
+        chain = self.chain(user, path)
+        with session.reserve(chain, ttl=ttl) as reservation:
+            for key, view in zip(reservation.keys, reservation.views, strict=True):
+                geometry = session.layout.geometry[key[32:].decode()]
+                if seal:
+                    blocks.fill(view, geometry, content(key, geometry.nbytes))
+                else:
+                    view[: int(part * len(view))] = bytes(int(part * len(view)))
+            found = self.store.index.find(reservation.keys, self.clock.time())
+            assert Found.HIT not in found, "a block can be read before it is sealed"
+            if seal:
+                self.expect(user, path, 0, ttl)
+                reservation.seal()
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, path=paths, have=st.integers(0, 3))
+    def load_views(self, user: int, path: Path_, have: int) -> None:
+        self.fetch(user, path, min(have, len(path) - 1)).match.release()
+
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, path=paths)
+    def load_into_buffers(self, user: int, path: Path_) -> None:
+        session = self.sessions[user]
+        with session.match(self.chain(user, path)) as match:
+            into = {
+                name: [np.zeros(session.layout.geometry[name].nbytes, np.uint8) for _ in rows]
+                for name, rows in match.rows.items()
+            }
+            loaded = session.load(match, into).wait()
+            right = Right(user, path, match, loaded)
+            self.arrived(right)
+            chain = self.chain(user, path)
+            for group in session.layout.groups:
+                for i in range(len(loaded.views[group.name])):
+                    key = chain.keys(group.suffix)[loaded.first[group.name] + i]
+                    assert np.array_equal(into[group.name][i], content(key, len(into[group.name][i])))
+
+    @precondition(lambda self: not self.gates and len(self.rights) < 3)
+    @rule(user=users, path=paths, have=st.integers(0, 2))
+    def load_and_hold(self, user: int, path: Path_, have: int) -> None:
+        self.rights.append(self.fetch(user, path, min(have, len(path) - 1)))
+
+    @precondition(lambda self: len(self.rights) < 3)
+    @rule(user=users, path=paths)
+    def match_and_hold(self, user: int, path: Path_) -> None:
+        self.rights.append(Right(user, path, self.sessions[user].match(self.chain(user, path)), None))
+
+    @precondition(lambda self: self.rights)
+    @rule(which=st.integers(0, 2))
+    def release(self, which: int) -> None:
+        self.rights.pop(which % len(self.rights)).match.release()
+
+    @precondition(lambda self: self.rights and not self.gates)
+    @rule(which=st.integers(0, 2))
+    def load_what_is_held(self, which: int) -> None:
+        """Blocks may have been dropped since they were matched; whoever held them may still get them."""
+        right = self.rights[which % len(self.rights)]
+        right.loaded = self.sessions[right.user].load(right.match).wait()
+        self.check(right)
+
+    @rule(user=users, path=paths)
+    def prefetch(self, user: int, path: Path_) -> None:
+        self.sessions[user].prefetch(self.chain(user, path))
+
+    @rule(user=users, path=paths)
+    def load_in_no_time(self, user: int, path: Path_) -> None:
+        self.fetch(user, path, 0, deadline=0).match.release()
+
+    @rule(user=users, path=paths, joined=st.booleans())
+    def load_and_cancel(self, user: int, path: Path_, joined: bool) -> None:
+        session = self.sessions[user]
+        loads: list[tuple[Match, Load]] = []
+        for _ in range(1 + joined):
+            match = session.match(self.chain(user, path))
+            loads.append((match, session.load(match)))
+        loads[0][1].cancel()
+        self.check(Right(user, path, loads[0][0], loads[0][1].wait(0)))
+        if joined and not self.gates:
+            self.check(Right(user, path, loads[1][0], loads[1][1].wait()))
+        for match, _ in loads:
+            match.release()
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.pins) < 2)
+    @rule(user=users, path=paths)
+    def pin(self, user: int, path: Path_) -> None:
+        self.sessions[user].pin(self.chain(user, path))
+        self.pins.append((user, path))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 1))
+    def unpin(self, which: int) -> None:
+        user, path = self.pins.pop(which % len(self.pins))
+        self.sessions[user].unpin(self.chain(user, path))
+
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, path=paths, start=st.integers(0, 2))
+    def drop(self, user: int, path: Path_, start: int) -> None:
+        start = min(start, len(path) - 1)
+        keys = self.keys(user, path, start)
+        try:
+            self.sessions[user].drop(self.chain(user, path), start=start)
+            sure = not self.disk.lied
+            self.seen["drops"] += 1
+        except TierError:
+            sure = False
+            self.seen["drops refused"] += 1
+        for key in keys:
+            if sure:
+                self.known.pop(key, None)
+            elif key in self.known:
+                self.hidden.add(key)
+        found = self.store.index.find(keys, self.clock.time())
+        assert Found.HIT not in found, "a dropped block is still served"
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    # -- trouble ------------------------------------------------------------------------------------------
+
+    @rule(kind=st.sampled_from(FAULTS), after=st.integers(0, 5), times=st.integers(1, 4), lie=st.booleans())
+    def break_disk(self, kind: tuple[str, How, int, str], after: int, times: int, lie: bool) -> None:
+        call, how, code, files = kind
+        if lie and self.liar and call == "write":
+            how = How.LIE
+        self.disk.arm(Fault(call, how, code, files, after, times))
+        self.spoilt |= call == "write" and how in (How.LIE, How.FLIP)
+
+    @rule()
+    def mend_disk(self) -> None:
+        self.calm()
+
+    @precondition(lambda self: not self.gates)
+    @rule(call=st.sampled_from(["read", "write", "sync"]), rules=st.integers(1, 4))
+    def late_disk(self, call: str, rules: int) -> None:
+        """From now on, for some rules."""
+        self.gates.append(self.disk.gate(call))
+        self.patience = rules
+
+    @rule(file=st.integers(0, 20), where=st.floats(0, 1), count=st.integers(1, 5000), value=st.integers(0, 255))
+    def corrupt(self, file: int, where: float, count: int, value: int) -> None:
+        files = sorted(self.folder.glob("tier/*.segment"))
+        self.spoilt = True
+        if files:
+            path = files[file % len(files)]
+            offset = int(where * path.stat().st_size)
+            count = min(count, path.stat().st_size - offset)
+            with path.open("r+b") as f:
+                f.seek(offset)
+                f.write(bytes([value]) * count)
+
+    @precondition(lambda self: not self.gates)
+    @rule()
+    def settle(self) -> None:
+        self.disk.disarm()
+        self.settled()
+
+    # -- restarts -----------------------------------------------------------------------------------------
+
+    @rule(
+        how=st.sampled_from(["closed", "killed", "killed", "power lost", "power lost"]),
+        journal=st.sampled_from(["kept", "kept", "kept", "lost", "torn", "cut"]),
+        quiet=st.booleans(),
+        fault=st.none() | st.sampled_from(OPENING),
+        after=st.integers(0, 3),
+    )
+    def restart(self, how: str, journal: str, quiet: bool, fault: tuple[str, How, int, str] | None, after: int) -> None:
+        self.seen[how] += 1
+        self.seen["journals spoilt"] += journal != "kept"
+        certain: set[BlockKey] = set()
+        if quiet or how == "closed":
+            self.calm()
+        if quiet:
+            self.settled()
+            self.audit()
+            certain = self.on_disk()
+        self.seen.update(self.store.statistics().counts)
+        if how != "closed":
+            self.disk.die()
+        self.gates.clear()
+        self.rights.clear()
+        self.store.close()
+        if how == "power lost":
+            self.disk.power_loss()
+        self.disk.revive()
+        self.treat_journal(journal)
+        if fault is not None:
+            self.disk.arm(Fault(fault[0], fault[1], fault[2], fault[3], after))
+        try:
+            self.open()
+        except (TierError, OSError):
+            self.seen["openings refused"] += 1
+            self.disk.disarm()
+            self.open()
+        self.disk.disarm()
+        if quiet and not self.spoilt and fault is None and (how != "power lost" or self.durable):
+            self.still_there(certain)
+
+    def treat_journal(self, journal: str) -> None:
+        path = self.folder / "tier" / "journal"
+        if not path.exists():
+            return
+        match journal:
+            case "lost":
+                path.unlink()
+            case "torn":
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 0x10
+                path.write_bytes(data)
+            case "cut":
+                path.write_bytes(path.read_bytes()[:-7])
+
+    def on_disk(self) -> set[BlockKey]:
+        index = self.store.index
+        with index.lock:
+            rows = np.flatnonzero(index.state[NVME][: index.size] == SEALED)
+            return {index.key(int(row)) for row in rows if index.expiry[row] > self.clock.time()}
+
+    def still_there(self, keys: set[BlockKey]) -> None:
+        """Every one of these blocks is found and can be read."""
+        self.seen["blocks that had to be there"] += len(keys)
+        found = self.store.index.find(sorted(keys), self.clock.time())
+        assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(keys)} blocks are lost"
+        for user, path in sorted(self.prompts):
+            for depth in range(len(path)):
+                mine = self.keys(user, path[: depth + 1], depth)
+                if keys.issuperset(mine):
+                    right = self.fetch(user, path[: depth + 1], depth)
+                    assert right.loaded is not None
+                    assert right.loaded.tokens == (depth + 1) * self.sessions[user].layout.block_tokens, "unreadable"
+                    right.match.release()
+
+
+def tier_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def eventually(condition: Callable[[], bool], say: Callable[[], str], seconds: float = 20.0) -> None:
+    """For what has no event to wait on."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, say()
+        time.sleep(0.002)
+
+
+PROFILE: dict[str, Any] = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+@pytest.fixture
+def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each fault is a warning; thousands of them slow the run and hide its failure."""
+    caplog.set_level("CRITICAL", "kvtide")
+
+
+def test_store_against_a_model(quiet_log: None) -> None:
+    Machine.seen.clear()
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=300, stateful_step_count=50, derandomize=True, **PROFILE)
+    )
+    for what in (
+        "blocks evicted from dram",
+        "blocks evicted from nvme",
+        "blocks read from nvme",
+        "blocks unreadable in nvme",
+        "blocks expired",
+        "drops",
+        "power lost",
+        "killed",
+        "journals spoilt",
+        "blocks that had to be there",
+    ):
+        assert Machine.seen[what], f"the run never came to {what!r}: {Machine.seen}"
+
+
+@pytest.mark.long
+def test_store_against_a_model_for_long(quiet_log: None) -> None:
+    run_state_machine_as_test(Machine, settings=settings(max_examples=2000, stateful_step_count=60, **PROFILE))

@@ -1,0 +1,157 @@
+"""A tier that answers when it is told to, and a store that uses it: for tests in which the moment counts.
+
+Nothing here runs by itself: reads and writes wait in ``reads`` and ``writes`` until the test lets them go, in
+whatever order and with whatever result it likes. The bytes are kept for real, so whoever reads them can check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide import Store, config
+from kvtide.block import BlockKey
+from kvtide.plan import admit
+from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.disk import Disk
+from kvtide.transfer.lane import Lane
+from kvtide.transfer.pipeline import Cold
+from tests.plan.small import Clock
+
+__all__ = ["Gated", "GatedStore", "Inline"]
+
+
+@dataclass
+class Gated:
+    """Keeps what it is given in a dict. Each batch waits for ``let_read`` or ``let_write``."""
+
+    kept: dict[int, tuple[BlockKey, bytes]] = field(default_factory=dict)
+    reads: list[tuple[Sequence[Read], ReadDone]] = field(default_factory=list)
+    writes: list[tuple[Sequence[Write], WriteDone]] = field(default_factory=list)
+    drops: list[tuple[Sequence[tuple[BlockKey, int]], ReadDone]] = field(default_factory=list)
+    open_drops: bool = True
+    """Whether drops are made at once."""
+    journal: list[str] = field(default_factory=list)
+    """What was started, in order."""
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        self.journal.append("read")
+        self.reads.append((batch, done))
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        self.journal.append("write")
+        self.writes.append((batch, done))
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        self.journal.append("drop")
+        self.drops.append((items, done))
+        if self.open_drops:
+            self.let_drop()
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        assert self.kept.pop(place)[0] == key
+
+    def scan(self) -> Iterator[Held]:
+        return iter(())
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        raise AssertionError("it never holds anything from before")
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(len(self.kept), 0, 0, 0)
+
+    def close(self) -> None:
+        while self.reads or self.writes:
+            self.let_all()
+
+    # -- the gates ----------------------------------------------------------------------------------------
+
+    def let_read(self, good: bool = True) -> None:
+        """Answer the oldest batch of reads."""
+        batch, done = self.reads.pop(0)
+        results = []
+        for item in batch:
+            here = good and self.kept.get(item.place, (b"",))[0] == item.key
+            if here:
+                item.span[:] = self.kept[item.place][1]
+            else:
+                item.span[:] = b"\xee" * len(item.span)  # rubbish: nobody may see it
+            results.append(here)
+        done(results)
+
+    def let_write(self, good: bool = True) -> None:
+        """Answer the oldest batch of writes."""
+        batch, done = self.writes.pop(0)
+        places = []
+        for item in batch:
+            place = max(self.kept, default=0) + 1 if good else NOWHERE
+            if good:
+                self.kept[place] = (item.key, bytes(item.span))
+            places.append(place)
+        done(places)
+
+    def let_drop(self, good: bool = True) -> None:
+        """Answer the oldest batch of drops."""
+        items, done = self.drops.pop(0)
+        for key, place in items:
+            if place != NOWHERE:
+                assert self.kept.pop(place)[0] == key
+        done([good] * len(items))
+
+    def let_all(self) -> None:
+        """Answer whatever waits now, and what that brings."""
+        while self.reads or self.writes:
+            if self.reads:
+                self.let_read()
+            if self.writes:
+                self.let_write()
+
+
+class Inline(Gated):
+    """Answers before the call returns."""
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        super().read(batch, done)
+        self.let_read()
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        super().write(batch, done)
+        self.let_write()
+
+
+class GatedStore(Store):
+    """A store whose colder tier is ``tier``; everything else is real."""
+
+    def __init__(
+        self,
+        tier: Gated,
+        *,
+        mode: str = "through",
+        queue: int = 1 << 30,
+        depth: int = 4,
+        clock: Clock | None = None,
+        **settings: dict[str, Any],
+    ) -> None:
+        self._gated, self._mode, self._queue, self._depth = tier, mode, queue, depth
+        tree: dict[str, dict[str, Any]] = {"dram": {"budget": "1MiB", "segment": "1MiB"}, "nvme": {"path": "/unused"}}
+        for section, values in settings.items():
+            tree.setdefault(section, {}).update(values)
+        super().__init__(config.read(env={}, **tree), clock=clock)
+
+    def _open_nvme(self, disk: Disk | None) -> Cold:
+        lane = Lane(self._gated, self.clock, self._queue, self._depth)
+        make: Callable[..., admit.Admission] = admit.make
+        return Cold(1, "nvme", self._gated, lane, make(self._mode), None)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            for session in list(self._sessions):
+                session.close()
+            self._gated.close()
+            self.closed = False
+        super().close()
