@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -40,7 +40,7 @@ from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.errors import TierError
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import Chain, Model, Tenant
-from kvtide.session import Load, Loaded, Match
+from kvtide.session import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         when=st.sampled_from(["through", "second-touch", "eviction"]),
         codec=st.sampled_from(["raw", "zstd"]),
         durable=st.booleans(),
-        memory=st.sampled_from([1, 2]),
+        memory=st.sampled_from([1, 2, 3]),
         threads=st.sampled_from([1, 3]),
         token_ids=st.booleans(),
         liar=st.sampled_from([False, False, False, True]),
@@ -253,7 +253,7 @@ class Machine(RuleBasedStateMachine):
                 in_nvme = int(np.count_nonzero(index.state[NVME][:count]))
                 whole = int(np.count_nonzero(index.state[NVME][:count] == SEALED))
                 rows = sum(key is not None for key in index._keys)
-                doomed = sum(row in held for row in pipeline._doomed)
+                doomed = sum(row in held for row in pipeline._residents.doomed)
                 return [
                     ("rows held", statistics.held, len(held)),
                     ("slots in DRAM", statistics.tiers["dram"].blocks, in_dram),
@@ -273,24 +273,18 @@ class Machine(RuleBasedStateMachine):
         assert not odd, f"left behind: {odd}"
 
     @invariant()
-    def budgets_hold(self) -> None:
+    def all_is_well(self) -> None:
         if not hasattr(self, "store"):
             return
-        dram = self.store.dram.statistics()
-        assert dram.bytes_taken <= dram.budget == self.config.dram.budget
-        assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
-
-    @invariant()
-    def late_is_not_never(self) -> None:
-        if getattr(self, "gates", None):
+        if self.gates:
             self.patience -= 1
             if self.patience < 0:
                 self.gates.pop().open()
-
-    @invariant()
-    def views_stay_true(self) -> None:
-        for right in getattr(self, "rights", ()):
+        for right in self.rights:
             self.check(right)
+        dram = self.store.dram.statistics()
+        assert dram.bytes_taken <= dram.budget == self.config.dram.budget
+        assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
 
     # -- storing ------------------------------------------------------------------------------------------
 
@@ -303,7 +297,7 @@ class Machine(RuleBasedStateMachine):
             self.known[key] = max(until, self.known.get(key, -1.0))
             self.hidden.discard(key)
 
-    def put(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> None:
+    def put(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> Stored:
         session = self.sessions[user]
         chain = self.chain(user, path)
         self.expect(user, path, start, ttl)
@@ -313,6 +307,7 @@ class Machine(RuleBasedStateMachine):
         }
         answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
         assert answer.stored + answer.present + answer.dropped == len(given) * (len(path) - start)
+        return answer
 
     @rule(
         user=users,
@@ -330,14 +325,17 @@ class Machine(RuleBasedStateMachine):
         for head in range(heads):
             self.put(user, (head, *[1] * (length - 1)), 0, None, 0)
 
-    @rule(user=users, path=paths)
+    @rule(user=st.sampled_from([0, 1]), path=paths)
     def store_one_and_read(self, user: int, path: Path_) -> None:
-        """The block that was stored last is there, unless others hold all the room or the disk is out of order."""
+        """The block that was stored last is there, unless the disk was out of order.
+
+        Where a prompt has blocks of two sizes, and DRAM so few segments, storing the one may cost the other.
+        """
         depth = len(path) - 1
-        self.put(user, path, depth, None, 100)
-        if not (self.rights or self.pins or self.gates or self.disk.struck or self.spoilt):
+        if self.put(user, path, depth, None, 100).stored and not self.disk.struck:
             right = self.fetch(user, path, depth)
-            assert right.match.blocks == right.loaded.tokens // self.sessions[user].layout.block_tokens == depth + 1  # type: ignore[union-attr]
+            assert right.loaded is not None
+            assert right.loaded.tokens == (depth + 1) * ONE.block_tokens
             right.match.release()
 
     @rule(user=users, path=paths, part=st.floats(0, 1), seal=st.booleans(), ttl=st.sampled_from([None, 5.0]))
@@ -601,6 +599,9 @@ def eventually(condition: Callable[[], bool], say: Callable[[], str], seconds: f
 PROFILE: dict[str, Any] = {
     "deadline": None,
     "print_blob": True,
+    # A failure is printed as it was met: with threads in play, making it smaller may take for ever.
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+    "report_multiple_bugs": False,
     "suppress_health_check": list(HealthCheck),
 }
 

@@ -48,12 +48,16 @@ class Feed:
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``follower`` with every event from now on. The answer, called, ends that."""
+
+        def called(event: Event) -> None:  # one of its own: somebody may follow twice
+            follower(event)
+
         with self._lock:
-            self._followers = (*self._followers, follower)
+            self._followers = (*self._followers, called)
 
         def unfollow() -> None:
             with self._lock:
-                self._followers = tuple(f for f in self._followers if f is not follower)
+                self._followers = tuple(f for f in self._followers if f is not called)
 
         return unfollow
 

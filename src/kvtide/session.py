@@ -7,18 +7,18 @@ stays true while its right is held: a ``Match`` keeps its blocks from eviction u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import DTYPES, Geometry, Group, Span
 from kvtide.errors import ClosedError, LayoutError, RightError
-from kvtide.index.index import DRAM, PENDING, SEALED, Rows
+from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.planner import Plan
@@ -81,7 +81,6 @@ class Match:
     """
 
     __slots__ = (
-        "__weakref__",
         "_lease",
         "blocks",
         "chain",
@@ -90,11 +89,13 @@ class Match:
         "plan",
         "ready",
         "rows",
+        "session",
         "tokens",
     )
 
     def __init__(
         self,
+        session: Session,
         chain: Chain,
         plan: Plan,
         have: int,
@@ -103,6 +104,7 @@ class Match:
         pending: bool,
         lease: Lease,
     ) -> None:
+        self.session = session
         self.chain = chain
         self.plan = plan
         self.blocks = plan.blocks
@@ -121,10 +123,20 @@ class Match:
     def held(self) -> bool:
         return self._lease is not None
 
+    @property
+    def wanted(self) -> dict[str, range]:
+        """The blocks of each group that a load brings, by their numbers in the prompt."""
+        return {
+            g.name: range(start, start + len(self.rows[g.name]))
+            for g in self.session.layout.groups
+            for start in [max(g.needs(self.blocks, self.chain.block_tokens).start, self.have)]
+        }
+
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
         lease, self._lease = self._lease, None
         if lease is not None:
+            self.session.ended(self)
             lease.release()
 
     def __enter__(self) -> Self:
@@ -157,9 +169,24 @@ class Load:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> Loaded:
-        await self.transfer
+        try:
+            await self.transfer
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if not self._into:
+            return self._collect()
         # Copying gigabytes would stop the loop; making views does not.
-        return await asyncio.to_thread(self._collect) if self._into else self._collect()
+        copying = asyncio.ensure_future(asyncio.to_thread(self._collect))
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            # The buffers are the caller's own again only when nobody writes into them any more.
+            while not copying.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([copying])
+            copying.exception()
+            raise
 
 
 class Session:
@@ -184,7 +211,8 @@ class Session:
             )
             for g in model.layout.groups
         }
-        self._rights: WeakSet[Match | Reservation] = WeakSet()
+        self._rights: set[Match | Reservation] = set()
+        """Strong: views may be in use though their match or reservation was forgotten."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -199,14 +227,17 @@ class Session:
         """
         return self._namer.chain(tokens, extras)
 
-    def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
+    def _check_open(self) -> None:
         if self._closed or self._store.closed:
             raise ClosedError("this session is closed; open a new one with store.session(model)")
+
+    def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
+        self._check_open()
         if isinstance(tokens, Chain):
             if extras:
                 raise LayoutError("extras are part of a chain: give them when it is made or extended")
-            if tokens.namer is not self._namer:
-                raise LayoutError("this chain was made by another session: its names mean other blocks")
+            if tokens.namer != self._namer:
+                raise LayoutError("this chain was made for another model or tenant: its names mean other blocks")
             return tokens
         return self._namer.chain(tokens, extras)
 
@@ -227,6 +258,8 @@ class Session:
         compute is left out.
         """
         chain = self._chain(tokens, extras)
+        if have < 0:
+            raise LayoutError(f"have is {have}, not a number of tokens")
         layout, index = self.layout, self._index
         own = have // layout.block_tokens
         speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
@@ -252,11 +285,25 @@ class Session:
                 chain_rows = r[: plan.blocks]
                 self._pipeline.touch(chain_rows[chain_rows > 0])
             ready = bool((index.state[DRAM][held] == SEALED).all())
-            after = [r[plan.blocks] for r in rows.values() if len(r) > plan.blocks]
-            pending = bool(after) and all(index.state[DRAM][r] == PENDING for r in after)
-        match = Match(chain, plan, own, needed, ready, pending, lease)
-        self._rights.add(match)
+            pending = chain.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
+        match = Match(self, chain, plan, own, needed, ready, pending, lease)
+        self._own(match)
         return match
+
+    def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
+        """Whether all that ``block`` lacks is just being written."""
+        lacking = [rows[g.name][block] for g in self.layout.groups if g.required and not whole[g.name][block]]
+        return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
+
+    def _own(self, right: Match | Reservation) -> None:
+        self._rights.add(right)
+        if self._closed:  # by another thread, which may have missed this one
+            self.close()
+            self._check_open()
+
+    def ended(self, right: Match | Reservation) -> None:
+        """``right`` was given back."""
+        self._rights.discard(right)
 
     def _needed(self, group: Group, rows: Rows, blocks: int, have: int) -> Rows:
         needs = group.needs(blocks, self.layout.block_tokens)
@@ -265,13 +312,16 @@ class Session:
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
         """Bring a match's blocks to DRAM and, if ``into`` is given, copy them there.
 
-        ``into`` has a writable buffer for each block from ``have`` on (by group, if the layout has several).
+        ``into`` has a writable buffer for each block that ``match.wanted`` names (by group, if the layout has several).
         ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
         out, and the result is a shorter prefix.
         """
+        self._check_open()
+        if match.session is not self:
+            raise LayoutError("this match was made by another session; load it there")
         if not match.held:
             raise RightError("this match was released; match again")
-        targets = None if into is None else self._buffers(into, writable=True)
+        targets = None if into is None else self._targets(match, into)
         seconds = self._store.config.plan.deadline_seconds if deadline is None else deadline
         clock = self._store.clock
         limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
@@ -282,6 +332,16 @@ class Session:
             wanted = [(rows, self._identities[name]) for name, rows in match.rows.items()]
             self._pipeline.load(wanted, transfer)
         return Load(transfer, lambda: self._collect(match, targets), into is not None)
+
+    def _targets(self, match: Match, into: Buffers) -> dict[str, list[Span]]:
+        targets = self._buffers(into, writable=True)
+        for group in self.layout.groups:
+            given, wanted = targets.setdefault(group.name, []), len(match.rows[group.name])
+            if len(given) < wanted and (given or group.required):
+                raise LayoutError(
+                    f"group {group.name!r} has {len(given)} buffers for {wanted} blocks; see Match.wanted for how many"
+                )
+        return targets
 
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
@@ -349,39 +409,47 @@ class Session:
         """
         chain = self._chain(tokens, extras)
         sources = self._buffers(blocks, writable=False)
-        stored = total = 0
-        for name, given in sources.items():
-            group = self.layout.group(name)
-            total += len(given)
-            geometry = self.layout.geometry[name]
-            with self._index.lock:
-                rows = self._index.rows(chain.keys(group.suffix)[:start])
-            # In parts: the first are on their way to colder tiers while the last are copied.
-            step = max(1, _PART // geometry.footprint)
-            for i in range(0, len(given), step):
-                part = given[i : i + step]
-                with self._reserve(chain, [group], start + i, start + i + len(part), ttl, priority) as r:
-                    self._store.copier.copy(
-                        [
-                            _same_shape(geometry, view, given[depth - start])
-                            for depth, view in zip(r.depths, r.views, strict=True)
-                        ]
-                    )
-                    rows = np.concatenate([rows, r.rows])
-                    with self._index.lock:
-                        # Now, not at the end: if room must be made for the next part, the deepest goes first.
-                        self._pipeline.used(rows[rows > 0])
-                    r.seal()
-                    stored += len(r.keys)
+        for given in sources.values():
+            self._check_pledge(chain, start, start + len(given), ttl, priority)
+        total = sum(len(given) for given in sources.values())
+        stored = sum(
+            self._store_group(chain, self.layout.group(name), given, start, ttl, priority)
+            for name, given in sources.items()
+        )
         now = self._store.clock.time()
         with self._index.lock:
             missing = 0
             for name, given in sources.items():
                 keys = chain.keys(self.layout.group(name).suffix)[start : start + len(given)]
                 missing += int(np.count_nonzero(~self._index.usable(self._index.rows(keys), now)))
-            self._use(chain, start + max(len(g) for g in sources.values()), priority)
+            self._use(chain, start + max((len(g) for g in sources.values()), default=0), priority)
         dropped = min(missing, total - stored)
         return Stored(stored, total - stored - dropped, dropped)
+
+    def _store_group(
+        self, chain: Chain, group: Group, given: list[Span], start: int, ttl: float | None, priority: int
+    ) -> int:
+        geometry, stored = self.layout.geometry[group.name], 0
+        # In parts: the first are on their way to colder tiers while the last are copied.
+        step = max(1, _PART // geometry.footprint)
+        for first in range(start, start + len(given), step):
+            stop = min(first + step, start + len(given))
+            with (
+                self._kept(chain, group, stop, priority),
+                self._reserve(chain, [group], first, stop, ttl, priority) as r,
+            ):
+                self._store.copier.copy(
+                    [
+                        _same_shape(geometry, view, given[depth - start])
+                        for depth, view in zip(r.depths, r.views, strict=True)
+                    ]
+                )
+                with self._index.lock:
+                    # Now, not at the end: if room must be made for the next part, the deepest goes first.
+                    self._pipeline.used(self._rows(chain, group, stop))
+                r.seal()
+                stored += len(r.keys)
+        return stored
 
     def reserve(
         self,
@@ -399,10 +467,36 @@ class Session:
         """
         chain = self._chain(tokens, extras)
         stop = chain.blocks if stop is None else stop
-        reservation = self._reserve(chain, self.layout.groups, start, stop, ttl, priority)
-        with self._index.lock:
-            self._use(chain, stop, priority)
+        self._check_pledge(chain, start, stop, ttl, priority)
+        with contextlib.ExitStack() as stack:
+            for group in self.layout.groups:
+                stack.enter_context(self._kept(chain, group, stop, priority))
+            reservation = self._reserve(chain, self.layout.groups, start, stop, ttl, priority)
+            with self._index.lock:
+                self._use(chain, stop, priority)
+        reservation.on_end = self.ended
+        self._own(reservation)
         return reservation
+
+    def _check_pledge(self, chain: Chain, start: int, stop: int, ttl: float | None, priority: int) -> None:
+        if not 0 <= start <= stop <= chain.blocks:
+            raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
+        if not -100 <= priority <= 100:
+            raise LayoutError(f"priority {priority} is not between -100 and 100")
+        if ttl is not None and not ttl > 0:
+            raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
+
+    def _rows(self, chain: Chain, group: Group, stop: int) -> Rows:
+        """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
+        rows = self._index.rows(chain.keys(group.suffix)[:stop])
+        return rows[rows > 0]
+
+    def _kept(self, chain: Chain, group: Group, stop: int, priority: int) -> Lease:
+        """Room for a prompt's next blocks must not be made by losing its first ones."""
+        with self._index.lock:
+            rows = self._rows(chain, group, stop)
+            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
+            return self._pipeline.keep(rows)
 
     def _reserve(
         self,
@@ -413,10 +507,6 @@ class Session:
         ttl: float | None,
         priority: int,
     ) -> Reservation:
-        if not 0 <= start <= stop <= chain.blocks:
-            raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
-        if not -100 <= priority <= 100:
-            raise LayoutError(f"priority {priority} is not between -100 and 100")
         now = self._store.sweep()
         expiry = float("inf") if ttl is None else now + ttl
         numbers = range(start, stop)
@@ -436,14 +526,12 @@ class Session:
         )
         if ttl is not None:
             self._store.expect_expiry(expiry)
-        self._rights.add(reservation)
         return reservation
 
     def _use(self, chain: Chain, stop: int, priority: int) -> None:
         """A prompt's blocks up to ``stop`` were stored: they are the newest, and a parent outlasts its children."""
         for group in self.layout.groups:
-            rows = self._index.rows(chain.keys(group.suffix)[:stop])
-            rows = rows[rows > 0]
+            rows = self._rows(chain, group, stop)
             self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
             self._pipeline.used(rows)
 
@@ -498,6 +586,7 @@ class Session:
                 right.release()
             else:
                 right.abort()
+        self._store.ended(self)
 
     def __enter__(self) -> Self:
         return self

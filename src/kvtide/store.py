@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 import numpy as np
 
@@ -65,7 +64,7 @@ class Store:
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault)
         self.copier = Copier()
         self._policy = Lru(self.index)
-        self._sessions: WeakSet[Session] = WeakSet()
+        self._sessions: set[Session] = set()
         self._next_expiry = float("inf")
         self._colds: list[Cold] = []
         self.closed = False
@@ -95,7 +94,7 @@ class Store:
             "nvme",
             tier,
             Lane(tier, self.clock, settings.queue, depth=2 * settings.threads),
-            admit.make(settings.store, self.index),
+            admit.make(settings.store),
             Evictor(self.index, NVME, tier, self._policy),
             settings.token_ids,
         )
@@ -125,6 +124,10 @@ class Store:
         self._sessions.add(session)
         return session
 
+    def ended(self, session: Session) -> None:
+        """``session`` was closed."""
+        self._sessions.discard(session)
+
     @property
     def read_bytes_queued(self) -> int:
         return sum(c.lane.read_bytes for c in self._colds)
@@ -144,7 +147,8 @@ class Store:
                 over = np.flatnonzero(expiry <= now)
                 later = expiry[expiry > now]
                 self._next_expiry = float(later.min(initial=np.inf))
-                self.pipeline.expire(over)
+                events = self.pipeline.expire(over)
+            self.feed.publish(events)
         return now
 
     def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:

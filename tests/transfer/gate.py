@@ -6,7 +6,7 @@ whatever order and with whatever result it likes. The bytes are kept for real, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.pipeline import Cold
 from tests.plan.small import Clock
 
-__all__ = ["Gated", "GatedStore", "Inline"]
+__all__ = ["Gated", "GatedStore"]
 
 
 @dataclass
@@ -33,18 +33,24 @@ class Gated:
     reads: list[tuple[Sequence[Read], ReadDone]] = field(default_factory=list)
     writes: list[tuple[Sequence[Write], WriteDone]] = field(default_factory=list)
     drops: list[tuple[Sequence[tuple[BlockKey, int]], ReadDone]] = field(default_factory=list)
+    inline: bool = False
+    """Whether reads and writes are answered before the call returns."""
     open_drops: bool = True
-    """Whether drops are made at once."""
+    """Whether drops are."""
     journal: list[str] = field(default_factory=list)
     """What was started, in order."""
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         self.journal.append("read")
         self.reads.append((batch, done))
+        if self.inline:
+            self.let_read()
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         self.journal.append("write")
         self.writes.append((batch, done))
+        if self.inline:
+            self.let_write()
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self.journal.append("drop")
@@ -65,8 +71,7 @@ class Gated:
         return TierStatistics(len(self.kept), 0, 0, 0)
 
     def close(self) -> None:
-        while self.reads or self.writes:
-            self.let_all()
+        assert not (self.reads or self.writes), "closed before everything was answered"
 
     # -- the gates ----------------------------------------------------------------------------------------
 
@@ -111,18 +116,6 @@ class Gated:
                 self.let_write()
 
 
-class Inline(Gated):
-    """Answers before the call returns."""
-
-    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
-        super().read(batch, done)
-        self.let_read()
-
-    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        super().write(batch, done)
-        self.let_write()
-
-
 class GatedStore(Store):
     """A store whose colder tier is ``tier``; everything else is real."""
 
@@ -144,14 +137,9 @@ class GatedStore(Store):
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         lane = Lane(self._gated, self.clock, self._queue, self._depth)
-        make: Callable[..., admit.Admission] = admit.make
-        return Cold(1, "nvme", self._gated, lane, make(self._mode), None)
+        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode), None)
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            for session in list(self._sessions):
-                session.close()
-            self._gated.close()
-            self.closed = False
+        self._gated.inline = True
+        self._gated.let_all()
         super().close()

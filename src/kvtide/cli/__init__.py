@@ -1,8 +1,8 @@
 """The ``kvtide`` command.
 
-Each module beside this one is a command of its own name and defines ``app``, a ``typer.Typer``. It
-is imported only when it is run or listed, and keeps its heavy imports (numpy, the store) inside its
-functions, so that ``kvtide --help`` answers at once.
+Each module beside this one is a command of its own name and defines ``app``, a ``typer.Typer``. It is imported only
+when it is run or listed, and keeps imports that only it needs (benchmarks, plots) inside its functions, so that
+``kvtide --help`` answers quickly.
 """
 
 from __future__ import annotations

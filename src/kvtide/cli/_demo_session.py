@@ -184,6 +184,7 @@ def play(shape: Shape, folder: Path, progress: Progress) -> Result:
     made, engine = ([_buffer(shape.block) for _ in range(_RING)] for _ in range(2))
 
     with _open(shape, folder) as store:
+        store.dram.wait_prefault()
         start = time.perf_counter()
         _talk(store.session(model), store, shape, checker, made, result, progress)
         result.talk_seconds = time.perf_counter() - start
@@ -192,9 +193,9 @@ def play(shape: Shape, folder: Path, progress: Progress) -> Result:
     result.close_seconds = time.perf_counter() - start
 
     start = time.perf_counter()
-    with _open(shape, folder, wait=False) as store:
+    with _open(shape, folder) as store:
         result.open_seconds = time.perf_counter() - start
-        _wait_for_memory(store, shape)
+        store.dram.wait_prefault()
         with _RawReader(folder, shape.block) as raw:
             _reload_from_nvme(store, store.session(model), shape, checker, raw, result, progress)
     result.verified_blocks, result.verified_bytes = checker.blocks, checker.nbytes
@@ -202,27 +203,15 @@ def play(shape: Shape, folder: Path, progress: Progress) -> Result:
     return result
 
 
-def _open(shape: Shape, folder: Path, wait: bool = True) -> Store:
+def _open(shape: Shape, folder: Path) -> Store:
     # Straight from a Config: a kvtide.toml or an environment that is about something else changes nothing here.
     segment = min(256 << 20, 8 * shape.block)
-    store = Store(
+    return Store(
         Config(
             dram=Dram(budget=shape.memory, segment=segment, prefault=True),
             nvme=Nvme(path=str(folder), budget=max(64 << 20, 2 * shape.blocks * shape.block), segment=segment),
         )
     )
-    if wait:
-        _wait_for_memory(store, shape)
-    return store
-
-
-def _wait_for_memory(store: Store, shape: Shape) -> None:
-    """Wait until the pages that ``prefault`` takes in the background are there, so that nothing else is measured."""
-    segment = store.config.dram.segment
-    for _ in range(2000):
-        if store.statistics().tiers["dram"].bytes_taken >= shape.memory // segment * segment:
-            break
-        time.sleep(0.01)
 
 
 def _talk(

@@ -54,7 +54,6 @@ class Index:
         self.priority = np.zeros(size, np.int8)
         self.expiry = np.full(size, np.inf)
         self.depth = np.zeros(size, np.uint32)
-        self.touches = np.zeros(size, np.uint8)
         self.used = np.zeros(size, np.int64)
         """When a row was last used, in ticks of the policy's clock."""
         self.parent = np.zeros(size, "V32")
@@ -143,7 +142,7 @@ class Index:
         if self._rows.get(key) == row:
             del self._rows[key]
         self._keys[row] = None
-        self.pins[row] = self.priority[row] = self.touches[row] = 0
+        self.pins[row] = self.priority[row] = 0
         self.expiry[row] = np.inf
         self._free.append(row)
         return True
@@ -159,7 +158,7 @@ class Index:
         self.state = [bigger(a) for a in self.state]
         self.place = [bigger(a, NOWHERE) for a in self.place]
         self.expiry = bigger(self.expiry, np.inf)
-        for name in ("holds", "pins", "priority", "depth", "touches", "used", "parent", "space"):
+        for name in ("holds", "pins", "priority", "depth", "used", "parent", "space"):
             setattr(self, name, bigger(getattr(self, name)))
 
     # -- places -------------------------------------------------------------------------------------------

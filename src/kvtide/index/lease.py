@@ -54,7 +54,7 @@ class Reservation:
     are not among them.
     """
 
-    __slots__ = ("__weakref__", "_finish", "depths", "generations", "keys", "rows", "views")
+    __slots__ = ("_finish", "depths", "generations", "keys", "on_end", "rows", "views")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Reservation:
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
+        self.on_end: Callable[[Reservation], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Reservation {len(self.keys)} blocks{'' if self.open else ', ended'}>"
@@ -95,6 +96,8 @@ class Reservation:
             raise RightError("this reservation was sealed or aborted before; reserve again")
         finish(self, sealed)
         self.views = ()
+        if self.on_end is not None:
+            self.on_end(self)
 
     def __enter__(self) -> Self:
         return self

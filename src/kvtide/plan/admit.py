@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index.index import Index, Rows
+from kvtide.index.index import Rows
 
 __all__ = ["Admission", "OnEviction", "SecondTouch", "Through", "make"]
 
@@ -46,14 +46,11 @@ class SecondTouch:
 
     keeps_leaving = False
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
     def on_store(self, rows: Rows) -> Mask:
         return np.zeros(len(rows), np.bool_)
 
     def on_touch(self, rows: Rows) -> Mask:
-        return self._index.touches[rows] >= 1
+        return np.ones(len(rows), np.bool_)
 
 
 class OnEviction:
@@ -68,12 +65,12 @@ class OnEviction:
         return np.zeros(len(rows), np.bool_)
 
 
-def make(name: str, index: Index) -> Admission:
+def make(name: str) -> Admission:
     """The admission of that name in the configuration."""
     match name:
         case "through":
             return Through()
         case "second-touch":
-            return SecondTouch(index)
+            return SecondTouch()
         case _:
             return OnEviction()

@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvtide.block import BlockKey, Geometry, Group, Kind, Layout
 from kvtide.index.keys import Tenant
@@ -41,9 +42,10 @@ PATIENCE = 60.0
 
 
 def shaped(sections: int, section: int) -> Identity:
-    """The identity of blocks of ``sections`` sections of ``section`` bytes."""
-    group = Group("full", Kind.MLA, layers=sections, heads=1, head_dim=1, dtype="uint8", page=1)
-    return identity(Layout((group,), block_tokens=section))
+    """The identity of blocks of ``sections`` sections of ``section`` bytes, bfloat16 if that is an even number."""
+    dtype, tokens = ("uint8", section) if section % 2 else ("bfloat16", section // 2)
+    group = Group("full", Kind.MLA, layers=sections, heads=1, head_dim=1, dtype=dtype, page=1)
+    return identity(Layout((group,), block_tokens=tokens))
 
 
 GEOMETRIES = {
@@ -51,7 +53,7 @@ GEOMETRIES = {
     "one padded section": shaped(1, 5000),
     "one byte": shaped(1, 1),
     "padded sections": shaped(4, 4100),
-    "pages without padding": shaped(8, 16384),
+    "pages without padding": shaped(8, 20480),
     "a header of two pages": shaped(130, 100),
 }
 
@@ -240,8 +242,9 @@ class TierContract(ABC):
         caller.write(keys(3, start=1), who)  # neighbours, whose bytes must not be taken for its own
         wrong = [range(3, 5), range(4, 5), range(-1, 1), range(2, 2), range(0, 4, 2), range(100, 101)]
         batch = [Read(key, who, place, aligned(8 * who.geometry.stride), r) for r in wrong]
-        short = Read(key, who, place, aligned(3 * who.geometry.stride), None)
-        assert caller.read([*batch, short]) == [False] * (len(wrong) + 1)
+        if self.keeps_bytes:
+            batch.append(Read(key, who, place, aligned(3 * who.geometry.stride), None))  # no room for all of it
+        assert caller.read(batch) == [False] * len(batch)
         assert caller.finds([key], who, [place]) == [True]
 
     def test_a_write_leaves_the_callers_bytes_alone(self, caller: Caller) -> None:
@@ -269,7 +272,7 @@ class TierContract(ABC):
         who, names = GEOMETRIES["padded sections"], keys(4)
         huge = shaped(1, 2 * self.budget)
         batch = [caller.block(k, who) for k in names]
-        batch[2] = Write(names[2], huge, aligned(huge.geometry.footprint), bytes(32), 0, 9)
+        batch[2] = caller.block(names[2], huge)
         places = caller.start_write(batch).wait()
         assert [p == NOWHERE for p in places] == [False, False, True, False]
         wishes = [caller.wish(k, who, p) for k, p in zip(names, places, strict=True)]
@@ -304,10 +307,10 @@ class TierContract(ABC):
         assert caller.statistics().blocks == 1
 
     def test_close_finishes_what_was_submitted(self, where: Path) -> None:
-        who, names = GEOMETRIES["pages without padding"], keys(24)
+        who, names = GEOMETRIES["pages without padding"], keys(16)
         caller = self.open(where)
         held = caller.write(names[:4], who)
-        writes = [caller.start_write([caller.block(k, who) for k in names[i : i + 4]]) for i in range(4, 24, 4)]
+        writes = [caller.start_write([caller.block(k, who) for k in names[i : i + 4]]) for i in range(4, 16, 4)]
         reads = caller.start_read([caller.wish(k, who, p) for k, p in zip(names, held, strict=False)])
         caller.close()
         assert reads.wait() == [True] * 4
@@ -502,7 +505,7 @@ class TierContract(ABC):
         assert list(caller.tier.scan()) in ([], [_EMPTY])
         who, names = GEOMETRIES["padded sections"], keys(8)
         batch = [
-            replace(
+            structs.replace(
                 caller.block(k, who),
                 parent=names[i - 1][:32] if i else bytes(32),
                 depth=i,

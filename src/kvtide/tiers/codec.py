@@ -7,6 +7,7 @@ is verified. A section that does not shrink is stored as it is; that shows by it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +67,7 @@ class Zstd:
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._decompressor = zstandard.ZstdDecompressor()
         self._error: type[Exception] = zstandard.ZstdError
+        self._content_size: Callable[[Span], int] = zstandard.frame_content_size
 
     def compress(self, section: Span, itemsize: int) -> bytes:
         planes = np.frombuffer(section, np.uint8).reshape(-1, itemsize).T
@@ -74,11 +76,11 @@ class Zstd:
 
     def decompress(self, stored: Span, section: Span, itemsize: int) -> None:
         try:
-            data = self._decompressor.decompress(stored, max_output_size=len(section))
+            if self._content_size(stored) != len(section):
+                raise Rejected("undecodable section")
+            data = self._decompressor.decompress(stored)
         except self._error as e:
             raise Rejected("undecodable section") from e
-        if len(data) != len(section):
-            raise Rejected("undecodable section")
         planes = np.frombuffer(data, np.uint8).reshape(itemsize, -1)
         np.copyto(np.frombuffer(section, np.uint8).reshape(-1, itemsize), planes.T)
 

@@ -13,7 +13,6 @@ one are remains of an earlier cut and are not read.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -90,6 +89,7 @@ class Directory:
         """Make the directory, or check that an existing one is ours and of a version that we know."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.disk.sync_folder(self.path.parent)
         except OSError as e:
             raise TierError(f"cannot make the directory {self.path}: {e.strerror}") from e
         try:
@@ -152,7 +152,8 @@ class Directory:
     def segments(self) -> Iterator[int]:
         """The numbers of the segment files that are there."""
         for name in sorted(self.path.glob("*.segment")):
-            with contextlib.suppress(ValueError):
+            # Only names that we give: what else lies here is not ours to touch.
+            if name.stem.isdecimal() and name == self.segment(int(name.stem)):
                 yield int(name.stem)
 
     def direct_works(self) -> bool:
@@ -176,13 +177,19 @@ class Directory:
         count = self.disk.read(fd, [page], 0)
         return SegmentHeader.parse(bytes(page[:count]))
 
-    def records(self, fd: int, segment: SegmentHeader) -> Iterator[tuple[int, Header | str]]:
-        """Slot number and header, or the reason why there is none, of every slot that was ever written."""
+    def records(
+        self, fd: int, segment: SegmentHeader, slots: range | None = None
+    ) -> Iterator[tuple[int, Header | str]]:
+        """Slot number and header, or the reason why there is none, of every slot that was ever written.
+
+        Of all ``slots``, or of those given.
+        """
+        slots = range(segment.slots) if slots is None else slots
         # Small slots: read many at once. Large ones: read the headers alone.
         window = max(1, (1 << 22) // segment.size) if segment.size <= 1 << 17 else 1
         scratch = Scratch()
-        for first in range(0, segment.slots, window):
-            count = min(window, segment.slots - first)
+        for first in range(slots.start, slots.stop, window):
+            count = min(window, slots.stop - first)
             length = count * segment.size if window > 1 else min(segment.size, 4 * ALIGN)
             data = scratch.get(length)
             try:

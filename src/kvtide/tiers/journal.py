@@ -1,16 +1,18 @@
 """A hint of what a directory holds, so that a full terabyte opens in seconds.
 
 The journal is a file of *frames*: a small head (magic, length, checksum), then records of fixed size that say "this
-slot holds this block" or "this slot was freed". Frames are appended without fsync, so after a power loss the end may
-be missing or torn. That is harmless, because headers are the truth: every read checks key, sequence and checksums. The
-opener therefore decides by the journal's own end:
+slot holds this block", "this slot was freed" or "this slot is being written". Frames are appended without fsync, so
+after a power loss the end may be missing or torn. That is harmless, because headers are the truth: every read checks
+key, sequence and checksums. The opener therefore decides by the journal's own end:
 
 - closed properly, or the last writer was killed on a machine that is still up (same boot id): the page cache has all
   of it, so it is trusted;
 - anything else (torn, missing, another boot without a proper close): the slots' headers are read instead.
 
 Freed slots stay in the journal with the key that their stale header still names, so that a later ``drop`` of that key
-finds and overwrites the header: a dropped block must not come back when one day only the headers are left.
+finds and overwrites the header: a dropped block must not come back when one day only the headers are left. For the
+same reason a slot is announced before it is written: if its writer is killed, the opener looks which block the header
+names by then.
 
 The file is rewritten by atomic rename when it has grown past twice what it needs.
 """
@@ -21,6 +23,8 @@ import contextlib
 import math
 import os
 import struct
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +39,7 @@ __all__ = [
     "PER_SLOT",
     "RECORD",
     "RESERVE",
+    "WRITING",
     "Journal",
     "boot_id",
     "entry",
@@ -59,7 +64,7 @@ assert RECORD.itemsize == 128
 
 Records = npt.NDArray[np.void]
 
-HOLDS, FREED = 1, 2
+HOLDS, FREED, WRITING = 1, 2, 3
 
 _FRAME = struct.Struct("<4sIQ")
 _RECORDS, _OPENED, _CLOSED = b"KVJr", b"KVJo", b"KVJc"
@@ -149,10 +154,9 @@ class Journal:
     def __init__(self, path: Path, disk: Disk, boot: bytes) -> None:
         self._path = path
         self._disk = disk
-        self._boot = boot
+        self.boot = boot
         self._fd = -1
         self._size = 0
-        self._limit = 0
         self.failed = ""
 
     @property
@@ -160,49 +164,52 @@ class Journal:
         """Bytes of the file."""
         return self._size
 
-    @property
-    def full(self) -> bool:
-        """Whether it is time to ``compact``."""
-        return self._size > self._limit
+    def full(self, slots: int, more: int = 0) -> bool:
+        """Whether it is time to ``compact``, before ``more`` bytes are added, in a directory of so many slots."""
+        return self._size + more > 2 * RECORD.itemsize * slots + _SLACK
 
-    def compact(self) -> None:
-        """Keep only the last word on each slot."""
-        records, doubt = replay(self._path, self._boot)
+    def compact(self, current: Callable[[Records], npt.NDArray[np.bool_]]) -> None:
+        """Keep only the last word on each slot, of those that are ``current``."""
+        if self.failed:
+            return
+        records, doubt = replay(self._path, self.boot)
         if doubt:
             self._fail(OSError(f"the journal is {doubt}"))
         else:
-            self.rewrite(latest(records))
+            records = latest(records)
+            self.rewrite(records[current(records)])
 
     def rewrite(self, records: Records) -> None:
         """Start over with ``records`` alone."""
         if self.failed:
             return
-        body = _frame(_OPENED, self._boot)
         step = 1 << 16
-        for i in range(0, len(records), step):
-            body += _frame(_RECORDS, records[i : i + step].tobytes())
+        parts = (_frame(_RECORDS, records[i : i + step].tobytes()) for i in range(0, len(records), step))
+        size = 0
         fresh = self._path.with_suffix(".new")
         try:
             self._shut()
             self._disk.unlink(fresh)
             self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if self._disk.append(self._fd, body) != len(body):
-                raise OSError("short write")
+            for frame in chain([_frame(_OPENED, self.boot)], parts):
+                if self._disk.append(self._fd, frame) != len(frame):
+                    raise OSError("short write")
+                size += len(frame)
             self._disk.sync(self._fd)
             self._disk.rename(fresh, self._path)
         except OSError as e:
             self._fail(e)
             return
-        self._size = len(body)
-        self._limit = 2 * self._size + _SLACK
+        self._size = size
 
     def append(self, records: bytes) -> None:
         """Add records, given as their bytes."""
         self._append(_frame(_RECORDS, records))
 
-    def close(self) -> None:
-        """Say that all was written and nothing more will come."""
-        self._append(_frame(_CLOSED, b""))
+    def close(self, synced: bool = True) -> None:
+        """Say that nothing more will come and, if it is so, that all that was written survives a power loss."""
+        if synced:
+            self._append(_frame(_CLOSED, b""))
         self._shut()
 
     def _append(self, frame: bytes) -> None:

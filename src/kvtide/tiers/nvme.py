@@ -1,16 +1,21 @@
 """Blocks on a local disk: preallocated segment files, direct I/O, a record in each slot.
 
 The way of a write, on one of the tier's own threads: make the checksums (and compress), take a slot of the right size,
-evicting if need be, then in this order: journal "slot freed" (for what was evicted), payload, header, journal "slot
-holds key". A crash at any point leaves either a whole record, or one whose header or checksums do not agree, which is
-a miss. No fsync is needed for that; ``durable`` adds one before a write is acknowledged. Only ``drop`` always
-syncs, because a dropped block must not come back.
+evicting if need be, then in this order: journal "slot freed" (for what was evicted) and "slot is being written",
+payload, header, journal "slot holds key". A crash at any point leaves either a whole record, or one whose header or
+checksums do not agree, which is a miss. No fsync is needed for that; ``durable`` adds one before a write is
+acknowledged.
+
+Only ``drop`` always syncs, because a dropped block must not come back. It overwrites every header that may still name
+the block (``_stale``, ``_coming``), and makes sure of those that were overwritten by other blocks before: until a
+segment is synced (``_dirty``), a power loss may undo that.
 
 The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
 sequence, namespace, layout and every section's checksum are checked.
 
 Locks: ``_lock`` guards the book of segments and is held for microseconds, never during I/O, because callers of
-``evict`` hold the index's lock. ``_journal_lock`` guards the journal and is taken by the tier's own threads alone.
+``evict`` hold the index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` the cutting of segments; these
+are taken by the tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``_lock``.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span, padded
 from kvtide.clock import Clock, SystemClock
-from kvtide.errors import ConfigError, TierVersionError
+from kvtide.errors import ConfigError, TierError, TierVersionError
 from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
@@ -40,12 +45,13 @@ from kvtide.tiers.journal import (
     PER_SLOT,
     RECORD,
     RESERVE,
+    WRITING,
     Journal,
     entry,
     latest,
     replay,
 )
-from kvtide.tiers.record import Header, Rejected, header_bytes, parse, recognise, verify
+from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, verify
 from kvtide.tiers.segments import Segment, Segments, ladder, place_of, segment_of, slot_of
 
 __all__ = ["Nvme"]
@@ -53,17 +59,42 @@ __all__ = ["Nvme"]
 log = logging.getLogger("kvtide.nvme")
 
 _WIPED = bytes(ALIGN)
+_ANY = BlockKey(b"")
+"""What a header that could not be read may name: every drop overwrites it."""
+
+
+def _reason(verb: str, e: Rejected | OSError | MemoryError) -> str:
+    if isinstance(e, Rejected):
+        return str(e)
+    return f"{verb}: {e.strerror if isinstance(e, OSError) else 'out of memory'}"
+
+
+def _unread(reason: str) -> bool:
+    """Whether a header may be whole, though it could not be read this time."""
+    return reason == "torn" or reason.startswith("unreadable")
 
 
 class _Worker:
     """What one I/O thread has for itself."""
 
-    __slots__ = ("codec", "header", "payload")
+    __slots__ = ("_decoder", "codec", "header", "payload")
 
     def __init__(self, name: str) -> None:
         self.header = codec.Scratch()
         self.payload = codec.Scratch()
         self.codec = codec.make(name)
+        self._decoder = self.codec
+
+    @property
+    def decoder(self) -> codec.Codec:
+        """What reads compressed records, where raw ones are written too."""
+        if self._decoder is None:
+            try:
+                self._decoder = codec.make("zstd")
+            except ConfigError as e:
+                raise Rejected("its codec is not installed") from e
+            assert self._decoder is not None
+        return self._decoder
 
 
 class _Batch:
@@ -120,9 +151,13 @@ class Nvme:
         self._files: dict[int, int] = {}
         self._sequences: dict[int, npt.NDArray[np.int64]] = {}
         self._cuts: dict[int, int] = {}
-        """At which sequence number each segment that was found at opening had been cut."""
+        """At which sequence number each segment was cut."""
         self._stale: dict[int, BlockKey] = {}
-        """Free slots whose header still names a block: where, and which."""
+        """Slots that hold nothing but whose header still names a block: where, and which."""
+        self._coming: dict[int, BlockKey] = {}
+        """Slots that are being written, or whose writing failed: which block the header may name by now."""
+        self._dirty: set[int] = set()
+        """Segments that were written to since they were last synced."""
         self._freed: list[bytes] = []
         """Journal records of evictions that are not written yet."""
         self._lock = threading.Lock()
@@ -139,6 +174,9 @@ class Nvme:
             self._sequence = 1
             self._journal = Journal(self._directory.journal, self._disk, self._disk.boot_id())
             self._held = self._open()
+        except OSError as e:
+            self._let_go()
+            raise TierError(f"cannot open {path}: {e.strerror or e}. Mend that, or give another directory") from e
         except BaseException:
             self._let_go()
             raise
@@ -156,6 +194,8 @@ class Nvme:
     # -- the contract -------------------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        if not batch:
+            done([])
         ends = _Batch([0] * len(batch), lambda results: done([bool(r) for r in results]))
         for i, item in enumerate(batch):
             self._queue.put(lambda w, i=i, item=item: ends.end(i, self._read_one(item, w)))  # type: ignore[misc]
@@ -166,6 +206,8 @@ class Nvme:
                 self._sync(batch, places)
             done(places)
 
+        if not batch:
+            done([])
         ends = _Batch([NOWHERE] * len(batch), finish)
         for i, item in enumerate(batch):
             self._queue.put(lambda w, i=i, item=item: ends.end(i, self._write_one(item, w)))  # type: ignore[misc]
@@ -175,9 +217,7 @@ class Nvme:
 
     def evict(self, key: BlockKey, place: int) -> None:
         with self._lock:
-            self._stale[place] = key
-            self._freed.append(entry(FREED, place, key))
-            self._segments.release(place)
+            self._free(key, place)
 
     def scan(self) -> Iterator[Held]:
         held, self._held = self._held, None
@@ -207,9 +247,11 @@ class Nvme:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        self._flush_freed()
+        self._note()
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
         with self._journal_lock:
-            self._journal.close()
+            self._journal.close(synced=not self._sync_all(dirty))
         self._let_go()
 
     # -- for the evictor ----------------------------------------------------------------------------------
@@ -227,55 +269,74 @@ class Nvme:
 
     def _open(self) -> Held | None:
         numbers = list(self._directory.segments())
-        for number in numbers:
-            self._open_segment(number)
-        records, doubt = replay(self._directory.journal, self._journal._boot)
+        # First look at all of them: if one is newer, nothing may be touched.
+        headers = {number: self._look(number) for number in numbers}
+        for number, header in headers.items():
+            self._open_segment(number, header)
+        # What a predecessor wrote may not be on the medium yet.
+        self._dirty = set(self._files)
+        records, doubt = replay(self._directory.journal, self._journal.boot)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
             records = self._from_headers()
         else:
-            records = latest(records)
+            records = self._finish_writing(latest(records))
         return self._adopt(records)
 
-    def _open_segment(self, number: int) -> None:
+    def _look(self, number: int) -> SegmentHeader | str:
+        """Open a segment file; answers how it is cut, or why that cannot be said."""
         path = self._directory.segment(number)
-        if not path.stat().st_size:  # emptied, and not needed since
-            self._disk.unlink(path)
-            return
-        fd = self._disk.open(path, direct=self._direct)
+        fd = self._files[number] = self._disk.open(path, direct=self._direct)
+        if not os.fstat(fd).st_size:
+            return ""  # emptied, and not needed since
         try:
-            header = self._directory.segment_header(fd)
-            room = self._segments.budget - self._segments.taken
-            if header.nbytes + header.slots * PER_SLOT > room:
-                raise Rejected("over budget")
-            if os.fstat(fd).st_size != header.nbytes:
-                self._disk.resize(fd, header.nbytes)
-        except (Rejected, OSError) as e:
-            self._disk.close(fd)
-            if str(e).startswith("version") and int(str(e).split()[1]) > FORMAT:
+            return self._directory.segment_header(fd)
+        except OSError as e:
+            return e.strerror or str(e)
+        except Rejected as e:
+            kind, _, version = str(e).partition(" ")
+            if kind == "version" and int(version) > FORMAT:
                 raise TierVersionError(
-                    f"{path} has format {e}, newer than this kvtide's {FORMAT}. "
+                    f"{path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
                     "Upgrade kvtide, or give another directory"
                 ) from None
-            log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, e)
-            self._reasons[f"segment: {e}"] += 1
-            self._disk.unlink(path)
-            return
-        self._files[number] = fd
-        self._sequences[number] = np.zeros(header.slots, np.int64)
-        self._segments.add(header.size, header.slots, number)
-        self._sequence = max(self._sequence, header.cut + 1)
-        self._cuts[number] = header.cut
+            return str(e)
+
+    def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
+        """Take a segment into the book, or its bytes back."""
+        path, fd = self._directory.segment(number), self._files[number]
+        problem = header
+        if isinstance(header, SegmentHeader):
+            problem = ""
+            if header.nbytes + header.slots * PER_SLOT > self._segments.budget - self._segments.taken:
+                problem = "over budget"
+            elif os.fstat(fd).st_size != header.nbytes:
+                try:
+                    self._disk.resize(fd, header.nbytes)
+                except OSError as e:
+                    problem = e.strerror or str(e)
+            if not problem:
+                self._sequences[number] = np.zeros(header.slots, np.int64)
+                self._segments.add(header.size, header.slots, number)
+                self._sequence = max(self._sequence, header.cut + 1)
+                self._cuts[number] = header.cut
+                return
+        if problem:
+            log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
+            self._reasons[f"segment: {problem}"] += 1
+        self._disk.close(self._files.pop(number))
+        self._disk.unlink(path)
 
     def _from_headers(self) -> npt.NDArray[np.void]:
         """Journal records made from what the slots' headers say."""
         parts: list[bytes] = []
         for segment in self._segments:
-            header = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number])
-            for slot, found in self._directory.records(self._files[segment.number], header):
+            for slot, found in self._records(segment):
                 if isinstance(found, str):
                     self._reasons[found] += 1
+                    if _unread(found):
+                        parts.append(entry(FREED, place_of(segment.number, slot), _ANY, self._cuts[segment.number]))
                     continue
                 parts.append(
                     entry(
@@ -291,16 +352,41 @@ class Nvme:
                 )
         return np.frombuffer(b"".join(parts), RECORD)
 
+    def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | str]]:
+        header = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number])
+        return self._directory.records(self._files[segment.number], header, slots)
+
+    def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?"""
+        records = records[self._current(records)]
+        for i in np.flatnonzero(records["kind"] == WRITING).tolist():
+            place = int(records["place"][i])
+            slot = slot_of(place)
+            records["kind"][i] = FREED
+            for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
+                if isinstance(found, Header):
+                    records["key"][i] = found.key
+                elif _unread(found):
+                    records["key"][i] = _ANY
+        return records
+
+    def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Which records speak of slots as they are cut now."""
+        with self._lock:
+            count = max((s.number for s in self._segments), default=-1) + 1
+            slots, cuts = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+            for s in self._segments:
+                slots[s.number], cuts[s.number] = s.slots, self._cuts[s.number]
+        places = records["place"].astype(np.int64)
+        numbers = np.where((places >= 0) & (places >> 32 < count), places >> 32, count)
+        current: npt.NDArray[np.bool_] = places & 0xFFFFFFFF < slots[numbers]
+        return current & (records["sequence"] >= cuts[numbers])
+
     def _adopt(self, records: npt.NDArray[np.void]) -> Held:
         """Take the records for true, as far as they fit the segments that are there."""
+        records = records[self._current(records)]
         places = records["place"].astype(np.int64)
-        fits = np.zeros(len(records), np.bool_)
-        numbers, slots = places >> 32, places & 0xFFFFFFFF
-        for segment in self._segments:
-            mine = (numbers == segment.number) & (slots < segment.slots)
-            fits |= mine & (records["sequence"] >= self._cuts[segment.number])
-            fits |= mine & (records["kind"] == FREED)
-        records, places = records[fits], places[fits]
+        self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
         keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
         live = records["kind"] == HOLDS
         if np.count_nonzero(live) != len(set(keys)):
@@ -311,17 +397,17 @@ class Nvme:
                         live[newest[keys[i]]] = False
                     newest[keys[i]] = i
         self._stale = {int(places[i]): keys[i] for i in np.flatnonzero(~live).tolist()}
+        stale = records[~live]
+        stale["kind"] = FREED
         records, places = records[live], places[live]
         if not live.all():
             keys = np.ascontiguousarray(records["key"]).view("S48").tolist()
-        numbers, slots = places >> 32, places & 0xFFFFFFFF
-        for segment in self._segments:
-            mine = numbers == segment.number
-            taken = slots[mine]
+        order = np.argsort(places >> 32, kind="stable")
+        borders = np.flatnonzero(np.diff(places[order] >> 32)) + 1
+        for mine in np.split(order, borders) if len(order) else ():
+            segment, taken = self._segments[segment_of(int(places[mine[0]]))], places[mine] & 0xFFFFFFFF
             self._sequences[segment.number][taken] = records["sequence"][mine]
             self._segments.claim(segment, taken)
-        self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
-        stale = np.frombuffer(b"".join(entry(FREED, place, key) for place, key in self._stale.items()), RECORD)
         self._journal.rewrite(np.concatenate([records, stale]))
         return Held(
             keys=keys,
@@ -348,17 +434,19 @@ class Nvme:
     def _read_one(self, item: Read, worker: _Worker) -> int:
         try:
             nbytes = self._fill(item, worker)
-        except (Rejected, OSError) as e:
+        except (Rejected, OSError, MemoryError) as e:
             with self._lock:
                 self._failed_reads += 1
-                self._reasons[str(e) if isinstance(e, Rejected) else f"read: {e.strerror}"] += 1
+                self._reasons[_reason("read", e)] += 1
             return 0
         with self._lock:
             self._read += nbytes
         return 1
 
     def _fill(self, item: Read, worker: _Worker) -> int:
-        geometry = item.identity.geometry
+        geometry, sections = item.identity.geometry, item.wanted
+        if not sections:
+            raise Rejected("no such sections")
         with self._lock:
             if not self._segments.holds(item.place):
                 raise Rejected("evicted")
@@ -379,7 +467,7 @@ class Nvme:
             got = self._disk.read(fd, [start, item.span[: max(0, room - size)] if whole else span], offset)
         header = parse(start[:got])
         self._check(header, item, sequence)
-        sections = range(geometry.sections) if item.sections is None else item.sections
+        check_table(header, size, geometry.stride, room)
         if header.codec == codec.RAW:
             payload = item.span
             nbytes = len(sections) * geometry.stride
@@ -396,9 +484,7 @@ class Nvme:
                 raise Rejected("torn")
         verify(header, sections, payload)
         if header.codec != codec.RAW:
-            known = worker.codec or codec.make("zstd")
-            assert known is not None
-            codec.decode(header, sections, payload, item.span, geometry, item.identity.itemsize, known)
+            codec.decode(header, sections, payload, item.span, geometry, item.identity.itemsize, worker.decoder)
         return nbytes
 
     @staticmethod
@@ -418,9 +504,11 @@ class Nvme:
     def _write_one(self, item: Write, worker: _Worker) -> int:
         identity, geometry = item.identity, item.identity.geometry
         size = header_bytes(geometry.sections, len(item.tokens))
-        payload, table, kind = codec.encode(item.span, geometry, identity.itemsize, size, worker.codec, worker.payload)
         place = NOWHERE
         try:
+            payload, table, kind = codec.encode(
+                item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
+            )
             found = self._take(ladder(size + len(payload)), item.owner)
             if found is None:
                 raise Rejected("full")
@@ -429,6 +517,7 @@ class Nvme:
                 fd, offset = self._files[segment_of(place)], self._segments.offset(place)
                 sequence = self._sequence
                 self._sequence += 1
+                self._coming[place] = item.key
             header = Header(
                 item.key,
                 item.parent,
@@ -448,28 +537,25 @@ class Nvme:
             )
             page = worker.header.get(size)
             header.pack_into(page)
-            self._flush_freed()
+            self._note(entry(WRITING, place, item.key, sequence))
             self._put(fd, payload, offset + size)
             with self._lock:
                 self._sequences[segment_of(place)][slot_of(place)] = sequence
-                # From here on the slot may name this block, whatever becomes of the write.
-                self._stale[place] = item.key
             self._put(fd, page, offset)
-        except (Rejected, OSError) as e:
+        except (Rejected, OSError, MemoryError) as e:
             with self._lock:
                 if place != NOWHERE:
+                    # Its header names what it named before, or this block: both stay known.
                     self._segments.release(place)
                 self._failed_writes += 1
-                self._reasons[str(e) if isinstance(e, Rejected) else f"write: {e.strerror}"] += 1
+                self._reasons[_reason("write", e)] += 1
             return NOWHERE
         with self._lock:
             self._stale.pop(place, None)
+            self._coming.pop(place, None)
+            self._dirty.add(segment_of(place))
             self._written += size + len(payload)
-        holds = entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority)
-        with self._journal_lock:
-            self._journal.append(holds)
-            if self._journal.full:
-                self._journal.compact()
+        self._note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))
         return place
 
     def _put(self, fd: int, data: Span, offset: int) -> None:
@@ -509,6 +595,9 @@ class Nvme:
                     self._segments.drain(segment)
                 cut = self._sequence
                 self._sequence += 1
+                if segment is not None:
+                    self._cuts[segment.number] = cut
+            self._trim_journal()
             try:
                 if segment is None:
                     # Too small for one slot: its bytes join those that the next empty segment will free.
@@ -537,6 +626,7 @@ class Nvme:
     def _make(self, segment: Segment, cut: int) -> None:
         """The file of a new segment, at its full size, with a header that survives a power loss."""
         fd = self._files.get(segment.number)
+        fresh = fd is None
         if fd is None:
             fd = self._disk.open(self._directory.segment(segment.number), direct=self._direct, create=True)
             self._files[segment.number] = fd
@@ -546,23 +636,33 @@ class Nvme:
         page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
         self._put(fd, page, 0)
         self._disk.sync(fd)
+        if fresh:
+            self._disk.sync_folder(self._directory.path)
 
     def _forget(self, segment: Segment) -> None:
         """Take an empty segment out of the book."""
         self._segments.remove(segment)
-        for place in [p for p in self._stale if segment_of(p) == segment.number]:
-            del self._stale[place]
+        for names in (self._stale, self._coming):
+            for place in [p for p in names if segment_of(p) == segment.number]:
+                del names[place]
 
     def _drop(self, items: Sequence[tuple[BlockKey, int]]) -> list[bool]:
+        # While a segment is cut anew, it can be said neither what its headers name nor where they lie.
+        with self._grow_lock:
+            failed = self._overwrite(items)
+            self._note()
+        return [key not in failed for key, _ in items]
+
+    def _overwrite(self, items: Sequence[tuple[BlockKey, int]]) -> set[BlockKey]:
+        """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
         keys = {key for key, _ in items}
         with self._lock:
-            places = {place: key for place, key in self._stale.items() if key in keys}
-            stale = set(places)
-            places |= {place: key for key, place in items if place != NOWHERE}
-            targets = [
-                (key, place, self._files[segment_of(place)], self._segments.offset(place))
-                for place, key in places.items()
-            ]
+            wanted = keys | {_ANY}
+            named = [(k, p) for names in (self._stale, self._coming) for p, k in names.items() if k in wanted]
+            live = [(k, p) for k, p in dict.fromkeys(items) if self._segments.holds(p)]
+            generations = [self._segments.generation(p) for _, p in live]
+            targets = [(k, p, self._files[segment_of(p)], self._segments.offset(p)) for k, p in named + live]
+            dirty, self._dirty = self._dirty | {segment_of(p) for _, p in named + live}, set()
         failed: set[BlockKey] = set()
         page = codec.Scratch().get(ALIGN)
         page[:] = _WIPED
@@ -572,30 +672,56 @@ class Nvme:
             except (OSError, Rejected) as e:
                 failed.add(key)
                 log.warning("could not overwrite a dropped block: %s", e)
-        for fd in {fd for _, _, fd, _ in targets}:
-            try:
-                self._disk.sync(fd)
-            except OSError as e:
-                failed |= {key for key, _, f, _ in targets if f == fd}
-                log.warning("could not sync after dropping blocks: %s", e)
+        if (unsynced := self._sync_all(dirty)) or _ANY in failed:
+            failed |= keys
         with self._lock:
-            for key, place, _, _ in targets:
-                if key in failed:
-                    self._stale[place] = key
-                else:
-                    self._stale.pop(place, None)
-                if place not in stale:
-                    self._freed.append(entry(FREED, place, key))
-                    self._segments.release(place)
-        self._flush_freed()
-        return [key not in failed for key, _ in items]
+            self._dirty |= unsynced
+            for key, place in named:
+                if key not in failed and self._stale.get(place) == key:
+                    del self._stale[place]
+            for (key, place), generation in zip(live, generations, strict=True):
+                if self._segments.holds(place) and self._segments.generation(place) == generation:
+                    self._free(key, place)
+                    if key not in failed:
+                        del self._stale[place]
+        return failed
 
-    def _flush_freed(self) -> None:
+    def _sync_all(self, numbers: set[int]) -> set[int]:
+        """Sync segments; answers those that could not be."""
+        failed = set()
+        for number in numbers:
+            try:
+                self._disk.sync(self._files[number])
+            except OSError as e:
+                failed.add(number)
+                log.warning("could not sync segment %d: %s", number, e)
+        return failed
+
+    def _free(self, key: BlockKey, place: int) -> None:
+        """Give back a slot whose header names ``key``. Under the lock."""
+        self._segments.release(place)
+        self._stale[place] = key
+        self._freed.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
+
+    def _note(self, record: bytes = b"") -> None:
+        """Tell the journal which slots were freed and, after that, what ``record`` says."""
         with self._journal_lock:
             with self._lock:
                 freed, self._freed = self._freed, []
-            if freed:
-                self._journal.append(b"".join(freed))
+                slots = self._segments.slots
+            body = b"".join(freed) + record
+            if body:
+                if self._journal.full(slots, len(body)):
+                    self._journal.compact(self._current)
+                self._journal.append(body)
+
+    def _trim_journal(self) -> None:
+        """The journal's share of the budget goes by the number of slots: keep it when there are fewer."""
+        with self._journal_lock:
+            with self._lock:
+                slots = self._segments.slots
+            if self._journal.full(slots):
+                self._journal.compact(self._current)
 
     def _sync(self, batch: Sequence[Write], places: list[int]) -> None:
         """Make a batch durable; what cannot be is taken back."""
@@ -608,6 +734,5 @@ class Nvme:
                     self._reasons[f"sync: {e.strerror}"] += 1
                     for i, place in enumerate(places):
                         if place != NOWHERE and segment_of(place) == number:
-                            self._stale[place] = batch[i].key
-                            self._segments.release(place)
+                            self._free(batch[i].key, place)
                             places[i] = NOWHERE

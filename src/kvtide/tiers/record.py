@@ -59,6 +59,7 @@ __all__ = [
     "VERSION",
     "Header",
     "Rejected",
+    "check_table",
     "header_bytes",
     "parse",
     "recognise",
@@ -251,3 +252,20 @@ def verify(header: Header, sections: range, payload: Span) -> None:
     for offset, size, check in zip(offsets, table["stored"].tolist(), table["check"].tolist(), strict=True):
         if xxh3_128_digest(payload[offset : offset + size]) != check:
             raise Rejected("corrupt payload")
+
+
+def check_table(header: Header, first: int, stride: int, room: int) -> None:
+    """Check that sections lie between ``first`` and ``room``, where their codec puts them. Raises Rejected.
+
+    A header's checksum guards against accidents, not against a writer that is wrong.
+    """
+    offsets, stored = header.sections["offset"], header.sections["stored"]
+    if header.codec == 0:
+        good = (stored == header.sections["raw"]).all() and (
+            offsets == first + np.arange(len(offsets), dtype=np.uint64) * stride
+        ).all()
+    else:
+        good = (stored <= header.sections["raw"]).all() and (offsets <= room).all()
+    ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN
+    if not (good and offsets[0] >= first and ends[-1] <= room and (offsets[1:] >= ends[:-1]).all()):
+        raise Rejected("corrupt header")

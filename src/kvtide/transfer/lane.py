@@ -36,11 +36,12 @@ _STRETCH = 0.002
 
 @dataclass(slots=True)
 class _Stretch:
-    """Unbroken work in one direction: since when, and how much was done."""
+    """Work in one direction, pauses left out: for how long, until when, and how much was done."""
 
-    since: float = 0.0
+    busy: float = 0.0
     last: float = 0.0
     nbytes: int = 0
+    items: int = 0
 
 
 @dataclass(slots=True)
@@ -166,17 +167,18 @@ class Lane:
             return job
 
     def _measure(self, stretch: _Stretch, speed: Speed, job: _Job) -> None:
-        """Jobs overlap, so one job's time says little: bytes are counted over a stretch of unbroken work."""
-        now = self._clock.monotonic()
+        """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
         with self._lock:
-            if job.started >= stretch.last:
-                stretch.since, stretch.nbytes = job.started, 0
+            now = self._clock.monotonic()
+            stretch.busy += now - max(job.started, stretch.last)
             stretch.last = now
             stretch.nbytes += job.nbytes
-            nbytes, seconds = stretch.nbytes, now - stretch.since
-            if seconds < _STRETCH and self._items_under_way > len(job.items):
+            stretch.items += len(job.items)
+            more = self._items_under_way > len(job.items) and stretch.items < 8 * self._depth
+            if stretch.busy < _STRETCH or more:
                 return
-            stretch.since, stretch.nbytes = now, 0
+            nbytes, seconds = stretch.nbytes, stretch.busy
+            stretch.busy, stretch.nbytes, stretch.items = 0.0, 0, 0
         speed.measured(nbytes, seconds)
 
     def _end(self, job: _Job, read: bool) -> None:

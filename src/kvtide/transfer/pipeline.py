@@ -9,14 +9,18 @@ DRAM; if it fails, the bad copy is dropped and the row is a miss.
 
 Down: a sealed row is written to a colder tier while it stays readable in DRAM. If the lane has no room the write is not
 made: stores are dropped, callers never wait.
+
+Out: a drop is answered when no tier can bring the block back. A copy that is just being written cannot be erased yet;
+it is as soon as it is written, and the drop waits for that too (``_dying``).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -80,6 +84,40 @@ class _Granted:
     sizes: list[int]
 
 
+class _Tally:
+    """Counts the parts of a drop; the last to end calls ``done``, in no lock, with the number of failures."""
+
+    __slots__ = ("_done", "_failed", "_left", "_lock")
+
+    def __init__(self, parts: int, done: Callable[[int], None]) -> None:
+        self._left = parts
+        self._failed = 0
+        self._done = done
+        self._lock = threading.Lock()
+
+    def more(self) -> None:
+        """One part more. Some other has not ended yet."""
+        with self._lock:
+            self._left += 1
+
+    def end(self, results: Sequence[bool]) -> None:
+        with self._lock:
+            self._left -= 1
+            self._failed += len(results) - sum(results)
+            if self._left:
+                return
+        self._done(self._failed)
+
+
+@dataclass(slots=True)
+class _Dying:
+    """A key's copies in one tier that are to be erased without anybody having asked for it now."""
+
+    copies: int = 0
+    erased: bool = True
+    waiting: list[_Tally] = field(default_factory=list)
+
+
 def _part(rows: Rows, mask: Mask) -> tuple[Rows, Rows]:
     """Rows that the mask has, and those that it has not."""
     return (rows, rows[:0]) if np.count_nonzero(mask) == len(rows) else (rows[mask], rows[~mask])
@@ -100,6 +138,7 @@ class Pipeline:
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
         self._evictor = Evictor(index, DRAM, dram, policy, self._saved if self._keep_leaving else None)
         self._flights: dict[int, tuple[Transfer, ...]] = {}
+        self._dying: dict[tuple[int, BlockKey], _Dying] = {}
         self._ahead = 0
         self.counts: Counter[str] = Counter()
         """What happened, by name; see ``docs/glossary.md``."""
@@ -129,16 +168,18 @@ class Pipeline:
         """Blocks of one chain, head first, are being stored. Under the index's lock."""
         self._policy.touch(rows)
 
+    def keep(self, rows: Rows) -> Lease:
+        """Blocks of one chain, head first, are about to get children: those that only DRAM has stay. Under the lock."""
+        self._policy.touch(rows)
+        return self.lease(rows[~self._saved(rows)])
+
     def touch(self, rows: Rows) -> None:
         """Blocks of one chain, head first, were asked for. Under the index's lock."""
-        index = self._index
         self._policy.touch(rows)
         for cold in self._colds:
             wanted = rows[cold.admission.on_touch(rows)]
             if len(wanted):
                 self._write_down(cold, wanted)
-        seen = index.touches[rows]
-        index.touches[rows] = seen + (seen < 255)
 
     # -- in from callers ----------------------------------------------------------------------------------
 
@@ -214,7 +255,7 @@ class Pipeline:
             assert generations == reservation.generations, "a slot changed hands under a writer"
             good = np.full(len(rows), sealed)
             if self._residents.doomed:
-                good &= [row not in self._residents.doomed for row in rows.tolist()]
+                good &= ~self._residents.are_doomed(rows)
             kept = rows[good]
             self._residents.seal(kept)
             for row in rows[~good].tolist():
@@ -307,38 +348,51 @@ class Pipeline:
         with self._index.lock:
             if any(t.wanted for row in rows.tolist() for t in self._flights.get(row, ())):
                 return False
-        self._read_done(cold, rows, reads, None)
+            # Under the same lock: nobody may join a read that will not be made.
+            ready = self._land(cold, rows, reads, None)
+        ready()
         return True
 
-    def _read_done(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> None:
-        """Reads ended: well, badly, or (``results`` None) before they began."""
+    def _read_done(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool]) -> None:
+        with self._index.lock:
+            ready = self._land(cold, rows, reads, results)
+        ready()
+
+    def _land(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> Callable[[], None]:
+        """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
         index = self._index
         bad: list[tuple[BlockKey, int]] = []
-        with index.lock:
-            good = np.array(results, np.bool_) if results is not None else np.zeros(len(rows), np.bool_)
-            if self._residents.doomed:
-                good &= [row not in self._residents.doomed for row in rows.tolist()]
-            arrived, lost = _part(rows, good)
-            self._residents.seal(arrived)
-            if len(lost):
-                for i in np.flatnonzero(~good).tolist():
-                    row = int(rows[i])
-                    self._residents.leave(row)
-                    same = index.place[cold.number][row] == reads[i].place
-                    if results is not None and not results[i] and same and row not in self._residents.doomed:
-                        bad.append((reads[i].key, index.remove(row, cold.number)))
-            ready = self._landed(rows, good)
-            events: list[Event] = []
-            if self._feed.followed and len(arrived):
-                events.append(BlockStored("dram", index.keys(arrived)))
-            self.counts[f"blocks read from {cold.name}"] += len(arrived)
-            self._residents.unhold(rows)
+        good = np.array(results, np.bool_) if results is not None else np.zeros(len(rows), np.bool_)
+        if self._residents.doomed:
+            good &= ~self._residents.are_doomed(rows)
+        arrived, lost = _part(rows, good)
+        self._residents.seal(arrived)
+        if len(lost):
+            for i in np.flatnonzero(~good).tolist():
+                row = int(rows[i])
+                self._residents.leave(row)
+                same = index.place[cold.number][row] == reads[i].place
+                if results is not None and not results[i] and same and row not in self._residents.doomed:
+                    bad.append((reads[i].key, index.remove(row, cold.number)))
+        tell = self._landed(rows, good)
+        events: list[Event] = []
+        if self._feed.followed and len(arrived):
+            events.append(BlockStored("dram", index.keys(arrived)))
+        self.counts[f"blocks read from {cold.name}"] += len(arrived)
+        self._residents.unhold(rows)
         if bad:
             self.counts[f"blocks unreadable in {cold.name}"] += len(bad)
-            cold.tier.drop(bad, lambda _: None)
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable"))
-        self._feed.publish(events)
-        ready()
+            for key, _ in bad:
+                self._dies(cold, key)
+
+        def ready() -> None:
+            if bad:
+                self._erase(cold, bad)
+            self._feed.publish(events)
+            tell()
+
+        return ready
 
     def _landed(self, rows: Rows, good: Mask) -> Callable[[], None]:
         """What to call, outside the lock, for those who wait for rows."""
@@ -356,14 +410,18 @@ class Pipeline:
     # -- down ---------------------------------------------------------------------------------------------
 
     def _write_down(self, cold: Cold, rows: Rows) -> None:
-        """Start writing rows of DRAM to ``cold``, as far as its lane has room. Under the lock."""
+        """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
+        if refused := len(self._submit(cold, rows)):
+            self.counts[f"stores dropped: the queue of {cold.name} is full"] += refused
+
+    def _submit(self, cold: Cold, rows: Rows) -> Rows:
+        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock."""
         index = self._index
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
             if not cold.lane.room(len(span)):
-                self.counts[f"stores dropped: the queue of {cold.name} is full"] += len(rows) - len(items)
                 break
             write = Write(
                 index.key(row),
@@ -377,13 +435,14 @@ class Pipeline:
                 self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
             )
             items.append(write)
-        rows = rows[: len(items)]
+        rows, refused = rows[: len(items)], rows[len(items) :]
         index.state[cold.number][rows] = PENDING
         index.hold(rows)
         for i in range(0, len(items), _WRITES):
             part = items[i : i + _WRITES]
             # Submitting takes no I/O; a tier that answers at once takes the index's lock again, which is reentrant.
             cold.lane.write(part, functools.partial(self._written, cold, part))
+        return refused
 
     def _written(self, cold: Cold, items: Sequence[Write], places: Sequence[int]) -> None:
         index = self._index
@@ -392,17 +451,16 @@ class Pipeline:
         with index.lock:
             for item, place in zip(items, places, strict=True):
                 index.remove(item.owner, cold.number)
-                if place == NOWHERE:
-                    continue
                 if item.owner in self._residents.doomed:
+                    # A failed write too may have left its name.
                     dropped.append((item.key, place))
-                else:
+                elif place != NOWHERE:
                     index.put(item.owner, cold.number, SEALED, place)
                     kept.append(item.key)
             self.counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
         if dropped:
-            cold.tier.drop(dropped, lambda _: None)
+            self._erase(cold, dropped)
         if kept:
             self._feed.publish([BlockStored(cold.name, tuple(kept))])
 
@@ -419,7 +477,8 @@ class Pipeline:
         if self._ahead > 0 or segments.used * 2 < segments.budget:
             self._ahead -= 1
             return
-        count = max(8, self._dram.blocks // 8)
+        with self._dram.book_lock:
+            count = max(8, self._dram.blocks // 8)
         rows = self._evictor.coldest(count)
         for cold in self._colds:
             if cold.admission.keeps_leaving:
@@ -431,16 +490,15 @@ class Pipeline:
         for cold in self._colds:
             if not cold.admission.keeps_leaving:
                 continue
-            before = -1
-            while True:
-                with self._index.lock:
-                    rows = self._evictor.coldest(self._dram.blocks)[::-1]
-                    rows = rows[~self._saved(rows)]
-                    if not len(rows) or len(rows) == before:
-                        break
-                    before = len(rows)
-                    self._write_down(cold, rows)
+            with self._index.lock:
+                # Pinned ones too: what must not leave DRAM must not be lost with it either.
+                rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
+                rows = rows[~self._saved(rows)]
+                rows = self._submit(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
+            while len(rows):
                 cold.lane.wait_idle()
+                with self._index.lock:
+                    rows = self._submit(cold, rows)
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -486,6 +544,7 @@ class Pipeline:
         index = self._index
         events: list[Event] = []
         erase: list[tuple[Cold, list[tuple[BlockKey, int]]]] = []
+        tally = _Tally(1 + len(self._colds), done)
         with index.lock:
             rows = index.rows(keys)
             for cold in self._colds:
@@ -495,26 +554,40 @@ class Pipeline:
             for row in found:
                 self._detach(row, "dropped", events)
             self.counts["blocks dropped"] += len(found)
+            for dying in self._dying_among(keys):
+                tally.more()
+                dying.waiting.append(tally)
         self._feed.publish(events)
-        self._erase(erase, done)
+        for cold, items in erase:
+            cold.tier.drop(items, tally.end)
+        tally.end(())
         return len(found)
 
-    def _erase(self, erase: list[tuple[Cold, list[tuple[BlockKey, int]]]], done: Callable[[int], None]) -> None:
-        left, failed = len(erase), 0
+    def _dying_among(self, keys: Sequence[BlockKey]) -> list[_Dying]:
+        if not self._dying:
+            return []
+        return [self._dying[c.number, k] for c in self._colds for k in keys if (c.number, k) in self._dying]
 
-        def one(results: Sequence[bool]) -> None:
-            nonlocal left, failed
-            with self._index.lock:
-                left -= 1
-                failed += sum(not r for r in results)
-                last = left == 0
-            if last:
-                done(failed)
+    def _dies(self, cold: Cold, key: BlockKey) -> None:
+        """A copy of ``key`` will be erased from ``cold`` by ``_erase``. Under the lock."""
+        self._dying.setdefault((cold.number, key), _Dying()).copies += 1
 
-        if not erase:
-            done(0)
-        for cold, items in erase:
-            cold.tier.drop(items, one)
+    def _erase(self, cold: Cold, items: list[tuple[BlockKey, int]]) -> None:
+        """Erase copies that were said to die."""
+        cold.tier.drop(items, functools.partial(self._erased, cold, items))
+
+    def _erased(self, cold: Cold, items: list[tuple[BlockKey, int]], results: Sequence[bool]) -> None:
+        ended: list[_Dying] = []
+        with self._index.lock:
+            for (key, _), erased in zip(items, results, strict=True):
+                dying = self._dying[cold.number, key]
+                dying.copies -= 1
+                dying.erased &= erased
+                if not dying.copies:
+                    ended.append(self._dying.pop((cold.number, key)))
+        for dying in ended:
+            for tally in dying.waiting:
+                tally.end((dying.erased,))
 
     def _detach(self, row: int, reason: str, events: list[Event]) -> None:
         """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
@@ -524,20 +597,21 @@ class Pipeline:
             if index.state[cold.number][row] == SEALED:
                 index.remove(row, cold.number)
                 events.append(BlockRemoved(cold.name, (key,), reason))
-        if index.state[DRAM][row] != ABSENT:
+            elif index.state[cold.number][row] == PENDING:
+                self._dies(cold, key)
+        if index.state[DRAM][row] == SEALED:
             events.append(BlockRemoved("dram", (key,), reason))
         index.detach(row)
         self._residents.doom(row)
 
-    def expire(self, rows: Rows) -> None:
-        """Remove blocks whose time is over."""
+    def expire(self, rows: Rows) -> list[Event]:
+        """Remove blocks whose time is over. Under the lock; answers what is to be published."""
         events: list[Event] = []
-        with self._index.lock:
-            for row in rows.tolist():
-                key = self._index.key(row)
-                for cold in self._colds:
-                    if self._index.state[cold.number][row] == SEALED:
-                        cold.tier.evict(key, int(self._index.place[cold.number][row]))
-                self._detach(row, "expired", events)
-            self.counts["blocks expired"] += len(rows)
-        self._feed.publish(events)
+        for row in rows.tolist():
+            key = self._index.key(row)
+            for cold in self._colds:
+                if self._index.state[cold.number][row] == SEALED:
+                    cold.tier.evict(key, int(self._index.place[cold.number][row]))
+            self._detach(row, "expired", events)
+        self.counts["blocks expired"] += len(rows)
+        return events

@@ -12,7 +12,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvtide.block import Span
-from kvtide.index.index import DRAM, PENDING, SEALED, Index, Rows
+from kvtide.index.index import DRAM, PENDING, SEALED, Index, Mask, Rows
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
@@ -100,6 +100,10 @@ class Residents:
     def span(self, row: int) -> Span:
         """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
+
+    def are_doomed(self, rows: Rows) -> Mask:
+        """Which rows were dropped while somebody held them."""
+        return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
 
     def intact(self, row: int) -> bool:
         """Whether a row still has the bytes that were sealed; always True without ``dram.checksum``."""

@@ -1,0 +1,173 @@
+"""The documents are true: their code runs, their links lead somewhere, their lists are complete.
+
+``python -m tests.test_docs`` writes ``docs/configuration.md`` anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvtide import config
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LATER = {ROOT / "docs/benchmarks.md"}  # made by `make bench`
+
+
+def code(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def settings_page() -> str:
+    """``docs/configuration.md``, from the settings themselves."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Generated from kvtide.config: write it anew with `python -m tests.test_docs` -->",
+        "",
+        "Defaults, then `kvtide.toml` (or the file that `$KVTIDE_CONFIG` names), then the environment, then arguments",
+        "of `kvtide.open`: each wins over those before it. An unknown name is an error that names the nearest known",
+        "one. `kvtide config > kvtide.toml` writes a complete file to start from; `kvtide config --explain` shows what",
+        "is in force here, and where each value comes from.",
+    ]
+    section = ""
+    for setting in config.explain(env={}):
+        part, _, name = setting.name.partition(".")
+        if part != section:
+            section = part
+            about = getattr(config, part.capitalize()).__doc__
+            lines += [
+                "",
+                f"## [{part}]",
+                "",
+                f"{about} In the environment: `KVTIDE_{part.upper()}_...`",
+                "",
+                "| setting | default | what it does | must be |",
+            ]
+            lines += ["|---|---|---|---|"]
+        accepts = config._fields(config._sections()[part])[name].accepts()
+        default = setting.text.replace('""', "empty")
+        lines.append(f"| `{name}` | {default} | {setting.help} | {accepts} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_configuration_page_is_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where no kvtide.toml is
+    assert (ROOT / "docs/configuration.md").read_text() == settings_page()
+
+
+def test_the_code_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = code(ROOT / "README.md", "python")
+    assert len(parts) >= 3
+    names: dict[str, object] = {"__name__": "readme"}
+    for number, part in enumerate(parts):
+        exec(compile(part, f"README.md, part {number + 1}", "exec"), names)
+
+
+def test_the_readme_starts_with_the_two_commands() -> None:
+    commands = code(ROOT / "README.md", "sh")[0]
+    assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]
+    targets = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_file_names_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith("https://"):
+            found = (page.parent / target).resolve()
+            assert found.exists() or found in LATER, f"{page.name}: {target}"
+    for name in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text):
+        assert any((ROOT / base / name).exists() for base in ("src/kvtide", ".")), f"{page.name}: {name}"
+
+
+def test_every_module_of_the_journey_is_in_the_life_of_a_block() -> None:
+    told = (ROOT / "docs/life-of-a-block.md").read_text()
+    for room in ("index", "plan", "transfer", "tiers"):
+        for module in (ROOT / "src/kvtide" / room).glob("*.py"):
+            name = f"{room}/{module.name}"
+            # What every journey uses, and what only measures, is no step of it.
+            aside = ("__init__.py", "base.py", "noop.py", "cost.py")
+            assert module.name in aside or f"`{name}`" in told, name
+
+
+def rows(page: str, heading: str) -> set[str]:
+    """What stands in code in the first column of the table under a heading."""
+    part = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    first = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    return {name for cell in first for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def source(folder: str) -> str:
+    return "\n".join(file.read_text() for file in sorted((ROOT / "src/kvtide" / folder).glob("**/*.py")))
+
+
+def test_the_glossary_has_every_counter_and_no_other() -> None:
+    found = re.findall(r'counts\[f?"([^"]+)"\]', source("transfer") + source("tiers") + (source("plan")))
+    assert {re.sub(r"\{[^}]*\}", "nvme", name) for name in found} == rows("docs/glossary.md", "Counters")
+
+
+def test_the_glossary_has_every_reason() -> None:
+    found = re.findall(r'Rejected\(f?"([^"]+)"\)', source("tiers"))
+    assert len(found) > 10
+    told = rows("docs/glossary.md", "Reasons")
+    for name in found:
+        plain = re.sub(r"\{[^}]*\}", "N", name)
+        assert plain in told or plain.replace(": N", ": E") in told, name
+
+
+def test_the_words_of_the_public_interface_are_in_the_glossary() -> None:
+    import kvtide
+
+    told = (ROOT / "docs/glossary.md").read_text()
+    methods = {name for name, _ in inspect.getmembers(kvtide.Session, inspect.isfunction) if name[0] != "_"}
+    for verb in methods - {"close", "chain", "ended"}:
+        assert f"`{verb}`" in told, verb
+    for noun in ("Chain", "Extra", "Group", "Layout", "Load", "Match", "Model", "Session", "Store", "Tenant"):
+        assert noun in kvtide.__all__
+        assert f"| **{noun}** |" in told, noun
+
+
+GROUND = {"block", "canonical", "clock", "config", "errors", "events"}
+ROOMS = {
+    "tiers": GROUND,
+    "index": GROUND,
+    "plan": GROUND | {"tiers", "index"},
+    "transfer": GROUND | {"tiers", "index", "plan"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_one_way(room: str) -> None:
+    found = set(re.findall(r"^ *(?:from|import) kvtide\.(\w+)", source(room), re.MULTILINE))
+    assert found - ROOMS[room] == {room} & found
+    assert "torch" not in re.findall(r"^ *(?:from|import) (\w+)", source("."), re.MULTILINE)
+
+
+def test_the_tables_of_the_format_are_those_of_the_code() -> None:
+    """Offsets and lengths in the binding document add up, and end where the code's structs end."""
+    from kvtide.tiers import directory, journal, record
+
+    text = (ROOT / "docs/design/0002-record-format.md").read_text()
+    tables = re.split(r"\n\n", text)
+    ends = []
+    for table in tables:
+        spans = [(int(a), int(b)) for a, b in re.findall(r"^\| (\d+) \| (\d+) \|", table, re.MULTILINE)]
+        if spans:
+            for (at, size), (after, _) in pairwise(spans):
+                assert at + size == after, table
+            ends.append(spans[-1][0] + spans[-1][1])
+    assert ends == [directory._SEGMENT.size, record.TABLE, journal.RECORD.itemsize]
+    assert "| 320 | 32 n |" in text
+    assert (record.TABLE, record.SECTION.itemsize) == (320, 32)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/configuration.md").write_text(settings_page())
