@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtide.block import DTYPES, Geometry, Group, Span
 from kvtide.errors import ClosedError, LayoutError, RightError
-from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows
+from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.planner import Plan
@@ -284,7 +284,7 @@ class Session:
             for r in rows.values():
                 chain_rows = r[: plan.blocks]
                 self._pipeline.touch(chain_rows[chain_rows > 0])
-            ready = bool((index.state[DRAM][held] == SEALED).all())
+            ready = every(index.state[DRAM][held] == SEALED)
             pending = chain.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
         match = Match(self, chain, plan, own, needed, ready, pending, lease)
         self._own(match)

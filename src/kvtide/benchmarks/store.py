@@ -34,7 +34,7 @@ from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.admit import Through
 from kvtide.plan.evict import Lru
-from kvtide.tiers.base import Identity, Write
+from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.noop import Noop
@@ -582,37 +582,57 @@ def _fill(path: Path, budget: int, layout: kvtide.Layout, blocks: int, progress:
 
 
 def pipeline(settings: Settings) -> Iterator[Record]:
-    """What a batch and a key cost in index, pipeline and lane when the tier itself costs nothing."""
-    identity = _identity(kvtide.Model(TINY, "bench"))
+    """What a batch and a key cost around a tier that itself costs nothing.
+
+    ``tier``: submit and completion through the lane, as the contract has it. ``load``: all of a load, that is also the
+    index, slots in DRAM, joins and events.
+    """
+    model = kvtide.Model(TINY, "bench")
+    identity = _identity(model)
     slot = identity.geometry.footprint
     index, clock, tier = Index(tiers=2), SystemClock(), Noop()
-    cold = Cold(1, "noop", tier, Lane(tier, clock, limit=1 << 40, depth=8), Through(), None)
+    lane = Lane(tier, clock, limit=1 << 40, depth=8)
     memory = Dram(64 * MIB, 16 * MIB)
-    line = Pipeline(index, memory, [cold], Lru(index), Feed())
-    costs: dict[int, list[float]] = {1: [], 513: []}
-    for count, values in costs.items():
-        chain = kvtide.Model(TINY, "bench").namer().chain(np.arange(count * 16, dtype=np.uint32) + count)
-        parents = [chain.parent(i) for i in range(count)]
-        line.reserve([Pledge(identity, chain.keys(b"full"), parents, range(count))]).seal()
-        rows = index.rows(chain.keys(b"full"))
-        for _ in range(settings.rounds(101, 31)):
+    line = Pipeline(index, memory, [Cold(1, "noop", tier, lane, Through(), None)], Lru(index), Feed())
+    costs: dict[str, dict[int, list[float]]] = {"tier": {1: [], 513: []}, "load": {1: [], 513: []}}
+    for count in (1, 513):
+        chain = model.namer().chain(np.arange(count * TINY.block_tokens, dtype=np.uint32) + count)
+        keys = chain.keys(b"full")
+        line.reserve([Pledge(identity, keys, [chain.parent(i) for i in range(count)], range(count))]).seal()
+        rows = index.rows(keys)
+        span = Scratch().get(slot)
+        for _ in range(settings.rounds(201, 51)):
             while line.make_room(DRAM, slot):
                 pass
             with line.lease(rows):
                 transfer = Transfer(clock)
-                values.append(timed(line.load, [(rows, identity)], transfer).cpu_seconds * 1e6)
+                sample = timed(line.load, [(rows, identity)], transfer)
+                costs["load"][count].append(sample.cpu_seconds * 1e6)
                 assert len(transfer.arrived) == count
+            reads = [Read(k, identity, p, span) for k, p in zip(keys, index.place[1][rows].tolist(), strict=True)]
+            sample = timed(lane.read, reads, lambda _: None, lambda: False)
+            costs["tier"][count].append(sample.cpu_seconds * 1e6)
     memory.close()
-    one, many = (statistics.median(costs[n]) for n in (1, 513))
-    per_key = (many - one) / 512
-    yield figure(
-        "pipeline-batch", "CPU us/batch", costs[1], better="lower", bar=50, command=settings.command,
-        note="load of one block from a tier that answers at once",
-    )  # fmt: skip
-    yield figure(
-        "pipeline-key", "CPU us/key", [per_key], better="lower", bar=2.0, command=settings.command,
-        note="each further block in the batch",
-    )  # fmt: skip
+    for what, by_count in costs.items():
+        one, many = (statistics.median(by_count[n]) for n in (1, 513))
+        yield figure(
+            f"pipeline-{what}-batch",
+            "CPU us/batch",
+            by_count[1],
+            better="lower",
+            bar=50,
+            command=settings.command,
+            note="one block" if what == "tier" else "load of one block, index and slots included",
+        )
+        yield figure(
+            f"pipeline-{what}-key",
+            "CPU us/key",
+            [(many - one) / 512],
+            better="lower",
+            bar=2.0,
+            command=settings.command,
+            note="each further block in the batch",
+        )
 
 
 FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import Layout
-from kvtide.index.index import DRAM, SEALED, Index, Rows
+from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows, every
 from kvtide.plan.cost import Speed
 
 __all__ = ["Plan", "Planner", "Source"]
@@ -49,10 +49,6 @@ class Planner:
         self._index = index
         self._sources = sources
 
-    def source(self, row: int) -> Source | None:
-        """The fastest colder tier that has ``row`` whole."""
-        return next((s for s in self._sources if self._index.state[s.number][row] == SEALED), None)
-
     def plan(
         self,
         layout: Layout,
@@ -68,43 +64,49 @@ class Planner:
         ``prefill`` is the caller's speed in tokens a second (0: unknown, so the longest prefix is taken), ``queued``
         the bytes that wait to be read before ours. At most ``limit`` bytes fit into DRAM.
         """
-        size = sum(layout.geometry[g.name].footprint for g in layout.groups)
-        lengths = np.flatnonzero(usable[: have + limit // size + 1])
+        count = len(usable) - 1
+        if have + limit // sum(layout.geometry[g.name].footprint for g in layout.groups) < count:
+            all_blocks = {name: np.ones(count, np.bool_) for name in rows}
+            usable = usable & (_needed_bytes(layout, all_blocks, have) <= limit)
+        lengths = np.flatnonzero(usable)
         longest = int(lengths[-1])
-        if longest <= have or all((self._index.state[DRAM][r[have:longest]] == SEALED).all() for r in rows.values()):
-            return Plan(longest, 0.0, None)
-        cold = self._cold_bytes(layout, rows, have)
-        waiting = np.where(cold > 0, cold + queued, 0.0)
-        load = np.zeros(len(cold))
-        if self._sources and waiting[longest]:
-            load = waiting * self._sources[0].speed.seconds(1)
-        blocks, compute = longest, None
-        if prefill > 0:
-            rest = (len(cold) - 1 - np.arange(len(cold))) * layout.block_tokens / prefill
-            # Of equally quick lengths the longest: it leaves the processor free.
-            lengths = lengths[lengths >= have] if have else lengths
-            total = (load + rest)[lengths]
-            blocks = int(lengths[len(total) - 1 - np.argmin(total[::-1])])
-            compute = float(rest[blocks])
-        return Plan(blocks, float(load[blocks]), compute)
+        seconds = layout.block_tokens / prefill if prefill > 0 else None
+        if longest <= have or all(every(self._index.state[DRAM][r[have:longest]] == SEALED) for r in rows.values()):
+            return Plan(longest, 0.0, seconds and seconds * (count - longest))
+        cold = _needed_bytes(layout, {name: self._cold(r) for name, r in rows.items()}, have)
+        load = np.zeros(count + 1)
+        if self._sources:
+            load = np.where(cold > 0, cold + queued, 0.0) * self._sources[0].speed.seconds(1)
+        if seconds is None:
+            return Plan(longest, float(load[longest]), None)
+        rest = (count - np.arange(count + 1)) * seconds
+        # Of equally quick lengths the longest: it leaves the processor free.
+        lengths = lengths[lengths >= have]
+        total = (load + rest)[lengths]
+        blocks = int(lengths[len(total) - 1 - np.argmin(total[::-1])])
+        return Plan(blocks, float(load[blocks]), float(rest[blocks]))
 
-    def _cold_bytes(self, layout: Layout, rows: dict[str, Rows], have: int) -> npt.NDArray[np.float64]:
-        """For each length, the bytes that must come from a colder tier."""
-        total = np.zeros(min(len(r) for r in rows.values()) + 1)
-        for group in layout.groups:
-            mine = rows[group.name][: len(total) - 1]
-            cold = np.zeros(len(total))
-            away = self._index.state[DRAM][mine] != SEALED
-            away &= self._somewhere(mine)
-            np.cumsum(away * layout.geometry[group.name].footprint, out=cold[1:])
-            needs = [group.needs(n, layout.block_tokens).start for n in (0, len(mine))]
-            reach = len(mine) - needs[1]
-            first = np.maximum(0, np.arange(len(total)) - reach)
-            total += cold - cold[np.minimum(np.maximum(first, have), np.arange(len(total)))]
-        return total
+    def _cold(self, rows: Rows) -> Mask:
+        """Which rows must come from a colder tier."""
+        cold: Mask = (self._index.state[DRAM][rows] != SEALED) & self._somewhere(rows)
+        return cold
 
-    def _somewhere(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _somewhere(self, rows: Rows) -> Mask:
         found = np.zeros(len(rows), np.bool_)
         for source in self._sources:
             found |= self._index.state[source.number][rows] == SEALED
         return found
+
+
+def _needed_bytes(layout: Layout, counted: dict[str, Mask], have: int) -> npt.NDArray[np.float64]:
+    """For each length in blocks, 0 to all, the bytes that a prefix needs after ``have``, of the blocks ``counted``."""
+    lengths = np.arange(min(len(c) for c in counted.values()) + 1)
+    total = np.zeros(len(lengths))
+    for group in layout.groups:
+        mine = counted[group.name][: len(lengths) - 1]
+        before = np.zeros(len(lengths))
+        np.cumsum(mine * layout.geometry[group.name].footprint, out=before[1:])
+        reach = len(mine) - group.needs(len(mine), layout.block_tokens).start
+        first = np.maximum(lengths - reach, have)
+        total += before - before[np.minimum(first, lengths)]
+    return total

@@ -26,7 +26,7 @@ import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.admit import Admission
 from kvtide.plan.evict import Evictor, Policy
@@ -120,7 +120,7 @@ class _Dying:
 
 def _part(rows: Rows, mask: Mask) -> tuple[Rows, Rows]:
     """Rows that the mask has, and those that it has not."""
-    return (rows, rows[:0]) if np.count_nonzero(mask) == len(rows) else (rows[mask], rows[~mask])
+    return (rows, rows[:0]) if every(mask) else (rows[mask], rows[~mask])
 
 
 class Pipeline:
@@ -298,7 +298,7 @@ class Pipeline:
         with index.lock:
             here, away, left = rows[:0], rows, rows[:0]
             state = index.state[DRAM][rows]
-            if np.count_nonzero(state):
+            if not every(state == ABSENT):
                 here, away = rows[state == SEALED], rows[state == ABSENT]
                 for row in rows[state == PENDING].tolist():
                     self._flights[row] = (*self._flights.get(row, ()), transfer)
