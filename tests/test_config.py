@@ -112,7 +112,7 @@ def test_unknown_names_give_source_and_nearest() -> None:
     assert said == "KVTIDE_NVME_THREDS: [nvme] has no setting 'threds'; did you mean 'threads'?"
     said = refusal(dram={"checksums": True})
     assert said == "argument: [dram] has no setting 'checksums'; did you mean 'checksum'?"
-    assert "there is budget, segment, huge_pages, checksum" in refusal(overrides={"dram.zzz": 1})
+    assert "there is budget, segment, huge_pages, prefault, checksum" in refusal(overrides={"dram.zzz": 1})
     assert refusal(env={"KVTIDE_DRAM": "4GiB"}).startswith("KVTIDE_DRAM: [dram] has no setting")
 
 

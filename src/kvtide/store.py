@@ -93,7 +93,7 @@ class Store:
             NVME,
             "nvme",
             tier,
-            Lane(tier, self.clock, settings.queue, depth=2 * settings.threads),
+            Lane(tier, self.clock, settings.queue, depth=3 * settings.threads),
             admit.make(settings.store),
             Evictor(self.index, NVME, tier, self._policy),
             settings.token_ids,

@@ -120,6 +120,9 @@ class _Batch:
 class Nvme:
     """A directory of blocks. Opening it takes it for this process alone.
 
+    ``threads`` blocks are in flight to and from the disk at a time; twice as many threads see to it that the disk need
+    not wait while checksums are made or checked.
+
     ``evict`` is asked, with a slot size, to make room when the tier is full: it calls ``Nvme.evict`` for at least one
     block and answers True, or answers False. Without it a full tier refuses.
     """
@@ -144,7 +147,8 @@ class Nvme:
         self.make_room = evict
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
-        workers = [_Worker(compression) for _ in range(threads)]
+        workers = [_Worker(compression) for _ in range(2 * threads)]
+        self._in_flight = threading.Semaphore(threads)
         self._directory = Directory(path, self._disk)
         self._directory.create()
         self._directory.lock()
@@ -458,13 +462,13 @@ class Nvme:
         start = worker.header.get(guess)
         whole = item.sections is None
         span = item.span[: max(0, room - guess)] if whole else item.span[:0]
-        got = self._disk.read(fd, [start, span], offset)
+        got = self._get(fd, [start, span], offset)
         size = recognise(start[:got])
         if size > room:
             raise Rejected("corrupt header")
         if size != guess:
             start = worker.header.get(size)
-            got = self._disk.read(fd, [start, item.span[: max(0, room - size)] if whole else span], offset)
+            got = self._get(fd, [start, item.span[: max(0, room - size)] if whole else span], offset)
         header = parse(start[:got])
         self._check(header, item, sequence)
         check_table(header, size, geometry.stride, room)
@@ -480,7 +484,7 @@ class Nvme:
                 raise Rejected("torn")
         else:
             first = int(header.sections["offset"][sections.start])
-            if self._disk.read(fd, [payload[:nbytes]], offset + first) < nbytes:
+            if self._get(fd, [payload[:nbytes]], offset + first) < nbytes:
                 raise Rejected("torn")
         verify(header, sections, payload)
         if header.codec != codec.RAW:
@@ -558,9 +562,14 @@ class Nvme:
         self._note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))
         return place
 
+    def _get(self, fd: int, into: Sequence[Span], offset: int) -> int:
+        with self._in_flight:
+            return self._disk.read(fd, into, offset)
+
     def _put(self, fd: int, data: Span, offset: int) -> None:
         while data:
-            count = self._disk.write(fd, [data], offset)
+            with self._in_flight:
+                count = self._disk.write(fd, [data], offset)
             if count <= 0 or (count % ALIGN and self._direct):
                 raise Rejected("short write")
             data, offset = data[count:], offset + count
