@@ -16,8 +16,9 @@ from typing import Any
 
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
+from kvtide.benchmarks import FIGURES, run
 from kvtide.benchmarks.record import Contestant, Sample
-from kvtide.benchmarks.store import FIGURES, NoPeers, Settings, run
+from kvtide.benchmarks.settings import NoPeers, Settings
 
 LMCACHE_DISK = (
     "fs_odirect",

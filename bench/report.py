@@ -22,7 +22,8 @@ PARTS = {
     "match": "A prompt of 131,072 tokens whose 512 blocks are all in DRAM: name, find and lease them.",
     "dram": "Blocks copied from callers' buffers into the arena and back, and handed out as views.",
     "nvme": "Blocks through DRAM to the disk, and back after a restart, every section verified. The limit is raw "
-    "direct I/O of whole blocks at the same depth into a file whose extents were written before. The peers do not verify. "
+    "direct I/O of whole blocks at the same depth into a file whose extents were written before. The peers do not "
+    "verify. "
     "`2mib-pages`: the arena in huge pages, where the machine has them set aside; direct I/O then need not pin "
     "each 4 KiB page, which is most of its CPU time.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",

@@ -38,6 +38,7 @@ from hypothesis.stateful import (
 from kvtide import config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.errors import TierError
+from kvtide.events import BlockStored, Event
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.session import Load, Loaded, Match, Stored
@@ -65,6 +66,11 @@ Path_ = tuple[int, ...]
 
 users = st.integers(0, len(USERS) - 1)
 paths = st.builds(lambda head, tail: (head, *tail), st.integers(0, 5), st.lists(st.integers(0, 1), max_size=5))
+Prompt = tuple[int, Path_ | int]
+prompts: st.SearchStrategy[Prompt] = st.tuples(users, paths) | st.tuples(
+    st.integers(0, 15), st.sampled_from([0, 0, 0, 1, 2])
+)
+"""A user's prompt, stored or not; or the n-th newest that was stored, without so many blocks at its end."""
 
 FAULTS = [
     *(("read", how, errno.EIO, "*.segment") for how in (How.FAIL, How.SHORT, How.TORN, How.FLIP)),
@@ -140,7 +146,10 @@ class Machine(RuleBasedStateMachine):
         """Blocks that may be returned, and when they expire at the latest."""
         self.hidden: set[BlockKey] = set()
         """Blocks whose erasing the disk refused: not served, but perhaps found again at the next opening."""
-        self.prompts: set[tuple[int, Path_]] = set()
+        self.prompts: dict[tuple[int, Path_], None] = {}
+        """Everything that was ever stored, the oldest first."""
+        self.written: set[BlockKey] = set()
+        """Blocks that the disk has, as far as events tell."""
         self.rights: list[Right] = []
         self.pins: list[tuple[int, Path_]] = []
         self.gates: list[Gate] = []
@@ -150,9 +159,15 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = Store(self.config, clock=self.clock, disk=self.disk)
+        self.store.follow(self.happened)
         self.sessions = [self.store.session(model, tenant) for model, tenant in USERS]
         self.pins.clear()
         self.hidden.clear()
+
+    def happened(self, event: Event) -> None:
+        if event.tier == "nvme":
+            change = self.written.update if isinstance(event, BlockStored) else self.written.difference_update
+            change(event.keys)
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
@@ -172,6 +187,15 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     # -- names --------------------------------------------------------------------------------------------
+
+    def pick(self, prompt: Prompt) -> tuple[int, Path_]:
+        user, path = prompt
+        if isinstance(path, tuple):
+            return user, path
+        if not self.prompts:
+            return 0, (0,)
+        newest = list(self.prompts)[-1 - user % len(self.prompts)]
+        return newest[0], newest[1][: max(1, len(newest[1]) - path)]
 
     def chain(self, user: int, path: Path_) -> Chain:
         session = self.sessions[user]
@@ -290,7 +314,8 @@ class Machine(RuleBasedStateMachine):
 
     def expect(self, user: int, path: Path_, start: int, ttl: float | None) -> None:
         """From now on these may be returned."""
-        self.prompts.add((user, path))
+        self.prompts.pop((user, path), None)
+        self.prompts[user, path] = None
         until = float("inf") if ttl is None else self.clock.time() + ttl
         for key in self.keys(user, path, start):
             # Whether it is there already, with a lifetime of its own, only the store knows.
@@ -338,8 +363,9 @@ class Machine(RuleBasedStateMachine):
             assert right.loaded.tokens == (depth + 1) * ONE.block_tokens
             right.match.release()
 
-    @rule(user=users, path=paths, part=st.floats(0, 1), seal=st.booleans(), ttl=st.sampled_from([None, 5.0]))
-    def reserve(self, user: int, path: Path_, part: float, seal: bool, ttl: float | None) -> None:
+    @rule(prompt=prompts, part=st.floats(0, 1), seal=st.booleans(), ttl=st.sampled_from([None, 5.0]))
+    def reserve(self, prompt: Prompt, part: float, seal: bool, ttl: float | None) -> None:
+        user, path = self.pick(prompt)
         session = self.sessions[user]
         chain = self.chain(user, path)
         with session.reserve(chain, ttl=ttl) as reservation:
@@ -358,13 +384,15 @@ class Machine(RuleBasedStateMachine):
     # -- reading ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.gates)
-    @rule(user=users, path=paths, have=st.integers(0, 3))
-    def load_views(self, user: int, path: Path_, have: int) -> None:
+    @rule(prompt=prompts, have=st.integers(0, 3))
+    def load_views(self, prompt: Prompt, have: int) -> None:
+        user, path = self.pick(prompt)
         self.fetch(user, path, min(have, len(path) - 1)).match.release()
 
     @precondition(lambda self: not self.gates)
-    @rule(user=users, path=paths)
-    def load_into_buffers(self, user: int, path: Path_) -> None:
+    @rule(prompt=prompts)
+    def load_into_buffers(self, prompt: Prompt) -> None:
+        user, path = self.pick(prompt)
         session = self.sessions[user]
         with session.match(self.chain(user, path)) as match:
             into = {
@@ -381,13 +409,15 @@ class Machine(RuleBasedStateMachine):
                     assert np.array_equal(into[group.name][i], content(key, len(into[group.name][i])))
 
     @precondition(lambda self: not self.gates and len(self.rights) < 3)
-    @rule(user=users, path=paths, have=st.integers(0, 2))
-    def load_and_hold(self, user: int, path: Path_, have: int) -> None:
+    @rule(prompt=prompts, have=st.integers(0, 2))
+    def load_and_hold(self, prompt: Prompt, have: int) -> None:
+        user, path = self.pick(prompt)
         self.rights.append(self.fetch(user, path, min(have, len(path) - 1)))
 
     @precondition(lambda self: len(self.rights) < 3)
-    @rule(user=users, path=paths)
-    def match_and_hold(self, user: int, path: Path_) -> None:
+    @rule(prompt=prompts)
+    def match_and_hold(self, prompt: Prompt) -> None:
+        user, path = self.pick(prompt)
         self.rights.append(Right(user, path, self.sessions[user].match(self.chain(user, path)), None))
 
     @precondition(lambda self: self.rights)
@@ -403,16 +433,19 @@ class Machine(RuleBasedStateMachine):
         right.loaded = self.sessions[right.user].load(right.match).wait()
         self.check(right)
 
-    @rule(user=users, path=paths)
-    def prefetch(self, user: int, path: Path_) -> None:
+    @rule(prompt=prompts)
+    def prefetch(self, prompt: Prompt) -> None:
+        user, path = self.pick(prompt)
         self.sessions[user].prefetch(self.chain(user, path))
 
-    @rule(user=users, path=paths)
-    def load_in_no_time(self, user: int, path: Path_) -> None:
+    @rule(prompt=prompts)
+    def load_in_no_time(self, prompt: Prompt) -> None:
+        user, path = self.pick(prompt)
         self.fetch(user, path, 0, deadline=0).match.release()
 
-    @rule(user=users, path=paths, joined=st.booleans())
-    def load_and_cancel(self, user: int, path: Path_, joined: bool) -> None:
+    @rule(prompt=prompts, joined=st.booleans())
+    def load_and_cancel(self, prompt: Prompt, joined: bool) -> None:
+        user, path = self.pick(prompt)
         session = self.sessions[user]
         loads: list[tuple[Match, Load]] = []
         for _ in range(1 + joined):
@@ -428,8 +461,9 @@ class Machine(RuleBasedStateMachine):
     # -- keeping and removing -----------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.pins) < 2)
-    @rule(user=users, path=paths)
-    def pin(self, user: int, path: Path_) -> None:
+    @rule(prompt=prompts)
+    def pin(self, prompt: Prompt) -> None:
+        user, path = self.pick(prompt)
         self.sessions[user].pin(self.chain(user, path))
         self.pins.append((user, path))
 
@@ -440,8 +474,9 @@ class Machine(RuleBasedStateMachine):
         self.sessions[user].unpin(self.chain(user, path))
 
     @precondition(lambda self: not self.gates)
-    @rule(user=users, path=paths, start=st.integers(0, 2))
-    def drop(self, user: int, path: Path_, start: int) -> None:
+    @rule(prompt=prompts, start=st.integers(0, 2))
+    def drop(self, prompt: Prompt, start: int) -> None:
+        user, path = self.pick(prompt)
         start = min(start, len(path) - 1)
         keys = self.keys(user, path, start)
         try:
@@ -561,7 +596,10 @@ class Machine(RuleBasedStateMachine):
         index = self.store.index
         with index.lock:
             rows = np.flatnonzero(index.state[NVME][: index.size] == SEALED)
-            return {index.key(int(row)) for row in rows if index.expiry[row] > self.clock.time()}
+            here = {index.key(int(row)) for row in rows if index.expiry[row] > self.clock.time()}
+        # What was found at an opening need not have been acknowledged ever.
+        self.written &= here
+        return set(self.written)
 
     def still_there(self, keys: set[BlockKey]) -> None:
         """Every one of these blocks is found and can be read."""

@@ -20,6 +20,7 @@ from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index.index import SEALED, Index
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
+from kvtide.index.weights import WeightsId, identify
 from kvtide.plan import admit
 from kvtide.plan.evict import Evictor, Lru
 from kvtide.plan.planner import Planner, Source
@@ -35,6 +36,7 @@ from kvtide.transfer.pipeline import Cold, Pipeline
 __all__ = ["Statistics", "Store", "open_store"]
 
 NVME = 1
+_POLICIES = {"lru": Lru}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,17 @@ class Store:
         memory = config.dram
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault)
         self.copier = Copier()
-        self._policy = Lru(self.index)
+        self._policy = _POLICIES[config.plan.policy](self.index)
         self._sessions: set[Session] = set()
         self._next_expiry = float("inf")
         self._colds: list[Cold] = []
         self.closed = False
-        if config.nvme.path:
-            self._colds.append(self._open_nvme(disk))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.copier.close)
+            undo.callback(self.dram.close)
+            if config.nvme.path:
+                self._colds.append(self._open_nvme(disk))
+            undo.pop_all()
         self.pipeline = Pipeline(self.index, self.dram, self._colds, self._policy, self.feed, config.dram.checksum)
         self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self._colds])
 
@@ -172,6 +178,13 @@ class Store:
         return found
 
     # -- for everybody ------------------------------------------------------------------------------------
+
+    def weights(self, path: str | Path | None = None, weights_id: str | None = None) -> WeightsId:
+        """The identity of weights by their path or a name of your own: what ``Model`` takes as ``weights``.
+
+        Digests of files are remembered in ``naming.weights_cache``.
+        """
+        return identify(path, weights_id, self.config.naming.weights_cache)
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``follower`` for every block stored or removed. The answer, called, ends that."""

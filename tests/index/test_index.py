@@ -221,7 +221,7 @@ def test_the_table_grows_and_keeps_every_fact() -> None:
     assert all(index.parent[r].tobytes() == k[:32] for r, k in zip(rows.tolist(), keys, strict=True))
     assert index.place[0][rows].tolist() == [i if i % 2 == 0 else NOWHERE for i in range(3000)]
     assert index.find(keys, 0.0) == [Found.HIT] * 3000
-    row = index.add(*blocks.keys(1, start=3000), ROOT, 0)
+    row = index.add(blocks.keys(1, start=3000)[0], ROOT, 0)
     assert (index.place[1][row], index.expiry[row], index.holds[row]) == (NOWHERE, np.inf, 0)
 
 
@@ -234,7 +234,7 @@ def test_many_rows_at_once_are_the_same_rows() -> None:
     assert index.key(int(rows[-1])) == keys[-1]
     assert index.depth[rows].tolist() == list(range(2500))
     assert index.parent[rows[17]].tobytes() == keys[17][:32]
-    assert index.add(*blocks.keys(1, start=9999), ROOT, 0) == rows[-1] + 1
+    assert index.add(blocks.keys(1, start=9999)[0], ROOT, 0) == rows[-1] + 1
 
 
 def test_a_block_takes_at_most_300_bytes() -> None:

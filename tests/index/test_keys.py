@@ -13,6 +13,7 @@ import subprocess
 import sys
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def test_a_chain_grown_by_turns_is_the_chain_at_once(case: tuple[list[int], list
     grown = namer.chain()
     borders = [0, *splits, len(tokens)]
     told: set[int] = set()
-    for turn, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+    for turn, (start, stop) in enumerate(pairwise(borders)):
         # An extra must be told before the block that it starts in is named.
         now = [i for i, e in enumerate(extras) if i not in told and (e.start // 8 < stop // 8 or turn >= early[i])]
         told.update(now)

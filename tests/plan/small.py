@@ -35,9 +35,9 @@ class Clock:
 
 def open_store(path: Path | None = None, clock: Clock | None = None, **settings: dict[str, Any]) -> Store:
     """A store with 1 MiB of DRAM and, given a path, the smallest NVMe tier."""
-    tree = {"dram": {"budget": "1MiB", "segment": "1MiB"}}
+    tree: dict[str, Any] = {"dram": {"budget": "1MiB", "segment": "1MiB"}}
     if path is not None:
-        tree["nvme"] = {"path": str(path), "budget": "16MiB", "segment": "1MiB", "threads": 2}  # type: ignore[dict-item]
+        tree["nvme"] = {"path": str(path), "budget": "16MiB", "segment": "1MiB", "threads": 2}
     for section, values in settings.items():
         tree.setdefault(section, {}).update(values)
     return Store(config.read(env={}, **tree), clock=clock)

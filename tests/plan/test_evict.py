@@ -61,9 +61,7 @@ def test_no_block_outlives_its_parent(part: int, steps: list[tuple[str, tuple[in
             children = present(store, [c for c, _ in known])
             orphans = [
                 child
-                for (child, _), here, parent in zip(
-                    known, children, present(store, [p for _, p in known]), strict=True
-                )
+                for (child, _), here, parent in zip(known, children, present(store, [p for _, p in known]), strict=True)
                 if here and not parent
             ]
             assert not orphans, f"{len(orphans)} blocks without their parent after {verb} {path}"
@@ -249,22 +247,23 @@ def test_a_full_disk_loses_leaves_first_and_keeps_its_budget(tmp_path: Path) -> 
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Parents by position (-1: a root), each before its children, and an order of writing."""
+def forests(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Parents by position (-1: a root), each before its children, an order of writing, and priorities."""
     count = draw(st.integers(1, 30))
     parents = [draw(st.integers(-1, i - 1)) for i in range(count)]
-    return parents, draw(st.permutations(range(count)))
+    return parents, draw(st.permutations(range(count))), [draw(st.sampled_from([0, 0, -3, 5])) for _ in range(count)]
 
 
 @given(forests())
-def test_restore_keeps_every_parent_younger_than_its_children(forest: tuple[list[int], list[int]]) -> None:
-    parents, sequences = forest
+def test_restore_keeps_every_parent_above_its_children(forest: tuple[list[int], list[int], list[int]]) -> None:
+    parents, sequences, priorities = forest
     index = Index(tiers=2)
     depths: list[int] = []
     for i, parent in enumerate(parents):
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
         index.add(blocks.keys(1, start=i)[0], bytes(32), depths[i])
     rows: Rows = np.arange(1, len(parents) + 1)
+    index.priority[rows] = priorities
     policy = Lru(index)
     policy.restore(rows, np.array(parents), np.array(sequences))
     scores = policy.score(rows).tolist()
@@ -272,17 +271,33 @@ def test_restore_keeps_every_parent_younger_than_its_children(forest: tuple[list
     for child, parent in enumerate(parents):
         assert parent < 0 or scores[parent] > scores[child]
     # A block is as young as the youngest that hangs on it; of two such, the later one leaves later.
-    newest = list(sequences)
+    newest, highest = list(sequences), list(priorities)
     for child in reversed(range(len(parents))):
-        if parents[child] >= 0:
-            newest[parents[child]] = max(newest[parents[child]], newest[child])
+        if (parent := parents[child]) >= 0:
+            newest[parent] = max(newest[parent], newest[child])
+            highest[parent] = max(highest[parent], highest[child])
     for a in range(len(parents)):
         for b in range(len(parents)):
-            if newest[a] < newest[b]:
+            if (highest[a], newest[a]) < (highest[b], newest[b]):
                 assert scores[a] < scores[b]
     later = index.add(blocks.keys(1, start=999)[0], bytes(32), 0)
+    index.priority[later] = max(priorities)
     policy.touch(np.array([later]))
     assert policy.score(np.array([later]))[0] > max(scores), "what is used now is younger than all from before"
+
+
+def test_after_a_restart_a_parent_has_the_priority_that_its_child_gave_it(tmp_path: Path) -> None:
+    with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
+        keep(mine, 0, 1)
+        assert store.flush(30)  # on disk it has priority 0 for ever
+        tokens = prompt(0, 1, 2)
+        mine.store(tokens, content(mine, tokens)[2:], start=2, priority=7)
+    with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
+        for chain in range(1, 41):
+            keep(mine, *(100 * chain + i for i in range(12)))
+            assert store.flush(30)
+        assert store.statistics().counts["blocks evicted from nvme"] > 100
+        assert right(mine, 0, 1, 2) == 3
 
 
 def test_after_a_restart_the_oldest_chain_leaves_first(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Gated:
         return TierStatistics(len(self.kept), 0, 0, 0)
 
     def close(self) -> None:
-        assert not (self.reads or self.writes), "closed before everything was answered"
+        assert self.reads == [] == self.writes, "closed before everything was answered"
 
     # -- the gates ----------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class GatedStore(Store):
         **settings: dict[str, Any],
     ) -> None:
         self._gated, self._mode, self._queue, self._depth = tier, mode, queue, depth
-        tree: dict[str, dict[str, Any]] = {"dram": {"budget": "1MiB", "segment": "1MiB"}, "nvme": {"path": "/unused"}}
+        tree: dict[str, Any] = {"dram": {"budget": "1MiB", "segment": "1MiB"}, "nvme": {"path": "/unused"}}
         for section, values in settings.items():
             tree.setdefault(section, {}).update(values)
         super().__init__(config.read(env={}, **tree), clock=clock)

@@ -46,7 +46,7 @@ class Driver:
         self.lane.read(items, lambda r: self.read_results.append(list(r)), cancel)
 
     def write(self, *items: Write) -> bool:
-        if not all([self.lane.room(len(i.span)) for i in items]):
+        if not all(self.lane.room(len(i.span)) for i in items):
             return False
         self.lane.write(items, lambda p: self.places.append(list(p)))
         return True
@@ -138,7 +138,12 @@ def test_wait_idle_waits_for_what_is_under_way_and_for_its_answer() -> None:
     driver.write(write(0))
     assert not driver.lane.wait_idle(0)
     order: list[str] = []
-    waiter = threading.Thread(target=lambda: (driver.lane.wait_idle(30), order.append("idle")))
+
+    def wait() -> None:
+        driver.lane.wait_idle(30)
+        order.append("idle")
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
     driver.lane.read([read(1)], lambda _: order.append("answered"), lambda: False)
     driver.tier.let_read()

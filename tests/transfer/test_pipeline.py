@@ -367,15 +367,15 @@ def test_in_eviction_mode_a_slow_tier_drops_stores_and_loses_nothing() -> None:
 
 
 def test_in_eviction_mode_the_close_saves_everything_pinned_or_not_through_a_short_queue(tmp_path: Path) -> None:
-    settings: dict[str, dict[str, Any]] = {"nvme": {"store": "eviction", "queue": 1}}
+    nvme = {"store": "eviction", "queue": 1}
     path = range(10)
-    with open_store(tmp_path / "kv", **settings) as store, store.session(MODEL) as mine:
+    with open_store(tmp_path / "kv", nvme=nvme) as store, store.session(MODEL) as mine:
         keep(mine, *path)
         keep(mine, 100, 101)
         mine.pin(prompt(*path))
         # A match that is never given back, too: the session is closed with the store.
         mine.match(prompt(100, 101))
-    with open_store(tmp_path / "kv", **settings) as store, store.session(MODEL) as mine:
+    with open_store(tmp_path / "kv", nvme=nvme) as store, store.session(MODEL) as mine:
         assert right(mine, *path) == 10
         assert right(mine, 100, 101) == 2
 
@@ -470,7 +470,7 @@ def test_a_drop_that_takes_too_long_says_that_it_goes_on() -> None:
     with world(Gated(open_drops=False)) as w:
         keep(w.session, 1)
         w.tier.let_all()
-        with pytest.raises(TierError, match="longer than 0.01 s; it goes on in the background"):
+        with pytest.raises(TierError, match=r"longer than 0\.01 s; it goes on in the background"):
             w.session.drop(prompt(1), timeout=0.01)
         w.tier.let_drop()
 

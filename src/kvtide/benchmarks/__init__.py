@@ -1,0 +1,33 @@
+"""What the store costs: against memory, the disk and, where they are at hand, its peers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtide.benchmarks.bookkeeping import opening, pipeline, scale
+from kvtide.benchmarks.disk import nvme
+from kvtide.benchmarks.memory import dram, match
+from kvtide.benchmarks.record import Record
+from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.errors import ConfigError
+
+__all__ = ["FIGURES", "run"]
+
+FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
+    "match": match,
+    "dram": dram,
+    "nvme": nvme,
+    "scale": scale,
+    "opening": opening,
+    "pipeline": pipeline,
+}
+
+
+def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
+    """Measure everything, or only the parts that are named."""
+    free = shutil.disk_usage(settings.folder).free
+    if free < (4 if settings.quick else 16) * 1024 * MIB:
+        raise ConfigError(f"{settings.folder} has only {free // MIB} MiB free; give --path on a disk with more")
+    for name in only or FIGURES:
+        yield from FIGURES[name](settings)

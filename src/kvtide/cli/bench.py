@@ -60,7 +60,8 @@ def store(
     """
     import msgspec
 
-    from kvtide.benchmarks.store import FIGURES, NoPeers, Settings, run
+    from kvtide.benchmarks import FIGURES, run
+    from kvtide.benchmarks.settings import NoPeers, Settings
 
     for name in only or ():
         if name not in FIGURES:

@@ -63,7 +63,7 @@ DEFAULT_TENANT = Tenant("", b"kvtide: the tenant of those who named none")
 class Model:
     """Everything that decides the bytes of a block, besides its tokens.
 
-    ``weights`` is a weights identity (see ``kvtide.weights``); ``config`` the model's configuration after
+    ``weights`` is a weights identity (see ``Store.weights``); ``config`` the model's configuration after
     overrides, as plain values; ``scales`` whatever the KV dtype is scaled by. ``fidelity`` is "exact" or the
     name of a lossy form, which is another block and never answers an exact request.
     """

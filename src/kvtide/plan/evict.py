@@ -75,22 +75,24 @@ class Lru:
         return any(tick > since and priority < score >> _PRIORITY for priority, tick in self._latest.items())
 
     def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
-        """After a restart: rank by order of writing, no block older than its descendants.
+        """After a restart: rank by order of writing, no block older or of lower priority than its descendants.
 
         ``parents`` holds, for each row, the position of its parent in ``rows``, or -1.
         """
         used = np.argsort(np.argsort(sequences)).astype(np.int64)
-        depth = self._index.depth[rows]
+        depth, priority = self._index.depth[rows], self._index.priority[rows]
         order = np.argsort(depth)[::-1]
         borders = np.flatnonzero(np.diff(depth[order])) + 1
         for level in np.split(order, borders):
             child = level[parents[level] >= 0]
             np.maximum.at(used, parents[child], used[child])
+            np.maximum.at(priority, parents[child], priority[child])
         # Equal ticks, then: the deeper one first.
         ranked = np.lexsort((-depth.astype(np.int64), used))
         ticks = np.empty(len(rows), np.int64)
         ticks[ranked] = np.arange(1, len(rows) + 1)
         self._index.used[rows] = self._tick + ticks
+        self._index.priority[rows] = priority
         self._tick += len(rows)
 
 

@@ -353,7 +353,7 @@ class FaultyDisk(Disk):
     def _file(self, fd: int, path: Path) -> _Unsynced:
         about = os.fstat(fd)
         file = self._files.get((about.st_dev, about.st_ino))
-        if file is None:
+        if file is None or file.path != path:  # the number of a file that was removed may be given to another
             # Opening says nothing of the past: what is there when a file is first used counts as durable.
             file = self._files[about.st_dev, about.st_ino] = _Unsynced(path, about.st_size, {})
         return file

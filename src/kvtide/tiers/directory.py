@@ -62,10 +62,13 @@ class SegmentHeader:
         magic, version, _, slots, size, cut, check = _SEGMENT.unpack_from(page)
         if magic != _MAGIC:
             raise Rejected("no segment")
+        body = page[: _SEGMENT.size - 16] + bytes(16)
+        # Where the checksum lies is the same in every version: a flipped bit must not pass for a newer one.
+        if check != xxh3_128_digest(body):
+            raise Rejected("corrupt header")
         if version != FORMAT:
             raise Rejected(f"version {version}")
-        body = page[: _SEGMENT.size - 16] + bytes(16)
-        if check != xxh3_128_digest(body) or not slots or not size or size % ALIGN:
+        if not slots or not size or size % ALIGN:
             raise Rejected("corrupt header")
         return cls(size, slots, cut)
 
@@ -102,6 +105,8 @@ class Directory:
                 ) from None
             fresh = self.path / "kvtide.json.new"
             fresh.write_text(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
+            with fresh.open("rb") as f:
+                self.disk.sync(f.fileno())  # else a power loss may leave the name with nothing behind it
             self.disk.rename(fresh, self.path / "kvtide.json")
 
     def check(self) -> None:

@@ -1,0 +1,197 @@
+"""Blocks to and from the disk, verified, beside raw direct I/O."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+import kvtide
+from kvtide.benchmarks.record import Record, Rounds, Sample, compare, figure, timed
+from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings, block_sources, into, layout_of, size_name
+from kvtide.block import Span
+from kvtide.index.index import DRAM
+
+__all__ = ["nvme"]
+
+THREADS = 4
+
+
+class _RawDisk:
+    """The limit: whole blocks by direct I/O at our depth, into a file whose extents were written before."""
+
+    def __init__(self, folder: Path, nbytes: int, count: int) -> None:
+        self._nbytes, self._count = nbytes, count
+        self._fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(self._fd, 0, nbytes * count)
+        memory = os.memfd_create("raw")
+        os.posix_fallocate(memory, 0, nbytes * count)
+        self._view = memoryview(mmap.mmap(memory, nbytes * count, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        os.close(memory)
+        for i, source in zip(range(count), block_sources(nbytes) * count, strict=False):
+            self._view[i * nbytes : (i + 1) * nbytes] = source.data.cast("B")
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def __call__(self) -> Mapping[str, Sample]:
+        total = self._nbytes * self._count
+        return {
+            "store": timed(self._all, os.pwritev, nbytes=total),
+            "load": timed(self._all, os.preadv, nbytes=total),
+        }
+
+    def _all(self, call: Callable[[int, Sequence[Span], int], int]) -> None:
+        def one(i: int) -> None:
+            span = self._view[i * self._nbytes : (i + 1) * self._nbytes]
+            assert call(self._fd, [span], i * self._nbytes) == self._nbytes
+
+        list(self._pool.map(one, range(self._count)))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._fd)
+
+
+class _OurDisk:
+    """Through DRAM to NVMe and, after DRAM was emptied, back, verified."""
+
+    def __init__(self, folder: Path, nbytes: int, count: int, huge_pages: str) -> None:
+        budget = (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB
+        self._store = kvtide.open(
+            dram={"budget": budget, "prefault": True, "huge_pages": huge_pages},
+            nvme={
+                "path": str(folder),
+                "budget": int(count * nbytes * 1.2) + 64 * MIB,
+                "threads": THREADS,
+                "queue": count * nbytes,
+            },
+        )
+        self._store.dram.wait_prefault()
+        self._total = count * nbytes
+        layout = layout_of(nbytes)
+        self._slot = layout.geometry["full"].footprint
+        self._session = self._store.session(kvtide.Model(layout, "bench"))
+        self._chain = self._session.chain(np.arange(count * BLOCK_TOKENS, dtype=np.uint32))
+        sources = block_sources(nbytes)
+        self._blocks = [sources[i % 4] for i in range(count)]
+
+    def __call__(self) -> Mapping[str, Sample]:
+        store = timed(self._put, nbytes=self._total)
+        while self._store.pipeline.make_room(DRAM, self._slot):
+            pass
+        with self._session.match(self._chain) as found:
+            assert not found.ready
+            loaded: list[kvtide.Loaded] = []
+            load = timed(into(loaded, lambda: self._session.load(found).wait()), nbytes=self._total)
+            assert len(loaded[0].blocks) == len(self._blocks), f"only {len(loaded[0].blocks)} blocks came"
+            assert loaded[0].blocks[-1] == self._blocks[-1].data.cast("B"), "a wrong byte"
+            loaded.clear()
+        self._session.drop(self._chain)
+        return {"store": store, "load": load}
+
+    def _put(self) -> None:
+        assert self._session.store(self._chain, self._blocks).dropped == 0
+        self._store.flush()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def nvme(settings: Settings) -> Iterator[Record]:
+    """Store to and load from the disk, verified, beside raw direct I/O at the same depth."""
+    for nbytes in (32 * MIB, 2 * MIB):
+        count = settings.rounds(1024, 256) * MIB // nbytes
+        with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
+            folder = Path(name)
+            ours: dict[str, _OurDisk | _RawDisk] = {
+                "kvtide": _OurDisk(folder / "ours", nbytes, count, "no"),
+                "raw": _RawDisk(folder, nbytes, count),
+            }
+            if _huge_pages_free() >= (count + 2) * nbytes + 512 * MIB:
+                ours["kvtide, 2 MiB pages"] = _OurDisk(folder / "huge", nbytes, count, "2MiB")
+            with ExitStack() as stack:
+                for one in ours.values():
+                    stack.callback(one.close)
+                contestants = {**ours, **settings.peers.disk(nbytes, count, folder)}
+                rounds = compare(contestants, settings.rounds(9, 3), settings.progress, warm_up=2)
+        yield from _nvme_records(settings, nbytes, rounds)
+
+
+def _huge_pages_free() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free:"):
+            return int(line.split()[1]) * 2 * MIB
+    return 0
+
+
+def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[Record]:
+    size = size_name(nbytes)
+    peers = {n: t for n, t in rounds.items() if n != "raw" and not n.startswith("kvtide")}
+    # Into the page cache is not onto the disk.
+    direct = {n: t for n, t in peers.items() if "buffered" not in n}
+    checksum = _checksum_cost(nbytes)
+    for who in (n for n in rounds if n.startswith("kvtide")):
+        pages = "-2mib-pages" if "2 MiB" in who else ""
+        for task in ("store", "load"):
+            ours = [s.speed for s in rounds[who][task]]
+            limit = [s.speed for s in rounds["raw"][task]]
+            yield figure(
+                f"nvme-{task}-{size}{pages}",
+                "GB/s",
+                ours,
+                better="higher",
+                peers={n: [s.speed for s in t[task]] for n, t in peers.items()},
+                limit=limit,
+                against="raw O_DIRECT at the same depth",
+                reference=limit,
+                bar=0.9,
+                command=settings.command,
+            )
+            ours_cpu = [s.cpu_per_gb for s in rounds[who][task]]
+            if not direct:
+                continue
+            best = max(direct, key=lambda n: statistics.median(s.speed for s in direct[n][task]))
+            yield figure(
+                f"nvme-{task}-{size}{pages}-against-peer",
+                "GB/s",
+                ours,
+                better="higher",
+                against=best,
+                reference=[s.speed for s in direct[best][task]],
+                bar=1.0,
+                command=settings.command,
+            )
+            least = min(direct, key=lambda n: statistics.median(s.cpu_per_gb for s in direct[n][task]))
+            yield figure(
+                f"nvme-{task}-cpu-{size}{pages}",
+                "CPU s/GB",
+                ours_cpu,
+                better="lower",
+                peers={n: [s.cpu_per_gb for s in t[task]] for n, t in peers.items()},
+                limit=[s.cpu_per_gb for s in rounds["raw"][task]],
+                against=f"{least} + the checksum's own {checksum:.3f}",
+                reference=[s.cpu_per_gb + checksum for s in direct[least][task]],
+                bar=1.0,
+                command=settings.command,
+                note="store: with the copy into DRAM, as the peers' is",
+            )
+
+
+def _checksum_cost(nbytes: int) -> float:
+    """CPU seconds per GB of the checksums alone."""
+    data = block_sources(nbytes)[0].data
+    step = nbytes // 64
+
+    def work() -> None:
+        for _ in range(256 * MIB // nbytes):
+            for i in range(0, nbytes, step):
+                xxh3_128_digest(data[i : i + step])
+
+    return statistics.median(timed(work, nbytes=256 * MIB).cpu_per_gb for _ in range(5))

@@ -1,0 +1,93 @@
+"""What every benchmark of the store needs: how much to measure, where, and beside whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import kvtide
+from kvtide.benchmarks.record import Contestant
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "MIB",
+    "TINY",
+    "TOKENS",
+    "NoPeers",
+    "Peers",
+    "Settings",
+    "into",
+    "layout_of",
+    "size_name",
+    "sources",
+]
+
+MIB = 1 << 20
+TOKENS = 131_072
+BLOCK_TOKENS = 256
+
+TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
+"""Blocks of one page: the cost of a block without the cost of its bytes."""
+
+
+class Peers(Protocol):
+    """Other systems, each as contestants for our tasks."""
+
+    def match(self) -> Mapping[str, Contestant]: ...
+
+    def dram(self, block: int, count: int) -> Mapping[str, Contestant]: ...
+
+    def disk(self, block: int, count: int, folder: Path) -> Mapping[str, Contestant]: ...
+
+
+class NoPeers:
+    """Ours and the hardware alone."""
+
+    def match(self) -> Mapping[str, Contestant]:
+        return {}
+
+    def dram(self, block: int, count: int) -> Mapping[str, Contestant]:
+        return {}
+
+    def disk(self, block: int, count: int, folder: Path) -> Mapping[str, Contestant]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure, where, and whom to tell."""
+
+    quick: bool
+    folder: Path
+    """On the disk that is to be measured."""
+    command: str
+    progress: Callable[[str], None]
+    peers: Peers
+
+    def rounds(self, full: int, quick: int) -> int:
+        return quick if self.quick else full
+
+
+def layout_of(nbytes: int) -> kvtide.Layout:
+    """32 layers of 8 heads, as in Llama-3-8B, with heads as wide as makes a block ``nbytes`` long."""
+    per_dim = 32 * 2 * 8 * BLOCK_TOKENS * 2
+    return kvtide.Layout.attention(layers=32, heads=8, head_dim=nbytes // per_dim)
+
+
+def block_sources(nbytes: int) -> list[npt.NDArray[np.uint8]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, nbytes, np.uint8) for _ in range(4)]
+
+
+def size_name(nbytes: int) -> str:
+    return f"{nbytes // MIB}mib"
+
+
+def into(found: list[Any], work: Callable[..., Any]) -> Callable[..., None]:
+    """``work`` with its result put into ``found``."""
+    return lambda *arguments: found.append(work(*arguments))
