@@ -32,7 +32,7 @@ PARTS = {
 }
 
 
-def _records() -> list[Record]:
+def read_records() -> list[Record]:
     return [msgspec.json.decode(p.read_bytes(), type=Record) for p in sorted(RESULTS.glob("*.json"))]
 
 
@@ -48,11 +48,14 @@ def _row(r: Record) -> str:
     return f"| {r.name} | {r.unit} | {r.ours:g} | {spread} | {limit} | {peers} | {ratio} | {bar} | {r.note} |"
 
 
-def _plot(part: str, records: Sequence[Record]) -> str:
-    """Bars of ours, limit and peers for the figures of a part that have any; the plot's file name, or nothing."""
-    shown = [r for r in records if r.peers or r.limit is not None]
+def _plotted(record: Record) -> bool:
+    return bool(record.peers) or record.limit is not None
+
+
+def _plot(part: str, shown: Sequence[Record]) -> None:
+    """Bars of ours, limit and peers."""
     if not shown:
-        return ""
+        return
     by_unit: dict[str, list[Record]] = {}
     for r in shown:
         by_unit.setdefault(r.unit, []).append(r)
@@ -79,12 +82,10 @@ def _plot(part: str, records: Sequence[Record]) -> str:
     matplotlib.rcParams["svg.hashsalt"] = "kvtide"
     figure.savefig(PLOTS / f"{part}.svg", metadata={"Date": None})
     plt.close(figure)
-    return f"{part}.svg"
 
 
-def write_report() -> None:
-    """Write the page and its plots."""
-    records = _records()
+def page(records: Sequence[Record]) -> str:
+    """The text of ``docs/benchmarks.md``."""
     lines = [
         "# Benchmarks",
         "",
@@ -103,12 +104,20 @@ def write_report() -> None:
         if not mine:
             continue
         lines += [f"## {part}", "", text, ""]
-        if plot := _plot(part, mine):
-            lines += [f"![{part}](plots/{plot})", ""]
+        if any(_plotted(r) for r in mine):
+            lines += [f"![{part}](plots/{part}.svg)", ""]
         lines += [
             "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_row(r) for r in mine),
             "",
         ]
-    PAGE.write_text("\n".join(lines))
+    return "\n".join(lines)
+
+
+def write_report() -> None:
+    """Write the page and its plots."""
+    records = read_records()
+    PAGE.write_text(page(records))
+    for part in PARTS:
+        _plot(part, [r for r in records if r.name.split("-")[0] == part and _plotted(r)])

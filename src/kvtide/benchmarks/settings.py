@@ -21,10 +21,10 @@ __all__ = [
     "NoPeers",
     "Peers",
     "Settings",
+    "block_sources",
     "into",
     "layout_of",
     "size_name",
-    "sources",
 ]
 
 MIB = 1 << 20

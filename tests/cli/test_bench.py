@@ -1,0 +1,86 @@
+"""``kvtide bench`` measures and tells; what it tells is what ``docs/benchmarks.md`` is made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from bench.report import PAGE, page, read_records
+from kvtide.benchmarks.record import Record, Sample, compare, figure
+from kvtide.cli import app
+from kvtide.errors import ConfigError
+
+
+def test_quick_figures_come_as_records(tmp_path: Path) -> None:
+    command = ["bench", "store", "match", "pipeline", "--quick", "--json", "-", "--path", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvtide.cli import main; main()", *command],
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    records = msgspec.json.decode(done.stdout, type=list[Record])
+    names = {r.name for r in records}
+    assert {"match-list", "match-buffer", "pipeline-tier-batch", "pipeline-load-key"} <= names
+    for record in records:
+        assert record.ours > 0
+        assert record.spread[0] <= record.ours <= record.spread[1]
+        assert record.command == "kvtide bench store match pipeline --quick"
+        assert "cores" in record.machine
+
+
+def test_an_unknown_figure_is_named() -> None:
+    result = CliRunner().invoke(app, ["bench", "store", "memory"])
+    assert isinstance(result.exception, ConfigError)
+    assert "'memory'" in str(result.exception)
+    assert "dram" in str(result.exception)
+
+
+def test_contestants_take_turns_and_warm_up_does_not_count() -> None:
+    order: list[str] = []
+
+    def contestant(name: str, seconds: list[float]) -> dict[str, Sample]:
+        order.append(name)
+        return {"task": Sample(seconds.pop(0), 0.0, 1)}
+
+    ours, peer = [9.0, 1.0, 2.0], [9.0, 3.0, 4.0]
+    rounds = compare(
+        {"ours": lambda: contestant("ours", ours), "peer": lambda: contestant("peer", peer)}, 2, lambda _: None
+    )
+    assert order == ["ours", "peer"] * 3
+    assert [s.seconds for s in rounds["ours"]["task"]] == [1.0, 2.0]
+    assert [s.seconds for s in rounds["peer"]["task"]] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("better", "reference", "ratio", "met"),
+    [
+        ("higher", [1.0, 4.0, 2.0], 1.0, True),
+        ("lower", [1.0, 4.0, 2.0], 1.0, True),
+        ("higher", [4.0, 8.0, 8.0], 0.25, False),
+    ],
+)
+def test_a_ratio_is_the_median_of_the_rounds(better: str, reference: list[float], ratio: float, met: bool) -> None:
+    record = figure(
+        "x",
+        "GB/s",
+        [1.0, 4.0, 2.0] if reference[0] == 1.0 else [1.0, 2.0, 2.0],
+        better=better,  # type: ignore[arg-type]
+        reference=reference,
+        bar=0.9,
+        command="test",
+    )
+    assert record.ratio == ratio
+    assert record.met is met
+
+
+def test_the_page_tells_the_committed_records() -> None:
+    records = read_records()
+    if not records:
+        pytest.skip("no records are committed: run make bench")
+    assert PAGE.read_text() == page(records), "docs/benchmarks.md is not what the records say: python -m bench --report"
