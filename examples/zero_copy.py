@@ -18,7 +18,8 @@ def main() -> None:
         with session.reserve(prompt) as reservation:
             for number, view in zip(reservation.depths, reservation.views, strict=True):
                 np.frombuffer(view, np.float16).reshape(SHAPE)[:] = number
-            print("while it is written:", session.match(prompt))
+            with session.match(prompt) as match:
+                print("while it is written:", match)
             reservation.seal()
 
         # A view is memory of the store. It stays as it is while the match is held.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import RightError
-from kvtide.tiers.copier import Copier
 from tests.plan.small import LAYOUT, MODEL, NBYTES, Clock, content, keep, open_store, prompt
+from tests.test_interface import SlowCopier
 from tests.transfer.gate import Gated
 from tests.transfer.test_pipeline import World, check, world
 
@@ -54,6 +54,7 @@ def test_many_loads_at_once(tmp_path: Path) -> None:
     with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
         for number in range(12):
             keep(mine, number, number + 1)
+            assert store.flush(30)  # or a store finds DRAM full of blocks that are being written
     with open_store(tmp_path / "kv", dram={"budget": "4MiB"}) as store, store.session(MODEL) as mine:
 
         async def one(number: int) -> int:
@@ -143,19 +144,6 @@ def test_a_timeout_around_a_load_cancels_it() -> None:
                 assert load.transfer.ended
 
         asyncio.run(main())
-
-
-class SlowCopier(Copier):
-    """Copies when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def copy(self, pairs: object) -> None:
-        self.begun.set()
-        assert self.go.wait(30)
-        super().copy(pairs)  # type: ignore[arg-type]
 
 
 def test_a_cancelled_task_ends_only_when_nobody_writes_into_its_buffers_any_more() -> None:

@@ -15,9 +15,7 @@ import errno
 import functools
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,13 +37,14 @@ from kvtide import config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event
-from kvtide.index.index import DRAM, SEALED
+from kvtide.index.index import SEALED
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.session import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, Gate, How
+from tests.books import agree, tier_bytes
 
 MIB = 1 << 20
 ONE = Layout.attention(layers=2, heads=4, head_dim=64, block_tokens=128)
@@ -264,32 +263,8 @@ class Machine(RuleBasedStateMachine):
             self.gates.pop().open()
 
     def settled(self) -> None:
-        """When nothing moves, the books of index, pipeline and tiers agree and nobody holds what nobody has."""
-        index, pipeline = self.store.index, self.store.pipeline
-        held = {int(row) for right in self.rights for rows in right.match.rows.values() for row in rows}
-
-        def books() -> list[tuple[str, int, int]]:
-            assert self.store.flush(60), "the lanes do not come to rest"
-            statistics = self.store.statistics()
-            with index.lock:
-                count = index.size
-                in_dram = int(np.count_nonzero(index.state[DRAM][:count]))
-                in_nvme = int(np.count_nonzero(index.state[NVME][:count]))
-                whole = int(np.count_nonzero(index.state[NVME][:count] == SEALED))
-                rows = sum(key is not None for key in index._keys)
-                doomed = sum(row in held for row in pipeline._residents.doomed)
-                return [
-                    ("rows held", statistics.held, len(held)),
-                    ("slots in DRAM", statistics.tiers["dram"].blocks, in_dram),
-                    ("slots in NVMe", statistics.tiers["nvme"].blocks, in_nvme),
-                    ("unfinished writes", in_nvme, whole),
-                    ("flights", pipeline.blocks_pending, 0),
-                    ("doomed rows", pipeline.blocks_doomed, doomed),
-                    ("rows", rows, len(index) + doomed),
-                ]
-
-        # Erasing what could not be read happens after the lanes are idle, and nobody waits for that.
-        eventually(lambda: all(is_ == should for _, is_, should in books()), lambda: str(books()))
+        """When nothing moves, all books agree and nobody holds what nobody has."""
+        agree(self.store, {int(row) for right in self.rights for rows in right.match.rows.values() for row in rows})
 
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
@@ -614,24 +589,6 @@ class Machine(RuleBasedStateMachine):
                     assert right.loaded is not None
                     assert right.loaded.tokens == (depth + 1) * self.sessions[user].layout.block_tokens, "unreadable"
                     right.match.release()
-
-
-def tier_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.iterdir():
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
-
-
-def eventually(condition: Callable[[], bool], say: Callable[[], str], seconds: float = 20.0) -> None:
-    """For what has no event to wait on."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, say()
-        time.sleep(0.002)
 
 
 PROFILE: dict[str, Any] = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Load", "Loaded", "Match", "Session", "Stored"]
 
 _PART = 64 << 20
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,8 @@ class Match:
 
     def __repr__(self) -> str:
         where = "in DRAM" if self.ready else "partly colder"
-        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{'' if self.held else ', released'}>"
+        more = ", more is being written" if self.pending else ""
+        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}{'' if self.held else ', released'}>"
 
     @property
     def held(self) -> bool:
@@ -189,6 +194,17 @@ class Load:
             raise
 
 
+def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """A verb that uses the store's memory: closing the store waits for it, and it is refused afterwards."""
+
+    @functools.wraps(verb)
+    def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with session._store.door:
+            return verb(session, *args, **kwargs)
+
+    return inside
+
+
 class Session:
     """One engine's use of the store: one model, one tenant. Its rights end with it. Safe from any thread."""
 
@@ -243,6 +259,7 @@ class Session:
 
     # -- reading ------------------------------------------------------------------------------------------
 
+    @_inside
     def match(
         self,
         tokens: Tokens | Chain,
@@ -309,6 +326,7 @@ class Session:
         needs = group.needs(blocks, self.layout.block_tokens)
         return rows[max(needs.start, have) : needs.stop]
 
+    @_inside
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
         """Bring a match's blocks to DRAM and, if ``into`` is given, copy them there.
 
@@ -343,6 +361,7 @@ class Session:
                 )
         return targets
 
+    @_inside
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
         index, layout = self._index, self.layout
@@ -391,6 +410,7 @@ class Session:
 
     # -- writing ------------------------------------------------------------------------------------------
 
+    @_inside
     def store(
         self,
         tokens: Tokens | Chain,
@@ -432,25 +452,28 @@ class Session:
         geometry, stored = self.layout.geometry[group.name], 0
         # In parts: the first are on their way to colder tiers while the last are copied.
         step = max(1, _PART // geometry.footprint)
-        for first in range(start, start + len(given), step):
-            stop = min(first + step, start + len(given))
-            with (
-                self._kept(chain, group, stop, priority),
-                self._reserve(chain, [group], first, stop, ttl, priority) as r,
-            ):
-                self._store.copier.copy(
-                    [
-                        _same_shape(geometry, view, given[depth - start])
-                        for depth, view in zip(r.depths, r.views, strict=True)
-                    ]
-                )
-                with self._index.lock:
-                    # Now, not at the end: if room must be made for the next part, the deepest goes first.
-                    self._pipeline.used(self._rows(chain, group, stop))
-                r.seal()
-                stored += len(r.keys)
+        rows, lease = self._keep(chain, group, start + len(given), priority)
+        try:
+            for first in range(start, start + len(given), step):
+                stop = min(first + step, start + len(given))
+                with self._reserve(chain, [group], first, stop, ttl, priority) as r:
+                    self._store.copier.copy(
+                        [
+                            _same_shape(geometry, view, given[depth - start])
+                            for depth, view in zip(r.depths, r.views, strict=True)
+                        ]
+                    )
+                    rows = np.concatenate([rows, r.rows])
+                    with self._index.lock:
+                        before, lease = lease, self._pipeline.keep(rows)
+                    before.release()
+                    r.seal()
+                    stored += len(r.keys)
+        finally:
+            lease.release()
         return stored
 
+    @_inside
     def reserve(
         self,
         tokens: Tokens | Chain,
@@ -470,11 +493,11 @@ class Session:
         self._check_pledge(chain, start, stop, ttl, priority)
         with contextlib.ExitStack() as stack:
             for group in self.layout.groups:
-                stack.enter_context(self._kept(chain, group, stop, priority))
+                stack.enter_context(self._keep(chain, group, stop, priority)[1])
             reservation = self._reserve(chain, self.layout.groups, start, stop, ttl, priority)
             with self._index.lock:
                 self._use(chain, stop, priority)
-        reservation.on_end = self.ended
+        reservation.on_end, reservation.door = self.ended, self._store.door
         self._own(reservation)
         return reservation
 
@@ -491,12 +514,12 @@ class Session:
         rows = self._index.rows(chain.keys(group.suffix)[:stop])
         return rows[rows > 0]
 
-    def _kept(self, chain: Chain, group: Group, stop: int, priority: int) -> Lease:
-        """Room for a prompt's next blocks must not be made by losing its first ones."""
+    def _keep(self, chain: Chain, group: Group, stop: int, priority: int) -> tuple[Rows, Lease]:
+        """Hold what there is of a prompt: room for its next blocks must not be made by losing its first ones."""
         with self._index.lock:
             rows = self._rows(chain, group, stop)
             self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-            return self._pipeline.keep(rows)
+            return rows, self._pipeline.keep(rows)
 
     def _reserve(
         self,
@@ -537,10 +560,12 @@ class Session:
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
+    @_inside
     def pin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks."""
         return self._pin(self._chain(tokens, extras), stop, 1)
 
+    @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """End one ``pin`` of the same blocks."""
         return self._pin(self._chain(tokens, extras), stop, -1)
@@ -559,6 +584,7 @@ class Session:
             index.changes += 1
         return count
 
+    @_inside
     def drop(
         self,
         tokens: Tokens | Chain,

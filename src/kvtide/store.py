@@ -54,6 +54,32 @@ class Statistics:
     """What happened to blocks, by name."""
 
 
+class Door:
+    """Lets calls in until it is shut; shutting it waits for those that are inside."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._open = True
+        self._left = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._left:
+            if not self._open:
+                raise ClosedError("this store is closed; open it again with kvtide.open(...)")
+            self._inside += 1
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        with self._left:
+            self._inside -= 1
+            if not self._inside:
+                self._left.notify_all()
+
+    def shut(self) -> None:
+        with self._left:
+            self._open = False
+            self._left.wait_for(lambda: not self._inside)
+
+
 class Store:
     """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
 
@@ -67,6 +93,7 @@ class Store:
         self.copier = Copier()
         self._policy = _POLICIES[config.plan.policy](self.index)
         self._sessions: set[Session] = set()
+        self.door = Door()
         self._next_expiry = float("inf")
         self._colds: list[Cold] = []
         self.closed = False
@@ -220,6 +247,7 @@ class Store:
         self.closed = True
         for session in list(self._sessions):
             session.close()
+        self.door.shut()
         with contextlib.ExitStack() as stack:
             stack.callback(self.copier.close)
             stack.callback(self.dram.close)

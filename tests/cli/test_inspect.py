@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from xxhash import xxh3_128_digest
 
 import kvtide
 from kvtide import cli
@@ -410,6 +411,8 @@ def test_newer_formats_are_refused_with_what_to_do(
     about.write_text(good)
     page = bytearray(SegmentHeader(SLOT, 4, 1).pack())
     page[8:10] = (2).to_bytes(2, "little")
+    page[32:48] = bytes(16)
+    page[32:48] = xxh3_128_digest(page[:48])
     with (directory / "00000.segment").open("r+b") as file:
         file.write(page)
     assert "has format 2" in refused(directory, monkeypatch, capsys)

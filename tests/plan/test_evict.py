@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide import BlockRemoved, Store, session
-from kvtide.block import BlockKey
+from kvtide.block import ALIGN, BlockKey
 from kvtide.index.index import DRAM, SEALED, Index, Rows
-from kvtide.plan.evict import Lru
+from kvtide.plan.evict import Evictor, Lru
 from kvtide.testing import blocks
+from kvtide.tiers.segments import Segments
 from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, content, keep, length, open_store, prompt, right
 
 
@@ -241,6 +243,54 @@ def test_a_full_disk_loses_leaves_first_and_keeps_its_budget(tmp_path: Path) -> 
             keys = mine.chain(prompt(*(100 * chain + i for i in range(12)))).keys(b"full")
             here = present(store, keys, 1)
             assert here == sorted(here, reverse=True), "a prefix, or nothing"
+
+
+# -- segments of several sizes ------------------------------------------------------------------------------
+
+
+class Book:
+    """A tier that is nothing but its book of segments."""
+
+    def __init__(self, budget: int) -> None:
+        self.segments = Segments(budget, 4 * ALIGN)
+        self.book_lock = threading.Lock()
+
+
+def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
+    """A dropped block's slot keeps its owner's number until it is erased, and the number may be another block's."""
+    index, book = Index(tiers=2), Book(8 * ALIGN)
+    policy = Lru(index)
+    evictor = Evictor(index, 1, book, policy)
+    segment = book.segments.add(ALIGN, 4)
+    rows = []
+    for key in blocks.keys(2):
+        row = index.add(key, bytes(32), 0)
+        place = book.segments.take(ALIGN, row)
+        assert place is not None
+        index.put(row, 1, SEALED, place)
+        rows.append(row)
+    policy.touch(np.array(rows))
+    stale = book.segments.take(ALIGN, rows[0])  # of a block that was dropped; its row number was used again
+    assert stale is not None
+    assert evictor.victims(2 * ALIGN) == [], "or one block would leave twice"
+    assert not segment.draining
+    book.segments.release(stale)
+    assert sorted(evictor.victims(2 * ALIGN)) == sorted(rows)
+    assert segment.draining
+
+
+def test_no_row_is_chosen_twice() -> None:
+    index, book = Index(tiers=2), Book(8 * ALIGN)
+    policy = Lru(index)
+    evictor = Evictor(index, 1, book, policy)
+    book.segments.add(ALIGN, 4)
+    (key,) = blocks.keys(1)
+    row = index.add(key, bytes(32), 0)
+    place, _ = book.segments.take(ALIGN, row), book.segments.take(ALIGN, row)
+    assert place is not None
+    index.put(row, 1, SEALED, place)
+    policy.touch(np.array([row]))
+    assert evictor.victims(ALIGN, count=4) == [row]
 
 
 # -- after a restart ----------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtide.block import ALIGN, padded
-from kvtide.tiers.segments import Segments, ladder, place_of, segment_of, slot_of
+from kvtide.tiers.segments import Segments, by_segment, ladder, place_of, segment_of, slot_of
 
 SIZES = st.integers(1, 40).map(lambda pages: ladder(pages * ALIGN))
 
@@ -35,6 +36,13 @@ def test_a_place_is_a_segment_and_a_slot(segment: int, slot: int) -> None:
     place = place_of(segment, slot)
     assert (segment_of(place), slot_of(place)) == (segment, slot)
     assert 0 <= place < 1 << 62
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), unique=True))
+def test_places_by_segment(parts: list[tuple[int, int]]) -> None:
+    places = np.array([place_of(*p) for p in parts], np.int64)
+    found = {number: places[mine].tolist() for number, mine in by_segment(places)}
+    assert found == {n: [place_of(*p) for p in parts if p[0] == n] for n in {n for n, _ in parts}}
 
 
 class Book(RuleBasedStateMachine):

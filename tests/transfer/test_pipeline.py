@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtide import BlockRemoved, BlockStored, Session
+from kvtide import session as session_module
 from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.tiers.base import NOWHERE
@@ -364,6 +365,30 @@ def test_in_eviction_mode_a_slow_tier_drops_stores_and_loses_nothing() -> None:
         w.tier.let_all()
         assert w.session.store(prompt(99), content(w.session, prompt(99))).stored == 1
         assert all(length(w.session, n) == 1 for n in stored)
+
+
+def test_in_eviction_mode_a_block_that_was_dropped_while_held_is_not_saved() -> None:
+    with world(mode="eviction") as w:
+        keep(w.session, 1)
+        with w.session.match(prompt(1)):
+            assert w.session.drop(prompt(1)) == 1
+            for number in range(100, 100 + SLOTS - 1):
+                keep(w.session, number)
+            w.tier.let_all()
+            dropped = w.session.chain(prompt(1)).keys(b"full")[0]
+            assert dropped not in {key for key, _ in w.tier.kept.values()}
+            assert w.tier.kept
+
+
+def test_in_eviction_mode_a_chain_longer_than_dram_is_saved_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own blocks are held while it is stored, and yet they are written down to make room for its end."""
+    monkeypatch.setattr(session_module, "_PART", 1)
+    with world(Gated(inline=True), mode="eviction") as w:
+        path = range(2 * SLOTS)
+        assert w.session.store(prompt(*path), content(w.session, prompt(*path))).stored == 2 * SLOTS
+        with w.session.match(prompt(*path), have=SLOTS * TOKENS) as match:
+            assert match.blocks == 2 * SLOTS
+        assert right(w.session, *path) == SLOTS, "as much as DRAM can hold at once"
 
 
 def test_in_eviction_mode_the_close_saves_everything_pinned_or_not_through_a_short_queue(tmp_path: Path) -> None:

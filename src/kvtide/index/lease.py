@@ -7,6 +7,7 @@ must be undone is in one object, and ``with`` undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -54,7 +55,7 @@ class Reservation:
     are not among them.
     """
 
-    __slots__ = ("_finish", "depths", "generations", "keys", "on_end", "rows", "views")
+    __slots__ = ("_finish", "depths", "door", "generations", "keys", "on_end", "rows", "views")
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class Reservation:
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
         self.on_end: Callable[[Reservation], None] | None = None
+        self.door: AbstractContextManager[object] = nullcontext()
+        """What must be open while slots change hands."""
 
     def __repr__(self) -> str:
         return f"<Reservation {len(self.keys)} blocks{'' if self.open else ', ended'}>"
@@ -83,21 +86,23 @@ class Reservation:
 
     def seal(self) -> None:
         """Everything is written: let others read it."""
-        self._end(sealed=True)
+        if not self._end(sealed=True):
+            raise RightError("this reservation was sealed or aborted before; reserve again")
 
     def abort(self) -> None:
         """Give the slots back unused. Does nothing to a reservation that has ended."""
-        if self.open:
-            self._end(sealed=False)
+        self._end(sealed=False)
 
-    def _end(self, sealed: bool) -> None:
+    def _end(self, sealed: bool) -> bool:
         finish, self._finish = self._finish, None
         if finish is None:
-            raise RightError("this reservation was sealed or aborted before; reserve again")
-        finish(self, sealed)
+            return False
+        with self.door:
+            finish(self, sealed)
         self.views = ()
         if self.on_end is not None:
             self.on_end(self)
+        return True
 
     def __enter__(self) -> Self:
         return self

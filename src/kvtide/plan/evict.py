@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index.index import Index, Rows
+from kvtide.index.index import SEALED, Index, Rows
 from kvtide.tiers.segments import EMPTY, Segment, Segments
 
 __all__ = ["Evictor", "Lru", "Policy", "Slotted"]
@@ -168,9 +168,9 @@ class Evictor:
         """The rows that would leave next, of any size, whether they may already or not."""
         with self._tier.book_lock:
             owners = [s.owner for s in self._tier.segments]
-        rows = np.concatenate(owners) if owners else np.zeros(0, np.int64)
+        rows: Rows = np.concatenate(owners) if owners else np.zeros(0, np.int64)
         rows = rows[rows > EMPTY]
-        rows = rows[self._index.evictable(rows, self._number)]
+        rows = rows[(self._index.state[self._number][rows] == SEALED) & (self._index.pins[rows] == 0)]
         scores = self._policy.score(rows)
         if len(rows) > count:
             near = np.argpartition(scores, count)[:count]

@@ -52,7 +52,7 @@ from kvtide.tiers.journal import (
     replay,
 )
 from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, verify
-from kvtide.tiers.segments import Segment, Segments, ladder, place_of, segment_of, slot_of
+from kvtide.tiers.segments import Segment, Segments, by_segment, ladder, place_of, segment_of, slot_of
 
 __all__ = ["Nvme"]
 
@@ -406,12 +406,10 @@ class Nvme:
         records, places = records[live], places[live]
         if not live.all():
             keys = np.ascontiguousarray(records["key"]).view("S48").tolist()
-        order = np.argsort(places >> 32, kind="stable")
-        borders = np.flatnonzero(np.diff(places[order] >> 32)) + 1
-        for mine in np.split(order, borders) if len(order) else ():
-            segment, taken = self._segments[segment_of(int(places[mine[0]]))], places[mine] & 0xFFFFFFFF
-            self._sequences[segment.number][taken] = records["sequence"][mine]
-            self._segments.claim(segment, taken)
+        for number, mine in by_segment(places):
+            taken = places[mine] & 0xFFFFFFFF
+            self._sequences[number][taken] = records["sequence"][mine]
+            self._segments.claim(self._segments[number], taken)
         self._journal.rewrite(np.concatenate([records, stale]))
         return Held(
             keys=keys,
@@ -434,6 +432,7 @@ class Nvme:
     def _work(self, worker: _Worker) -> None:
         while (task := self._queue.get()) is not None:
             task(worker)
+            del task  # else the spans of the last one live on until the next comes
 
     def _read_one(self, item: Read, worker: _Worker) -> int:
         try:

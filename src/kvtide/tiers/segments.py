@@ -13,13 +13,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN
 
-__all__ = ["EMPTY", "SOMEBODY", "Segment", "Segments", "ladder", "place_of", "segment_of", "slot_of"]
+__all__ = ["EMPTY", "SOMEBODY", "Segment", "Segments", "by_segment", "ladder", "place_of", "segment_of", "slot_of"]
 
 EMPTY = 0
 """The owner of a slot that is free: row 0, which is no block."""
@@ -45,6 +46,20 @@ def segment_of(place: int) -> int:
 
 def slot_of(place: int) -> int:
     return place & 0xFFFFFFFF
+
+
+def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Each segment's number, and where in ``places`` its slots are; one sort, however many segments there are."""
+    numbers = places >> 32
+    if len(numbers) and (numbers == numbers[0]).all():
+        yield int(numbers[0]), np.arange(len(numbers))
+        return
+    order = np.argsort(numbers, kind="stable")
+    numbers = numbers[order]
+    starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(places)]
+    for start, stop in pairwise(starts):
+        if start < stop:
+            yield int(numbers[start]), order[start:stop]
 
 
 class Segment:
@@ -222,9 +237,7 @@ class Segments:
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
         """Tell the owners of slots that were taken without."""
-        numbers = places >> 32
-        for number in set(numbers.tolist()):
-            mine = numbers == number
+        for number, mine in by_segment(places):
             self._all[number].owner[places[mine] & 0xFFFFFFFF] = owners[mine]
 
     def claim(self, segment: Segment, slots: npt.NDArray[np.int64]) -> None:

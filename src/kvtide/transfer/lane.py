@@ -44,13 +44,59 @@ class _Stretch:
     items: int = 0
 
 
-@dataclass(slots=True)
-class _Job:
-    nbytes: int
-    items: Sequence[Read] | Sequence[Write]
-    run: Callable[[], None]
-    give_up: Callable[[], bool]
-    started: float = 0.0
+class _ReadJob:
+    """A batch to be read. Nothing here refers back to it: its spans are let go when it ends, not when garbage is
+    collected, for they keep memory alive that its tier may have given back."""
+
+    __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started")
+
+    def __init__(
+        self, lane: Lane, items: Sequence[Read], done: Callable[[Sequence[bool]], None], give_up: Callable[[], bool]
+    ) -> None:
+        self.lane = lane
+        self.items = items
+        self.done = done
+        self.give_up = give_up
+        self.nbytes = sum([len(i.span) for i in items])
+        self.started = 0.0
+
+    def run(self) -> None:
+        self.started = self.lane._clock.monotonic()
+        self.lane._tier.read(self.items, self._finish)
+
+    def _finish(self, results: Sequence[bool]) -> None:
+        self.lane._measure(self.lane._reading, self.lane.read_speed, self)
+        self.done(results)
+        self.lane._end(self)
+
+
+class _WriteJob:
+    """A batch to be written."""
+
+    __slots__ = ("done", "items", "lane", "nbytes", "started")
+
+    def __init__(self, lane: Lane, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
+        self.lane = lane
+        self.items = items
+        self.done = done
+        self.nbytes = sum([len(i.span) for i in items])
+        self.started = 0.0
+
+    def give_up(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        self.started = self.lane._clock.monotonic()
+        self.lane._tier.write(self.items, self._finish)
+
+    def _finish(self, places: Sequence[int]) -> None:
+        if NOWHERE not in places:
+            self.lane._measure(self.lane._writing, self.lane.write_speed, self)
+        self.done(places)
+        self.lane._end(self)
+
+
+_Job = _ReadJob | _WriteJob
 
 
 class Lane:
@@ -63,8 +109,8 @@ class Lane:
         self._depth = depth
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._reads: deque[_Job] = deque()
-        self._writes: deque[_Job] = deque()
+        self._reads: deque[_ReadJob] = deque()
+        self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
         self._items_under_way = 0
         self._pumping = False
@@ -100,38 +146,22 @@ class Lane:
         cancel: Callable[[], bool],
     ) -> None:
         """Read ``items``. If that must wait, ``cancel`` is asked just before; if it answers True, nothing is read."""
-        nbytes = sum([len(i.span) for i in items])
-
-        def finish(results: Sequence[bool]) -> None:
-            self._measure(self._reading, self.read_speed, job)
-            done(results)
-            self._end(job, read=True)
-
-        job = _Job(nbytes, items, lambda: self._tier.read(items, finish), cancel)
+        job = _ReadJob(self, items, done, cancel)
         with self._lock:
-            self._read_bytes += nbytes
+            self._read_bytes += job.nbytes
             at_once = not self._reads and self._items_under_way < self._depth
             if at_once:
                 self._items_under_way += len(items)
             else:
                 self._reads.append(job)
         if at_once:
-            job.started = self._clock.monotonic()
             job.run()
         else:
             self._pump()
 
     def write(self, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         """Write ``items``, for which ``room`` was found before."""
-        nbytes = sum([len(i.span) for i in items])
-
-        def finish(places: Sequence[int]) -> None:
-            if NOWHERE not in places:
-                self._measure(self._writing, self.write_speed, job)
-            done(places)
-            self._end(job, read=False)
-
-        job = _Job(nbytes, items, lambda: self._tier.write(items, finish), lambda: False)
+        job = _WriteJob(self, items, done)
         with self._lock:
             self._writes.append(job)
         self._pump()
@@ -151,18 +181,16 @@ class Lane:
             if job.give_up():
                 with self._lock:
                     self._cancelled += 1
-                self._end(job, read=True)
+                self._end(job)
                 continue
-            job.started = self._clock.monotonic()
             job.run()
 
     def _next(self) -> _Job | None:
         with self._lock:
-            queue = self._reads or self._writes
-            if not queue or self._items_under_way >= self._depth:
+            if not (self._reads or self._writes) or self._items_under_way >= self._depth:
                 self._pumping = False
                 return None
-            job = queue.popleft()
+            job = self._reads.popleft() if self._reads else self._writes.popleft()
             self._items_under_way += len(job.items)
             return job
 
@@ -181,10 +209,10 @@ class Lane:
             stretch.busy, stretch.nbytes, stretch.items = 0.0, 0, 0
         speed.measured(nbytes, seconds)
 
-    def _end(self, job: _Job, read: bool) -> None:
+    def _end(self, job: _Job) -> None:
         with self._lock:
             self._items_under_way -= len(job.items)
-            if read:
+            if isinstance(job, _ReadJob):
                 self._read_bytes -= job.nbytes
             else:
                 self._write_bytes -= job.nbytes

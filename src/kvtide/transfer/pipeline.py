@@ -169,7 +169,7 @@ class Pipeline:
         self._policy.touch(rows)
 
     def keep(self, rows: Rows) -> Lease:
-        """Blocks of one chain, head first, are about to get children: those that only DRAM has stay. Under the lock."""
+        """Blocks of one chain, head first, are about to get children: hold those that only DRAM has. Under the lock."""
         self._policy.touch(rows)
         return self.lease(rows[~self._saved(rows)])
 
@@ -418,6 +418,8 @@ class Pipeline:
         """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock."""
         index = self._index
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
+        if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
+            rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
