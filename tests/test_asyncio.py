@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvtide.errors import RightError
+from kvtide.errors import ClosedError, RightError
 from tests.plan.small import LAYOUT, MODEL, NBYTES, Clock, content, keep, open_store, prompt
 from tests.test_interface import SlowCopier
 from tests.transfer.gate import Gated
@@ -217,7 +216,7 @@ def test_a_store_that_is_closed_ends_every_await() -> None:
         task = asyncio.ensure_future(w.session.load(match)._wait_async())
         await asyncio.sleep(0)
         await asyncio.to_thread(w.store.close)
-        with suppress(RightError):  # or it came in time
+        with suppress(RightError, ClosedError):  # or it came in time
             await asyncio.wait_for(task, 30)
 
     asyncio.run(main())

@@ -15,6 +15,7 @@ import errno
 import functools
 import shutil
 import tempfile
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +118,20 @@ class Machine(RuleBasedStateMachine):
         threads=st.sampled_from([1, 3]),
         token_ids=st.booleans(),
         liar=st.sampled_from([False, False, False, True]),
+        full=st.booleans(),
         seed=st.integers(0, 1 << 16),
     )
     def begin(
-        self, when: str, codec: str, durable: bool, memory: int, threads: int, token_ids: bool, liar: bool, seed: int
+        self,
+        when: str,
+        codec: str,
+        durable: bool,
+        memory: int,
+        threads: int,
+        token_ids: bool,
+        liar: bool,
+        full: bool,
+        seed: int,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvtide-machine-"))
         self.durable = durable
@@ -155,6 +166,9 @@ class Machine(RuleBasedStateMachine):
         self.spoilt = False
         """Bytes were changed behind the tier's back: nothing must be there any more."""
         self.open()
+        if full:
+            for user in range(len(USERS)):
+                self.store_many(user, 8, 4)
 
     def open(self) -> None:
         self.store = Store(self.config, clock=self.clock, disk=self.disk)
@@ -324,6 +338,33 @@ class Machine(RuleBasedStateMachine):
         """Pressure: both tiers overflow after a few of these."""
         for head in range(heads):
             self.put(user, (head, *[1] * (length - 1)), 0, None, 0)
+            if not self.gates:
+                self.store.flush()
+
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, other=st.integers(1, 3), path=paths, prompts=st.lists(prompts, min_size=1, max_size=4))
+    def many_things_at_once(self, user: int, other: int, path: Path_, prompts: list[Prompt]) -> None:
+        """One stores while others load and drop; whose blocks they are is not the same, so the model stays simple."""
+        errors: list[BaseException] = []
+
+        def store() -> None:
+            try:
+                for head in range(6):
+                    self.put((user + other) % len(USERS), (head, *path[1:]), 0, None, 0)
+            except BaseException as e:  # noqa: BLE001 - raised below
+                errors.append(e)
+
+        thread = threading.Thread(target=store)
+        chosen = [self.pick(prompt)[1] for prompt in prompts]
+        thread.start()
+        for i, mine in enumerate(chosen):
+            self.fetch(user, mine, 0).match.release()
+            self.erase(user, mine, 0)
+            if i % 2:
+                self.put(user, mine, 0, None, 0)
+        thread.join()
+        if errors:
+            raise errors[0]
 
     @rule(user=st.sampled_from([0, 1]), path=paths)
     def store_one_and_read(self, user: int, path: Path_) -> None:
@@ -452,7 +493,9 @@ class Machine(RuleBasedStateMachine):
     @rule(prompt=prompts, start=st.integers(0, 2))
     def drop(self, prompt: Prompt, start: int) -> None:
         user, path = self.pick(prompt)
-        start = min(start, len(path) - 1)
+        self.erase(user, path, min(start, len(path) - 1))
+
+    def erase(self, user: int, path: Path_, start: int) -> None:
         keys = self.keys(user, path, start)
         try:
             self.sessions[user].drop(self.chain(user, path), start=start)

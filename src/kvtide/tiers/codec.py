@@ -117,6 +117,7 @@ def encode(
             if end + padded(len(data)) >= geometry.footprint:
                 break
             out[end : end + len(data)] = data
+            out[end + len(data) : end + padded(len(data))] = bytes(padded(len(data)) - len(data))
             table[i] = (header + end, len(data), size, xxh3_128_digest(data))
             end += padded(len(data))
         else:

@@ -25,6 +25,9 @@ __all__ = ["EMPTY", "SOMEBODY", "Segment", "Segments", "by_segment", "ladder", "
 EMPTY = 0
 """The owner of a slot that is free: row 0, which is no block."""
 
+_MOST = 512
+"""About how many segments a tier has at most: each costs a file or a descriptor or two."""
+
 SOMEBODY = -1
 """The owner of a slot whose owner was not told yet."""
 
@@ -105,7 +108,7 @@ class Segments:
 
     def __init__(self, budget: int, nominal: int, header: int = 0, per_slot: int = 0, grain: int = ALIGN) -> None:
         self.budget = budget - budget % grain
-        self.nominal = nominal
+        self.nominal = max(nominal, budget // _MOST)
         self.grain = grain
         self.header = header
         self.per_slot = per_slot
