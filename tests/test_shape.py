@@ -29,7 +29,7 @@ LONGER = {
     "testing/faults.py": 500,
     "testing/interface.py": 720,
     "testing/tier.py": 600,
-    "tiers/nvme.py": 750,
+    "tiers/shelves.py": 560,
     "transfer/pipeline.py": 620,
 }
 """Files over the limit, with ceilings. Split them; do not add to them."""

@@ -1,0 +1,511 @@
+"""The files of an NVMe tier: what lies in which slot, and what the disk may still say of blocks that are gone.
+
+This is the book of the directory, on disk and in memory: segments, slots, sequence numbers, the journal. It opens a
+directory, by its journal or by its headers; finds slots, adding and recutting segments; and erases blocks so that they
+do not come back. How a block becomes a record, and who does it on which thread, is the tier's business (nvme.py).
+
+A dropped block must not come back, whatever happens. So three things are remembered besides what is where: free slots
+whose header still names a block (``_stale``), slots whose header is just being written (``_coming``), and segments
+that were written to since they were last synced (``_dirty``), because until then a power loss may bring back what was
+overwritten.
+
+Locks: ``lock`` guards the book and is held for microseconds, never during I/O, because callers of ``free`` hold the
+index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` the cutting of segments; these are taken by the
+tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import ALIGN, BlockKey, Span
+from kvtide.errors import ConfigError, TierError, TierVersionError
+from kvtide.tiers.base import NOWHERE, Held
+from kvtide.tiers.codec import Scratch
+from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
+from kvtide.tiers.disk import Disk
+from kvtide.tiers.journal import (
+    FREED,
+    HOLDS,
+    PER_SLOT,
+    RECORD,
+    RESERVE,
+    WRITING,
+    Journal,
+    entry,
+    latest,
+    replay,
+)
+from kvtide.tiers.record import Header, Rejected
+from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
+
+__all__ = ["Shelves"]
+
+log = logging.getLogger("kvtide.nvme")
+
+_WIPED = bytes(ALIGN)
+_ANY = BlockKey(b"")
+"""What a header that could not be read may name: every drop overwrites it."""
+
+
+def _unread(reason: str) -> bool:
+    """Whether a header may be whole, though it could not be read this time."""
+    return reason == "torn" or reason.startswith("unreadable")
+
+
+class Shelves:
+    """An open directory. ``depth`` reads and writes are in flight at a time. See the module's text for the locks."""
+
+    def __init__(self, path: Path, budget: int, segment: int, depth: int, direct: bool, disk: Disk) -> None:
+        if budget < 4 * RESERVE:
+            raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
+        self._disk = disk
+        self._in_flight = threading.Semaphore(depth)
+        self._directory = Directory(path, disk)
+        self._directory.create()
+        self._directory.lock()
+        self._files: dict[int, int] = {}
+        self._sequences: dict[int, npt.NDArray[np.int64]] = {}
+        self._sequence = 1
+        self._cuts: dict[int, int] = {}
+        """At which sequence number each segment was cut."""
+        self._stale: dict[int, BlockKey] = {}
+        """Slots that hold nothing but whose header still names a block: where, and which."""
+        self._coming: dict[int, BlockKey] = {}
+        """Slots that are being written, or whose writing failed: which block the header may name by now."""
+        self._dirty: set[int] = set()
+        """Segments that were written to since they were last synced."""
+        self._freed: list[bytes] = []
+        """Journal records of evictions that are not written yet."""
+        self.lock = threading.Lock()
+        self._grow_lock = threading.Lock()
+        self._journal_lock = threading.Lock()
+        self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT)
+        self.budget = budget
+        self.reasons: Counter[str] = Counter()
+        """Why blocks and segments were refused."""
+        try:
+            self._direct = direct and self._directory.direct_works()
+            if direct and not self._direct:
+                log.warning("%s has no direct I/O: the page cache is used, at more CPU", path)
+            self._journal = Journal(self._directory.journal, disk, disk.boot_id())
+            self.held: Held | None = self._open()
+            """What was here before."""
+        except OSError as e:
+            self._let_go()
+            raise TierError(f"cannot open {path}: {e.strerror or e}. Mend that, or give another directory") from e
+        except BaseException:
+            self._let_go()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Shelves {self._directory.path}: {self.segments.used} of {self.budget} bytes>"
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the disk that all of it takes at most."""
+        return self.segments.taken + RESERVE
+
+    def close(self) -> None:
+        """Let go of the directory. Nothing may be under way."""
+        self.note()
+        with self.lock:
+            dirty, self._dirty = self._dirty, set()
+        with self._journal_lock:
+            self._journal.close(synced=not self._sync_all(dirty))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in self._files.values():
+            self._disk.close(fd)
+        self._files.clear()
+        self._directory.unlock()
+
+    # -- opening ------------------------------------------------------------------------------------------
+
+    def _open(self) -> Held | None:
+        numbers = list(self._directory.segments())
+        # First look at all of them: if one is newer, nothing may be touched.
+        headers = {number: self._look(number) for number in numbers}
+        for number, header in headers.items():
+            self._open_segment(number, header)
+        # What a predecessor wrote may not be on the medium yet.
+        self._dirty = set(self._files)
+        records, doubt = replay(self._directory.journal, self._journal.boot)
+        if doubt:
+            if numbers:
+                log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
+            records = self._from_headers()
+        else:
+            records = self._finish_writing(latest(records))
+        return self._adopt(records)
+
+    def _look(self, number: int) -> SegmentHeader | str:
+        """Open a segment file; answers how it is cut, or why that cannot be said."""
+        path = self._directory.segment(number)
+        fd = self._files[number] = self._disk.open(path, direct=self._direct)
+        if not os.fstat(fd).st_size:
+            return ""  # emptied, and not needed since
+        try:
+            return self._directory.segment_header(fd)
+        except OSError as e:
+            return e.strerror or str(e)
+        except Rejected as e:
+            kind, _, version = str(e).partition(" ")
+            if kind == "version" and int(version) > FORMAT:
+                raise TierVersionError(
+                    f"{path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
+                    "Upgrade kvtide, or give another directory"
+                ) from None
+            return str(e)
+
+    def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
+        """Take a segment into the book, or its bytes back."""
+        path, fd = self._directory.segment(number), self._files[number]
+        problem = header
+        if isinstance(header, SegmentHeader):
+            problem = ""
+            if header.nbytes + header.slots * PER_SLOT > self.segments.budget - self.segments.taken:
+                problem = "over budget"
+            elif os.fstat(fd).st_size != header.nbytes:
+                try:
+                    self._disk.resize(fd, header.nbytes)
+                except OSError as e:
+                    problem = e.strerror or str(e)
+            if not problem:
+                self._sequences[number] = np.zeros(header.slots, np.int64)
+                self.segments.add(header.size, header.slots, number)
+                self._sequence = max(self._sequence, header.cut + 1)
+                self._cuts[number] = header.cut
+                return
+        if problem:
+            log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
+            self.reasons[f"segment: {problem}"] += 1
+        self._disk.close(self._files.pop(number))
+        self._disk.unlink(path)
+
+    def _from_headers(self) -> npt.NDArray[np.void]:
+        """Journal records made from what the slots' headers say."""
+        parts: list[bytes] = []
+        for segment in self.segments:
+            for slot, found in self._records(segment):
+                if isinstance(found, str):
+                    self.reasons[found] += 1
+                    if _unread(found):
+                        parts.append(entry(FREED, place_of(segment.number, slot), _ANY, self._cuts[segment.number]))
+                    continue
+                parts.append(
+                    entry(
+                        HOLDS,
+                        place_of(segment.number, slot),
+                        found.key,
+                        found.sequence,
+                        found.parent,
+                        found.depth,
+                        found.expiry,
+                        found.priority,
+                    )
+                )
+        return np.frombuffer(b"".join(parts), RECORD)
+
+    def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | str]]:
+        header = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number])
+        return self._directory.records(self._files[segment.number], header, slots)
+
+    def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?"""
+        records = records[self._current(records)]
+        for i in np.flatnonzero(records["kind"] == WRITING).tolist():
+            place = int(records["place"][i])
+            slot = slot_of(place)
+            records["kind"][i] = FREED
+            for _, found in self._records(self.segments[segment_of(place)], range(slot, slot + 1)):
+                if isinstance(found, Header):
+                    records["key"][i] = found.key
+                elif _unread(found):
+                    records["key"][i] = _ANY
+        return records
+
+    def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Which records speak of slots as they are cut now."""
+        with self.lock:
+            count = max((s.number for s in self.segments), default=-1) + 1
+            slots, cuts = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+            for s in self.segments:
+                slots[s.number], cuts[s.number] = s.slots, self._cuts[s.number]
+        places = records["place"].astype(np.int64)
+        numbers = np.where((places >= 0) & (places >> 32 < count), places >> 32, count)
+        current: npt.NDArray[np.bool_] = places & 0xFFFFFFFF < slots[numbers]
+        return current & (records["sequence"] >= cuts[numbers])
+
+    def _adopt(self, records: npt.NDArray[np.void]) -> Held:
+        """Take the records for true, as far as they fit the segments that are there."""
+        records = records[self._current(records)]
+        places = records["place"].astype(np.int64)
+        self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
+        keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
+        live = records["kind"] == HOLDS
+        if np.count_nonzero(live) != len(set(keys)):
+            newest: dict[BlockKey, int] = {}
+            for i in np.argsort(records["sequence"]).tolist():
+                if live[i]:
+                    if keys[i] in newest:
+                        live[newest[keys[i]]] = False
+                    newest[keys[i]] = i
+        self._stale = {int(places[i]): keys[i] for i in np.flatnonzero(~live).tolist()}
+        stale = records[~live]
+        stale["kind"] = FREED
+        records, places = records[live], places[live]
+        if not live.all():
+            keys = np.ascontiguousarray(records["key"]).view("S48").tolist()
+        for number, mine in by_segment(places):
+            taken = places[mine] & 0xFFFFFFFF
+            self._sequences[number][taken] = records["sequence"][mine]
+            self.segments.claim(self.segments[number], taken)
+        self._journal.rewrite(np.concatenate([records, stale]))
+        return Held(
+            keys=keys,
+            parents=np.ascontiguousarray(records["parent"]),
+            places=places,
+            depths=records["depth"].astype(np.int64),
+            expiries=records["expiry"].astype(np.float64),
+            priorities=records["priority"].astype(np.int8),
+            sequences=records["sequence"].astype(np.int64),
+        )
+
+    # -- slots --------------------------------------------------------------------------------------------
+
+    def find(self, place: int) -> tuple[int, int, int, int]:
+        """File, offset, size and sequence number of a slot in use. Raises Rejected if it is not."""
+        with self.lock:
+            if not self.segments.holds(place):
+                raise Rejected("evicted")
+            number = segment_of(place)
+            sequence = int(self._sequences[number][slot_of(place)])
+            return self._files[number], self.segments.offset(place), self.segments[number].size, sequence
+
+    def begin(self, key: BlockKey, place: int) -> tuple[int, int, int]:
+        """``key`` is about to be written to a slot: its file, its offset, and the record's sequence number."""
+        with self.lock:
+            sequence = self._sequence
+            self._sequence += 1
+            self._coming[place] = key
+            return self._files[segment_of(place)], self.segments.offset(place), sequence
+
+    def name(self, place: int, sequence: int) -> None:
+        """The payload is written; what the slot's header says from now on may be the new record's."""
+        with self.lock:
+            self._sequences[segment_of(place)][slot_of(place)] = sequence
+
+    def kept(self, place: int) -> None:
+        """The record is written."""
+        with self.lock:
+            self._stale.pop(place, None)
+            self._coming.pop(place, None)
+            self._dirty.add(segment_of(place))
+
+    def failed(self, place: int) -> None:
+        """The record could not be written. Its header names what it named before, or this block: both stay known."""
+        with self.lock:
+            self.segments.release(place)
+
+    def free(self, key: BlockKey, place: int) -> None:
+        """Give back a slot whose header names ``key``."""
+        with self.lock:
+            self._free(key, place)
+
+    def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
+        with self._in_flight:
+            return self._disk.read(fd, into, offset)
+
+    def write(self, fd: int, data: Span, offset: int) -> None:
+        while data:
+            with self._in_flight:
+                count = self._disk.write(fd, [data], offset)
+            if count <= 0 or (count % ALIGN and self._direct):
+                raise Rejected("short write")
+            data, offset = data[count:], offset + count
+
+    def take(self, size: int, owner: int, make_room: Callable[[int], bool] | None) -> int | None:
+        """A slot of ``size``, by growing or, with ``make_room``, by evicting if need be."""
+        for _ in range(1000):
+            with self.lock:
+                place = self.segments.take(size, owner)
+            if place is not None:
+                return place
+            if not self._grow(size) and not (make_room and make_room(size)):
+                return None
+        return None
+
+    def _grow(self, size: int) -> bool:
+        """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""
+        with self._grow_lock:
+            number = None
+            with self.lock:
+                if self.segments.free(size):
+                    return True
+                if not self.segments.fit(size):
+                    spare = self.segments.spare(size)
+                    if spare is None:
+                        return False
+                    number = spare.number
+                    self._forget(spare)
+                slots = self.segments.fit(size)
+                segment = self.segments.add(size, slots, number) if slots else None
+                if segment is not None:
+                    self.segments.drain(segment)
+                cut = self._sequence
+                self._sequence += 1
+                if segment is not None:
+                    self._cuts[segment.number] = cut
+            self._trim_journal()
+            try:
+                if segment is None:
+                    # Too small for one slot: its bytes join those that the next empty segment will free.
+                    assert number is not None
+                    self._disk.resize(self._files[number], 0)
+                    return True
+                self._make(segment, cut)
+            except OSError as e:
+                return self._not_grown(segment, e)
+            with self.lock:
+                segment.draining = False
+                self.segments.settle(segment)
+            return True
+
+    def _not_grown(self, segment: Segment | None, e: OSError) -> bool:
+        log.warning("%s cannot take a segment: %s", self._directory.path, e.strerror)
+        with self.lock:
+            self.reasons[f"segment: {e.strerror}"] += 1
+            if segment is not None:
+                self._forget(segment)
+        if segment is not None and segment.number in self._files:
+            with contextlib.suppress(OSError):
+                self._disk.resize(self._files[segment.number], 0)
+        return False
+
+    def _make(self, segment: Segment, cut: int) -> None:
+        """The file of a new segment, at its full size, with a header that survives a power loss."""
+        fd = self._files.get(segment.number)
+        fresh = fd is None
+        if fd is None:
+            fd = self._disk.open(self._directory.segment(segment.number), direct=self._direct, create=True)
+            self._files[segment.number] = fd
+        self._sequences[segment.number] = np.zeros(segment.slots, np.int64)
+        self._disk.resize(fd, segment.nbytes)
+        page = Scratch().get(ALIGN)
+        page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
+        self.write(fd, page, 0)
+        self._disk.sync(fd)
+        if fresh:
+            self._disk.sync_folder(self._directory.path)
+
+    def _forget(self, segment: Segment) -> None:
+        """Take an empty segment out of the book."""
+        self.segments.remove(segment)
+        for names in (self._stale, self._coming):
+            for place in [p for p in names if segment_of(p) == segment.number]:
+                del names[place]
+
+    # -- erasing ------------------------------------------------------------------------------------------
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]]) -> list[bool]:
+        """Erase blocks, so that they do not come back; False for those that may."""
+        # While a segment is cut anew, it can be said neither what its headers name nor where they lie.
+        with self._grow_lock:
+            failed = self._overwrite(items)
+            self.note()
+        return [key not in failed for key, _ in items]
+
+    def _overwrite(self, items: Sequence[tuple[BlockKey, int]]) -> set[BlockKey]:
+        """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
+        keys = {key for key, _ in items}
+        with self.lock:
+            wanted = keys | {_ANY}
+            named = [(k, p) for names in (self._stale, self._coming) for p, k in names.items() if k in wanted]
+            live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p)]
+            generations = [self.segments.generation(p) for _, p in live]
+            targets = [(k, p, self._files[segment_of(p)], self.segments.offset(p)) for k, p in named + live]
+            dirty, self._dirty = self._dirty | {segment_of(p) for _, p in named + live}, set()
+        failed: set[BlockKey] = set()
+        page = Scratch().get(ALIGN)
+        page[:] = _WIPED
+        for key, _, fd, offset in targets:
+            try:
+                self.write(fd, page, offset)
+            except (OSError, Rejected) as e:
+                failed.add(key)
+                log.warning("could not overwrite a dropped block: %s", e)
+        if (unsynced := self._sync_all(dirty)) or _ANY in failed:
+            failed |= keys
+        with self.lock:
+            self._dirty |= unsynced
+            for key, place in named:
+                if key not in failed and self._stale.get(place) == key:
+                    del self._stale[place]
+            for (key, place), generation in zip(live, generations, strict=True):
+                if self.segments.holds(place) and self.segments.generation(place) == generation:
+                    self._free(key, place)
+                    if key not in failed:
+                        del self._stale[place]
+        return failed
+
+    def _sync_all(self, numbers: set[int]) -> set[int]:
+        """Sync segments; answers those that could not be."""
+        failed = set()
+        for number in numbers:
+            try:
+                self._disk.sync(self._files[number])
+            except OSError as e:
+                failed.add(number)
+                log.warning("could not sync segment %d: %s", number, e)
+        return failed
+
+    def _free(self, key: BlockKey, place: int) -> None:
+        """Give back a slot whose header names ``key``. Under the lock."""
+        self.segments.release(place)
+        self._stale[place] = key
+        self._freed.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
+
+    def note(self, record: bytes = b"") -> None:
+        """Tell the journal which slots were freed and, after that, what ``record`` says."""
+        with self._journal_lock:
+            with self.lock:
+                freed, self._freed = self._freed, []
+                slots = self.segments.slots
+            body = b"".join(freed) + record
+            if body:
+                if self._journal.full(slots, len(body)):
+                    self._journal.compact(self._current)
+                self._journal.append(body)
+
+    def _trim_journal(self) -> None:
+        """The journal's share of the budget goes by the number of slots: keep it when there are fewer."""
+        with self._journal_lock:
+            with self.lock:
+                slots = self.segments.slots
+            if self._journal.full(slots):
+                self._journal.compact(self._current)
+
+    def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
+        """Make a batch durable; what cannot be is taken back."""
+        for number in {segment_of(p) for p in places if p != NOWHERE}:
+            try:
+                self._disk.sync(self._files[number])
+            except OSError as e:
+                log.warning("could not sync segment %d: %s", number, e)
+                with self.lock:
+                    self.reasons[f"sync: {e.strerror}"] += 1
+                    for i, place in enumerate(places):
+                        if place != NOWHERE and segment_of(place) == number:
+                            self._free(keys[i], place)
+                            places[i] = NOWHERE
