@@ -15,7 +15,8 @@
 from kvtide.block import Group, Kind, Layout
 from kvtide.events import BlockRemoved, BlockStored
 from kvtide.index.keys import Chain, Extra, Model, Tenant
-from kvtide.session import Load, Loaded, Match, Session, Stored
+from kvtide.match import Load, Loaded, Match, Stored
+from kvtide.session import Session
 from kvtide.store import Statistics, Store
 from kvtide.store import open_store as open  # noqa: A004 - the verb that users expect
 

@@ -6,11 +6,9 @@ stays true while its right is held: a ``Match`` keeps its blocks from eviction u
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -22,7 +20,7 @@ from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Lease, Reservation
-from kvtide.plan.planner import Plan
+from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.tiers.base import Identity
 from kvtide.tiers.copier import Bytes
 from kvtide.transfer.pipeline import Pledge
@@ -37,161 +35,12 @@ if TYPE_CHECKING:
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Load", "Loaded", "Match", "Session", "Stored"]
+__all__ = ["Session"]
 
 _PART = 64 << 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What became of the blocks given to ``Session.store``."""
-
-    stored: int
-    """New in the store."""
-    present: int
-    """There before; nothing was copied."""
-    dropped: int
-    """Not kept: no room could be made without waiting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load brought: the first ``tokens`` tokens of the prompt need not be computed.
-
-    ``views`` has, for each group, the blocks that were asked for as read-only memory, the first of them for block
-    ``first[group]``. They hold until the match is released.
-    """
-
-    tokens: int
-    first: dict[str, int]
-    views: dict[str, list[Span]]
-
-    @property
-    def blocks(self) -> list[Span]:
-        """The views of the only group."""
-        (views,) = self.views.values()
-        return views
-
-
-class Match:
-    """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
-
-    ``tokens`` of the prompt are in the store, in whatever tier; ``ready`` says that all of them are in DRAM, so that
-    ``load`` ends at once. ``pending`` says that the next block is just being written: ask again and get more.
-    ``plan`` has the expectations that decided the length.
-    """
-
-    __slots__ = (
-        "_lease",
-        "blocks",
-        "chain",
-        "have",
-        "pending",
-        "plan",
-        "ready",
-        "rows",
-        "session",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        session: Session,
-        chain: Chain,
-        plan: Plan,
-        have: int,
-        rows: dict[str, Rows],
-        ready: bool,
-        pending: bool,
-        lease: Lease,
-    ) -> None:
-        self.session = session
-        self.chain = chain
-        self.plan = plan
-        self.blocks = plan.blocks
-        self.have = have
-        self.tokens = plan.blocks * chain.block_tokens
-        self.rows = rows
-        self.ready = ready
-        self.pending = pending
-        self._lease: Lease | None = lease
-
-    def __repr__(self) -> str:
-        where = "in DRAM" if self.ready else "partly colder"
-        more = ", more is being written" if self.pending else ""
-        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}{'' if self.held else ', released'}>"
-
-    @property
-    def held(self) -> bool:
-        return self._lease is not None
-
-    @property
-    def wanted(self) -> dict[str, range]:
-        """The blocks of each group that a load brings, by their numbers in the prompt."""
-        return {
-            g.name: range(start, start + len(self.rows[g.name]))
-            for g in self.session.layout.groups
-            for start in [max(g.needs(self.blocks, self.chain.block_tokens).start, self.have)]
-        }
-
-    def release(self) -> None:
-        """Let the blocks go. Views of them must not be used any more."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self.session.ended(self)
-            lease.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-
-class Load:
-    """A load under way: ``wait`` for it in a thread, ``await`` it in asyncio, or ``cancel`` it."""
-
-    __slots__ = ("_collect", "_into", "transfer")
-
-    def __init__(self, transfer: Transfer, collect: Callable[[], Loaded], into: bool) -> None:
-        self.transfer = transfer
-        self._collect = collect
-        self._into = into
-
-    def wait(self, timeout: float | None = None) -> Loaded:
-        """What has come when all is here, or the deadline or ``timeout`` has passed: perhaps a shorter prefix."""
-        if not self.transfer.wait(timeout):
-            self.transfer.cancel()
-        return self._collect()
-
-    def cancel(self) -> None:
-        self.transfer.cancel()
-
-    def __await__(self) -> Generator[Any, None, Loaded]:
-        return self._wait_async().__await__()
-
-    async def _wait_async(self) -> Loaded:
-        try:
-            await self.transfer
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        if not self._into:
-            return self._collect()
-        # Copying gigabytes would stop the loop; making views does not.
-        copying = asyncio.ensure_future(asyncio.to_thread(self._collect))
-        try:
-            return await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            # The buffers are the caller's own again only when nobody writes into them any more.
-            while not copying.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([copying])
-            copying.exception()
-            raise
 
 
 def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:

@@ -304,8 +304,8 @@ class Nvme:
             header.pack_into(page)
             self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
-            self._shelves.name(place, sequence)
-            self._shelves.write(fd, page, offset)
+            with self._shelves.naming(place, sequence):
+                self._shelves.write(fd, page, offset)
         except (Rejected, OSError, MemoryError) as e:
             if place != NOWHERE:
                 self._shelves.failed(place)
@@ -313,7 +313,6 @@ class Nvme:
                 self._failed_writes += 1
                 self._shelves.reasons[_reason("write", e)] += 1
             return NOWHERE
-        self._shelves.kept(place)
         with self._lock:
             self._written += size + len(payload)
         self._shelves.note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))

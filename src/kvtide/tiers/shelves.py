@@ -81,12 +81,17 @@ class Shelves:
         self._stale: dict[int, BlockKey] = {}
         """Slots that hold nothing but whose header still names a block: where, and which."""
         self._coming: dict[int, BlockKey] = {}
-        """Slots that are being written, or whose writing failed: which block the header may name by now."""
+        """Slots that are being written: which block the header may name by now."""
         self._dirty: set[int] = set()
         """Segments that were written to since they were last synced."""
         self._freed: list[bytes] = []
         """Journal records of evictions that are not written yet."""
         self.lock = threading.Lock()
+        self._headers = threading.Condition(self.lock)
+        self._naming = 0
+        """Threads that are writing a header."""
+        self._erasing = False
+        """Whether a thread is erasing headers; never while others write some."""
         self._grow_lock = threading.Lock()
         self._journal_lock = threading.Lock()
         self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT)
@@ -254,7 +259,7 @@ class Shelves:
         self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
         keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
         live = records["kind"] == HOLDS
-        if np.count_nonzero(live) != len(set(keys)):
+        if not live.all() or len(keys) != len(set(keys)):
             newest: dict[BlockKey, int] = {}
             for i in np.argsort(records["sequence"]).tolist():
                 if live[i]:
@@ -301,21 +306,32 @@ class Shelves:
             self._coming[place] = key
             return self._files[segment_of(place)], self.segments.offset(place), sequence
 
-    def name(self, place: int, sequence: int) -> None:
-        """The payload is written; what the slot's header says from now on may be the new record's."""
-        with self.lock:
-            self._sequences[segment_of(place)][slot_of(place)] = sequence
+    @contextlib.contextmanager
+    def naming(self, place: int, sequence: int) -> Iterator[None]:
+        """Around the writing of a record's header, the payload being written: if it goes well, the record is kept.
 
-    def kept(self, place: int) -> None:
-        """The record is written."""
-        with self.lock:
-            self._stale.pop(place, None)
-            self._coming.pop(place, None)
-            self._dirty.add(segment_of(place))
+        Not while headers are erased: the slot of a block that is being dropped may be another's by now.
+        """
+        with self._headers:
+            self._headers.wait_for(lambda: not self._erasing)
+            self._naming += 1
+            self._sequences[segment_of(place)][slot_of(place)] = sequence
+            # What it named before, or the new block: until the write is over, nobody knows how far it came.
+            self._stale[place] = _ANY
+        try:
+            yield
+            with self.lock:
+                del self._stale[place], self._coming[place]
+                self._dirty.add(segment_of(place))
+        finally:
+            with self._headers:
+                self._naming -= 1
+                self._headers.notify_all()
 
     def failed(self, place: int) -> None:
-        """The record could not be written. Its header names what it named before, or this block: both stay known."""
+        """The record could not be written."""
         with self.lock:
+            self._coming.pop(place, None)
             self.segments.release(place)
 
     def free(self, key: BlockKey, place: int) -> None:
@@ -359,6 +375,8 @@ class Shelves:
                         return False
                     number = spare.number
                     self._forget(spare)
+                    # If cutting it anew fails, its old headers are gone only when the medium knows.
+                    self._dirty.add(number)
                 slots = self.segments.fit(size)
                 segment = self.segments.add(size, slots, number) if slots else None
                 if segment is not None:
@@ -375,17 +393,17 @@ class Shelves:
                     self._disk.resize(self._files[number], 0)
                     return True
                 self._make(segment, cut)
-            except OSError as e:
-                return self._not_grown(segment, e)
+            except (OSError, Rejected) as e:
+                return self._not_grown(segment, str(e) if isinstance(e, Rejected) else e.strerror or str(e))
             with self.lock:
                 segment.draining = False
                 self.segments.settle(segment)
             return True
 
-    def _not_grown(self, segment: Segment | None, e: OSError) -> bool:
-        log.warning("%s cannot take a segment: %s", self._directory.path, e.strerror)
+    def _not_grown(self, segment: Segment | None, reason: str) -> bool:
+        log.warning("%s cannot take a segment: %s", self._directory.path, reason)
         with self.lock:
-            self.reasons[f"segment: {e.strerror}"] += 1
+            self.reasons[f"segment: {reason}"] += 1
             if segment is not None:
                 self._forget(segment)
         if segment is not None and segment.number in self._files:
@@ -422,7 +440,15 @@ class Shelves:
         """Erase blocks, so that they do not come back; False for those that may."""
         # While a segment is cut anew, it can be said neither what its headers name nor where they lie.
         with self._grow_lock:
-            failed = self._overwrite(items)
+            with self._headers:
+                self._erasing = True
+                self._headers.wait_for(lambda: not self._naming)
+            try:
+                failed = self._overwrite(items)
+            finally:
+                with self._headers:
+                    self._erasing = False
+                    self._headers.notify_all()
             self.note()
         return [key not in failed for key, _ in items]
 

@@ -136,7 +136,7 @@ class Pipeline:
         self._feed = feed
         self._residents = Residents(index, dram, checksum)
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
-        self._evictor = Evictor(index, DRAM, dram, policy, self._saved if self._keep_leaving else None)
+        self._evictor = Evictor(index, DRAM, dram, policy, self._may_leave if self._keep_leaving else None)
         self._flights: dict[int, tuple[Transfer, ...]] = {}
         self._dying: dict[tuple[int, BlockKey], _Dying] = {}
         self._ahead = 0
@@ -456,8 +456,11 @@ class Pipeline:
                 if item.owner in self._residents.doomed:
                     # A failed write too may have left its name.
                     dropped.append((item.key, place))
-                elif place != NOWHERE:
+                elif place == NOWHERE:
+                    self._residents.refused.add(item.owner)
+                else:
                     index.put(item.owner, cold.number, SEALED, place)
+                    self._residents.refused.discard(item.owner)
                     kept.append(item.key)
             self.counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
@@ -472,6 +475,13 @@ class Pipeline:
         for cold in self._colds:
             saved |= self._index.state[cold.number][rows] == SEALED
         return saved
+
+    def _may_leave(self, rows: Rows) -> Mask:
+        """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
+        free = self._saved(rows)
+        if self._residents.refused:
+            free |= np.array([row in self._residents.refused for row in rows.tolist()], np.bool_)
+        return free
 
     def _save_ahead(self) -> None:
         """Write the coldest blocks down before they must leave, so that room can be made at once."""

@@ -33,6 +33,8 @@ class Residents:
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
         self.doomed: set[int] = set()
+        self.refused: set[int] = set()
+        """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
 
     # -- holding ------------------------------------------------------------------------------------------
 
@@ -100,6 +102,8 @@ class Residents:
             self.tokens.pop(row, None)
         if self._checks:
             self._checks.pop(row, None)
+        if self.refused:
+            self.refused.discard(row)
 
     # -- questions ----------------------------------------------------------------------------------------
 
