@@ -580,6 +580,9 @@ class Machine(RuleBasedStateMachine):
         self.gates.clear()
         self.rights.clear()
         self.store.close()
+        if how == "closed":
+            # What only DRAM had was written at last, perhaps over others.
+            certain &= self.written
         if how == "power lost":
             self.disk.power_loss()
         self.disk.revive()
@@ -653,7 +656,7 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=300, stateful_step_count=50, derandomize=True, **PROFILE)
+        Machine, settings=settings(max_examples=200, stateful_step_count=50, derandomize=True, **PROFILE)
     )
     for what in (
         "blocks evicted from dram",
@@ -672,4 +675,4 @@ def test_store_against_a_model(quiet_log: None) -> None:
 
 @pytest.mark.long
 def test_store_against_a_model_for_long(quiet_log: None) -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=2000, stateful_step_count=60, **PROFILE))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=600, stateful_step_count=60, **PROFILE))

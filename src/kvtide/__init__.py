@@ -15,6 +15,7 @@
 from kvtide.block import Group, Kind, Layout
 from kvtide.events import BlockRemoved, BlockStored
 from kvtide.index.keys import Chain, Extra, Model, Tenant
+from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.session import Session
 from kvtide.store import Statistics, Store
@@ -34,6 +35,7 @@ __all__ = [
     "Loaded",
     "Match",
     "Model",
+    "Reservation",
     "Session",
     "Statistics",
     "Store",

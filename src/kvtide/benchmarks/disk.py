@@ -120,7 +120,7 @@ def nvme(settings: Settings) -> Iterator[Record]:
                 for one in ours.values():
                     stack.callback(one.close)
                 contestants = {**ours, **settings.peers.disk(nbytes, count, folder)}
-                rounds = compare(contestants, settings.rounds(9, 3), settings.progress, warm_up=2)
+                rounds = compare(contestants, settings.rounds(7, 3), settings.progress)
         yield from _nvme_records(settings, nbytes, rounds)
 
 

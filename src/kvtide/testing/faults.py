@@ -115,8 +115,8 @@ class _Unsynced:
     path: Path
     size: int
     """The file's length at its last sync."""
-    older: dict[int, list[bytes]]
-    """By number of the unit: what was there before each write since the last sync."""
+    older: list[tuple[int, bytes]]
+    """For each write since the last sync, the oldest first: the units it fell on, from which offset, as they were."""
     named: bool = True
     """Whether the folder was synced since the file was made."""
 
@@ -204,14 +204,19 @@ class FaultyDisk(Disk):
         if keep == "some" and now != size:
             appended = file.path.suffix != ".segment"
             size = self._random.randint(*sorted((now, size))) if appended else self._random.choice([now, size])
+        versions: dict[int, list[bytes]] = {}
+        for offset, old in file.older:
+            for i in range(0, len(old), self._unit):
+                versions.setdefault(offset + i, []).append(old[i : i + self._unit])
+        data = bytearray(file.path.read_bytes()[:size])
+        data += bytes(size - len(data))
+        for offset, older in versions.items():
+            back = 0 if keep == "none" else self._random.randint(0, len(older))
+            if back < len(older) and offset < size:
+                data[offset : offset + self._unit] = older[back]
         with file.path.open("r+b") as f:
+            f.write(data[:size])
             f.truncate(size)
-            for number, older in sorted(file.older.items()):
-                back = 0 if keep == "none" else self._random.randint(0, len(older))
-                start = number * self._unit
-                if back < len(older) and start < size:
-                    f.seek(start)
-                    f.write(older[back][: size - start])
 
     # -- the calls of a disk ------------------------------------------------------------------------------
 
@@ -355,7 +360,7 @@ class FaultyDisk(Disk):
         file = self._files.get((about.st_dev, about.st_ino))
         if file is None or file.path != path:  # the number of a file that was removed may be given to another
             # Opening says nothing of the past: what is there when a file is first used counts as durable.
-            file = self._files[about.st_dev, about.st_ino] = _Unsynced(path, about.st_size, {})
+            file = self._files[about.st_dev, about.st_ino] = _Unsynced(path, about.st_size, [])
         return file
 
     def _remember(self, file: _Unsynced, offset: int, nbytes: int) -> None:
@@ -363,8 +368,7 @@ class FaultyDisk(Disk):
         with file.path.open("rb", buffering=0) as f:
             old = os.pread(f.fileno(), (stop - first) * self._unit, first * self._unit)
         old += bytes((stop - first) * self._unit - len(old))
-        for i in range(stop - first):
-            file.older.setdefault(first + i, []).append(old[i * self._unit : (i + 1) * self._unit])
+        file.older.append((first * self._unit, old))
 
     def _forget(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
