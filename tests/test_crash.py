@@ -7,6 +7,7 @@ where more can be asked: whatever was announced as written is there. Every fifth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -50,17 +51,23 @@ class Zygote:
         assert self._process.stdin is not None
         self._process.stdin.write(crash_worker.line(job).encode())
         said = [self._next(PATIENCE)]
-        pid = int(said[0][1])
-        while len(said) <= reports:
+        while said[-1][0] != "p":
+            said.append(self._next(PATIENCE))
+        # Not by its number, which may be another's by the time that it is killed.
+        child = os.pidfd_open(int(said[-1][1]))
+        while len(said) <= reports and said[-1] != ["e"]:
             said.append(self._next(PATIENCE))
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        while (left := end - time.monotonic()) > 0 and said[-1] != ["e"]:
             said.append(self._next(left))
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and said why
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        os.close(child)
         while said[-1] != ["e"]:
             said.append(self._next(PATIENCE))
         wrong = [" ".join(words) for words in said if words[:1] == ["x"]]
         assert not wrong, wrong
+        assert self._process.poll() is None
         return said
 
     def _next(self, seconds: float) -> list[str]:

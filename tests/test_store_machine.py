@@ -214,6 +214,10 @@ class Machine(RuleBasedStateMachine):
         session = self.sessions[user]
         return session.chain(np.repeat(np.array(path, np.uint32), session.layout.block_tokens))
 
+    def prefixes(self) -> list[tuple[int, Path_]]:
+        """Every block that was ever stored, by the prompt that it ends."""
+        return sorted({(user, path[: i + 1]) for user, path in self.prompts for i in range(len(path))})
+
     def keys(self, user: int, path: Path_, start: int = 0) -> list[BlockKey]:
         chain = self.chain(user, path)
         return [k for g in self.sessions[user].layout.groups for k in chain.keys(g.suffix)[start:]]
@@ -262,9 +266,8 @@ class Machine(RuleBasedStateMachine):
 
     def audit(self) -> None:
         """Ask for every block by itself, so that the loss of its parents hides nothing."""
-        for user, path in sorted(self.prompts):
-            for depth in range(len(path)):
-                self.fetch(user, path[: depth + 1], depth).match.release()
+        for user, path in self.prefixes():
+            self.fetch(user, path, len(path) - 1).match.release()
         with self.store.index.lock:
             everything = [k for user, path in self.prompts for k in self.keys(user, path)]
             for key, found in zip(everything, self.store.index.find(everything, self.clock.time()), strict=True):
@@ -627,14 +630,13 @@ class Machine(RuleBasedStateMachine):
         self.seen["blocks that had to be there"] += len(keys)
         found = self.store.index.find(sorted(keys), self.clock.time())
         assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(keys)} blocks are lost"
-        for user, path in sorted(self.prompts):
-            for depth in range(len(path)):
-                mine = self.keys(user, path[: depth + 1], depth)
-                if keys.issuperset(mine):
-                    right = self.fetch(user, path[: depth + 1], depth)
-                    right.match.release()
-                    assert right.loaded is not None
-                    assert right.loaded.tokens == (depth + 1) * self.sessions[user].layout.block_tokens, "unreadable"
+        for user, path in self.prefixes():
+            depth = len(path) - 1
+            if keys.issuperset(self.keys(user, path, depth)):
+                right = self.fetch(user, path, depth)
+                right.match.release()
+                assert right.loaded is not None
+                assert right.loaded.tokens == len(path) * self.sessions[user].layout.block_tokens, "unreadable"
 
 
 PROFILE: dict[str, Any] = {
@@ -656,7 +658,7 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=200, stateful_step_count=50, derandomize=True, **PROFILE)
+        Machine, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True, **PROFILE)
     )
     for what in (
         "blocks evicted from dram",
@@ -674,5 +676,6 @@ def test_store_against_a_model(quiet_log: None) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_store_against_a_model_for_long(quiet_log: None) -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=600, stateful_step_count=60, **PROFILE))

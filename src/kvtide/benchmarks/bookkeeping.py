@@ -132,7 +132,7 @@ def opening(settings: Settings) -> Iterator[Record]:
     blocks = 50_000 if settings.quick else 1_000_000
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
         path = Path(name) / "tier"
-        budget = blocks * 9000 + 256 * MIB
+        budget = blocks * 13_000 + 256 * MIB
         _fill(path, budget, TINY, blocks, settings.progress)
         sizes = {"dram": {"budget": "64MiB"}, "nvme": {"path": str(path), "budget": budget}}
         for way in ("journal", "headers"):
@@ -169,7 +169,7 @@ def _fill(path: Path, budget: int, layout: kvtide.Layout, blocks: int, progress:
     step = 1000
     for first in range(0, blocks, step):
         progress(f"writing {first:,} of {blocks:,} blocks")
-        chain = namer.chain(np.arange(step * layout.block_tokens, dtype=np.uint32) + first * 7919)
+        chain = namer.chain(np.arange(step * layout.block_tokens, dtype=np.uint32) + first)
         under_way.acquire()
         tier.write(
             [

@@ -257,6 +257,7 @@ class Pipeline:
             if self._residents.doomed:
                 good &= ~self._residents.are_doomed(rows)
             kept = rows[good]
+            self._residents.clear_padding(kept)
             self._residents.seal(kept)
             for row in rows[~good].tolist():
                 self._residents.leave(row)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvtide.block import Geometry, Span
+from kvtide.block import Span
 from kvtide.index.index import DRAM, PENDING, SEALED, Index, Mask, Rows
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
@@ -80,20 +80,19 @@ class Residents:
 
     def seal(self, rows: Rows) -> None:
         """Pending rows are whole."""
-        for space in set(self._index.space[rows].tolist()):
-            geometry = self._identities[space].geometry
-            if geometry.stride != geometry.section:
-                self._clear_padding(rows[self._index.space[rows] == space], geometry)
         self._index.state[DRAM][rows] = SEALED
         if self._checks is not None:
             for row in rows.tolist():
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
 
-    def _clear_padding(self, rows: Rows, geometry: Geometry) -> None:
-        """What a slot held before must not go to disk with the next block."""
-        for row in rows.tolist():
-            sections = np.frombuffer(self.span(row), np.uint8).reshape(geometry.sections, geometry.stride)
-            sections[:, geometry.section :] = 0
+    def clear_padding(self, rows: Rows) -> None:
+        """Rows were filled by a caller: what their slots held before must not go to disk with them."""
+        for space in set(self._index.space[rows].tolist()):
+            geometry = self._identities[space].geometry
+            if geometry.stride != geometry.section:
+                for row in rows[self._index.space[rows] == space].tolist():
+                    sections = np.frombuffer(self.span(row), np.uint8).reshape(geometry.sections, geometry.stride)
+                    sections[:, geometry.section :] = 0
 
     def leave(self, row: int) -> None:
         """Take a row out of DRAM. The row itself may live on in colder tiers."""
