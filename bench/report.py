@@ -26,7 +26,7 @@ PARTS = {
     "verify. "
     "`2mib-pages`: the arena in huge pages, where the machine has them set aside; direct I/O then need not pin "
     "each 4 KiB page, which is most of its CPU time. Ours and the raw limit overwrite and read the same extents in "
-    "every round; the peers make new files. Why those are read faster on this machine is not explained yet, so the loads "
+    "every round; the peers make new files. Why those are read faster on this machine is not explained yet, so loads "
     "against peers compare files in different states.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
