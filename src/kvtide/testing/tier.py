@@ -483,7 +483,7 @@ class TierContract(ABC):
 
         def reader() -> int:
             found = 0
-            while not stop.is_set():
+            while not (stop.is_set() and found):  # what was written last stays, so in the end a read must find it
                 key, place = state[0]
                 found += sum(caller.read([caller.wish(key, who, place), caller.wish(key, who, place, range(7, 8))]))
             return found
