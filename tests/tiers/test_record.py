@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from kvtide.block import ALIGN, BlockKey, padded
+from kvtide.block import ALIGN, BlockKey, Geometry, padded
 from kvtide.testing.blocks import content, keys
 from kvtide.tiers.record import (
     MAGIC,
@@ -248,7 +248,7 @@ def test_a_wrong_writer_cannot_crash_a_reader(changes: list[tuple[int, bytes]]) 
         data[at : at + len(value)] = value
     try:
         header = parse(resealed(data))
-        check_table(header, ALIGN, 4096, 5 * ALIGN)
+        check_table(header, ALIGN, Geometry(len(header.sections), 4096), 5 * ALIGN)
     except Rejected:
         return
     ends = header.sections["offset"] + header.sections["stored"]

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import SECTION, Header, Rejected
+from kvtide.tiers.record import Header, Rejected, checksums, plain
 
 __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
 
@@ -104,8 +104,8 @@ def encode(
     lies in ``scratch``. If compressing the whole block gains no page, it is raw.
     """
     count, size, stride = geometry.sections, geometry.section, geometry.stride
-    table = np.zeros(count, SECTION)
-    table["raw"] = size
+    usual = plain(geometry, header)
+    table = usual.table.copy()
     if codec is not None:
         out = scratch.get(geometry.footprint)
         end = 0
@@ -122,9 +122,8 @@ def encode(
             end += padded(len(data))
         else:
             return out[:end], table, codec.number
-    table["offset"] = header + np.arange(count, dtype=np.uint64) * stride
-    table["stored"] = size
-    table["check"] = np.array([xxh3_128_digest(span[i : i + size]) for i in range(0, count * stride, stride)], "V16")
+    table[:] = usual.table
+    table["check"] = np.frombuffer(checksums(span, usual.cuts), "V16")
     return span, table, RAW
 
 

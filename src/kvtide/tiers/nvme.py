@@ -236,7 +236,7 @@ class Nvme:
             got = self._shelves.read(fd, [start, item.span[: max(0, room - size)] if whole else span], offset)
         header = parse(start[:got])
         self._check(header, item, sequence)
-        check_table(header, size, geometry.stride, room)
+        check_table(header, size, geometry, room)
         if header.codec == codec.RAW:
             payload = item.span
             nbytes = len(sections) * geometry.stride
@@ -251,14 +251,14 @@ class Nvme:
             first = int(header.sections["offset"][sections.start])
             if self._shelves.read(fd, [payload[:nbytes]], offset + first) < nbytes:
                 raise Rejected("torn")
-        verify(header, sections, payload)
+        verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
         if header.codec != codec.RAW:
             codec.decode(header, sections, payload, item.span, geometry, item.identity.itemsize, worker.decoder)
         return nbytes
 
     @staticmethod
     def _check(header: Header, item: Read, sequence: int) -> None:
-        identity, geometry = item.identity, item.identity.geometry
+        identity = item.identity
         if header.key != item.key or header.sequence != sequence:
             raise Rejected("another block")
         if (header.namespace, header.tenant, header.layout) != (
@@ -267,8 +267,6 @@ class Nvme:
             identity.layout,
         ):
             raise Rejected("another model or tenant")
-        if len(header.sections) != geometry.sections or (header.sections["raw"] != geometry.section).any():
-            raise Rejected("another layout")
 
     def _write_one(self, item: Write, worker: _Worker) -> int:
         identity, geometry = item.identity, item.identity.geometry
@@ -304,8 +302,7 @@ class Nvme:
             header.pack_into(page)
             self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
-            with self._shelves.naming(place, sequence):
-                self._shelves.write(fd, page, offset)
+            self._shelves.name(place, sequence, page)
         except (Rejected, OSError, MemoryError) as e:
             if place != NOWHERE:
                 self._shelves.failed(place)

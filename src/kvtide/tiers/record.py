@@ -45,13 +45,15 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
-from kvtide.block import ALIGN, BlockKey, Span, padded
+from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 
 __all__ = [
     "MAGIC",
@@ -60,8 +62,10 @@ __all__ = [
     "Header",
     "Rejected",
     "check_table",
+    "checksums",
     "header_bytes",
     "parse",
+    "plain",
     "recognise",
     "verify",
 ]
@@ -245,27 +249,68 @@ def _tokens(fields: Span) -> bytes:
     return tokens
 
 
-def verify(header: Header, sections: range, payload: Span) -> None:
-    """Check stored sections against the table; ``payload`` starts with the first of them. Raises Rejected."""
+def checksums(payload: Span, cuts: Iterable[slice]) -> bytes:
+    """The checksums of parts of ``payload``, one after the other.
+
+    A block has a hundred sections or so, and these are most of the calls that moving one takes: no line of Python
+    runs between them.
+    """
+    return b"".join(map(xxh3_128_digest, map(payload.__getitem__, cuts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """How sections lie that were stored as they are, one stride apart."""
+
+    table: npt.NDArray[np.void]
+    """Without checksums."""
+    places: bytes
+    """What the table says besides checksums."""
+    cuts: tuple[slice, ...]
+    """The sections in a block's memory."""
+
+
+@lru_cache(maxsize=256)
+def plain(geometry: Geometry, first: int) -> Plain:
+    """Of blocks of that geometry, in records whose payload starts at ``first``."""
+    table = np.zeros(geometry.sections, SECTION)
+    table["offset"] = first + np.arange(geometry.sections, dtype=np.uint64) * geometry.stride
+    table["stored"] = table["raw"] = geometry.section
+    starts = range(0, geometry.footprint, geometry.stride)
+    return Plain(table, _places(table), tuple(slice(i, i + geometry.section) for i in starts))
+
+
+def _places(table: npt.NDArray[np.void]) -> bytes:
+    return table.view("<u8").reshape(-1, 4)[:, :2].tobytes()
+
+
+def verify(header: Header, sections: range, payload: Span, geometry: Geometry | None = None) -> None:
+    """Check stored sections against the table; ``payload`` starts with the first of them. Raises Rejected.
+
+    With ``geometry`` they were stored as they are, as ``check_table`` has found.
+    """
     table = header.sections[sections.start : sections.stop]
-    offsets = (table["offset"] - table["offset"][0]).tolist()
-    for offset, size, check in zip(offsets, table["stored"].tolist(), table["check"].tolist(), strict=True):
-        if xxh3_128_digest(payload[offset : offset + size]) != check:
-            raise Rejected("corrupt payload")
+    if geometry is not None:
+        cuts = plain(geometry, header.pages * ALIGN).cuts[: len(table)]
+    else:
+        starts = (table["offset"] - table["offset"][0]).astype(np.int64)
+        cuts = tuple(map(slice, starts.tolist(), (starts + table["stored"]).tolist()))
+    if checksums(payload, cuts) != table["check"].tobytes():
+        raise Rejected("corrupt payload")
 
 
-def check_table(header: Header, first: int, stride: int, room: int) -> None:
+def check_table(header: Header, first: int, geometry: Geometry, room: int) -> None:
     """Check that sections lie between ``first`` and ``room``, where their codec puts them. Raises Rejected.
 
     A header's checksum guards against accidents, not against a writer that is wrong.
     """
-    offsets, stored = header.sections["offset"], header.sections["stored"]
-    if header.codec == 0:
-        good = (stored == header.sections["raw"]).all() and (
-            offsets == first + np.arange(len(offsets), dtype=np.uint64) * stride
-        ).all()
-    else:
-        good = (stored <= header.sections["raw"]).all() and (offsets <= room).all()
+    table = header.sections
+    if header.codec == 0 and _places(table) == plain(geometry, first).places and first + geometry.footprint <= room:
+        return
+    if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
+        raise Rejected("another layout")
+    offsets, stored = table["offset"], table["stored"]
     ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN
-    if not (good and offsets[0] >= first and ends[-1] <= room and (offsets[1:] >= ends[:-1]).all()):
+    inside = (stored <= table["raw"]).all() and (offsets <= room).all() and offsets[0] >= first and ends[-1] <= room
+    if header.codec == 0 or not inside or (offsets[1:] < ends[:-1]).any():
         raise Rejected("corrupt header")

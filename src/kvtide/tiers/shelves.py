@@ -306,27 +306,31 @@ class Shelves:
             self._coming[place] = key
             return self._files[segment_of(place)], self.segments.offset(place), sequence
 
-    @contextlib.contextmanager
-    def naming(self, place: int, sequence: int) -> Iterator[None]:
-        """Around the writing of a record's header, the payload being written: if it goes well, the record is kept.
+    def name(self, place: int, sequence: int, page: Span) -> None:
+        """Write a record's header, its payload being written: if it goes well, the record is kept.
 
         Not while headers are erased: the slot of a block that is being dropped may be another's by now.
         """
+        number = segment_of(place)
         with self._headers:
-            self._headers.wait_for(lambda: not self._erasing)
+            if self._erasing:
+                self._headers.wait_for(lambda: not self._erasing)
             self._naming += 1
-            self._sequences[segment_of(place)][slot_of(place)] = sequence
+            self._sequences[number][slot_of(place)] = sequence
             # What it named before, or the new block: until the write is over, nobody knows how far it came.
             self._stale[place] = _ANY
+        written = False
         try:
-            yield
-            with self.lock:
-                del self._stale[place], self._coming[place]
-                self._dirty.add(segment_of(place))
+            self._write(self._files[number], page, self.segments.offset(place))
+            written = True
         finally:
             with self._headers:
                 self._naming -= 1
-                self._headers.notify_all()
+                if self._erasing:
+                    self._headers.notify_all()
+                if written:
+                    del self._stale[place], self._coming[place]
+                    self._dirty.add(number)
 
     def failed(self, place: int) -> None:
         """The record could not be written."""
@@ -344,9 +348,13 @@ class Shelves:
             return self._disk.read(fd, into, offset)
 
     def write(self, fd: int, data: Span, offset: int) -> None:
+        with self._in_flight:
+            self._write(fd, data, offset)
+
+    def _write(self, fd: int, data: Span, offset: int) -> None:
+        """Also for single pages, which need not wait until it is their turn in flight."""
         while data:
-            with self._in_flight:
-                count = self._disk.write(fd, [data], offset)
+            count = self._disk.write(fd, [data], offset)
             if count <= 0 or (count % ALIGN and self._direct):
                 raise Rejected("short write")
             data, offset = data[count:], offset + count
@@ -422,7 +430,7 @@ class Shelves:
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
         page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
-        self.write(fd, page, 0)
+        self._write(fd, page, 0)
         self._disk.sync(fd)
         if fresh:
             self._disk.sync_folder(self._directory.path)
@@ -467,7 +475,7 @@ class Shelves:
         page[:] = _WIPED
         for key, _, fd, offset in targets:
             try:
-                self.write(fd, page, offset)
+                self._write(fd, page, offset)
             except (OSError, Rejected) as e:
                 failed.add(key)
                 log.warning("could not overwrite a dropped block: %s", e)
