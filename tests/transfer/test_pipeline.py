@@ -133,18 +133,21 @@ def test_when_one_of_two_gives_up_the_other_still_gets_its_blocks() -> None:
 
 def test_a_read_that_nobody_wants_any_more_is_not_made() -> None:
     with world(depth=1) as w:
-        w.chill(1)
-        w.chill(2)
+        for head in (1, 2, 3):
+            w.chill(head)
         before = w.dram_blocks
-        with w.session.match(prompt(2)) as busy, w.session.match(prompt(1)) as match:
-            w.session.load(busy)
+        busy = [w.session.match(prompt(head)) for head in (2, 3)]
+        with busy[0], busy[1], w.session.match(prompt(1)) as match:
+            for other in busy:
+                w.session.load(other)
             load = w.session.load(match)
             load.cancel()
+            w.tier.let_read()
             w.tier.let_read()
             assert w.tier.reads == []
             assert w.store.statistics().lanes["nvme"].reads_cancelled == 1
             assert load.wait(0).tokens == 0
-            assert w.dram_blocks == before + 1, "its slot was given back"
+            assert w.dram_blocks == before + 2, "its slot was given back"
             again = w.session.load(match)
             w.tier.let_read()
             assert again.wait(0).tokens == TOKENS, "it is no worse for having been cancelled"

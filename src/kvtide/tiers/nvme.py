@@ -91,8 +91,8 @@ class _Batch:
 class Nvme:
     """A directory of blocks. Opening it takes it for this process alone.
 
-    ``threads`` blocks are in flight to and from the disk at a time; twice as many threads see to it that the disk need
-    not wait while checksums are made or checked.
+    ``threads`` blocks are written to the disk at a time, and twice as many are read or prepared: the disk need not wait
+    while checksums are made or checked.
 
     ``evict`` is asked, with a slot size, to make room when the tier is full: it calls ``Nvme.evict`` for at least one
     block and answers True, or answers False. Without it a full tier refuses.

@@ -63,13 +63,13 @@ def _unread(reason: str) -> bool:
 
 
 class Shelves:
-    """An open directory. ``depth`` reads and writes are in flight at a time. See the module's text for the locks."""
+    """An open directory. ``writes`` payloads are written at a time. See the module's text for the locks."""
 
-    def __init__(self, path: Path, budget: int, segment: int, depth: int, direct: bool, disk: Disk) -> None:
+    def __init__(self, path: Path, budget: int, segment: int, writes: int, direct: bool, disk: Disk) -> None:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
         self._disk = disk
-        self._in_flight = threading.Semaphore(depth)
+        self._writes = threading.Semaphore(writes)
         self._directory = Directory(path, disk)
         self._directory.create()
         self._directory.lock()
@@ -344,15 +344,15 @@ class Shelves:
             self._free(key, place)
 
     def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
-        with self._in_flight:
-            return self._disk.read(fd, into, offset)
+        return self._disk.read(fd, into, offset)
 
     def write(self, fd: int, data: Span, offset: int) -> None:
-        with self._in_flight:
+        # A few fill the disk; more would only be in the way of reads that come meanwhile.
+        with self._writes:
             self._write(fd, data, offset)
 
     def _write(self, fd: int, data: Span, offset: int) -> None:
-        """Also for single pages, which need not wait until it is their turn in flight."""
+        """Also for single pages, which need not wait for their turn."""
         while data:
             count = self._disk.write(fd, [data], offset)
             if count <= 0 or (count % ALIGN and self._direct):

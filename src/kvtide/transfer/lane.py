@@ -112,7 +112,7 @@ class Lane:
         self._reads: deque[_ReadJob] = deque()
         self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
-        self._items_under_way = 0
+        self._items_under_way = self._reads_under_way = 0
         self._pumping = False
         self._refused = self._cancelled = 0
         self._reading = _Stretch()
@@ -149,9 +149,9 @@ class Lane:
         job = _ReadJob(self, items, done, cancel)
         with self._lock:
             self._read_bytes += job.nbytes
-            at_once = not self._reads and self._items_under_way < self._depth
+            at_once = not self._reads and self._ready_to_read()
             if at_once:
-                self._items_under_way += len(items)
+                self._begin(job)
             else:
                 self._reads.append(job)
         if at_once:
@@ -187,12 +187,25 @@ class Lane:
 
     def _next(self) -> _Job | None:
         with self._lock:
-            if not (self._reads or self._writes) or self._items_under_way >= self._depth:
+            job: _Job
+            if self._reads and self._ready_to_read():
+                job = self._reads.popleft()
+            elif self._writes and not self._reads and self._items_under_way < self._depth:
+                job = self._writes.popleft()
+            else:
                 self._pumping = False
                 return None
-            job = self._reads.popleft() if self._reads else self._writes.popleft()
-            self._items_under_way += len(job.items)
+            self._begin(job)
             return job
+
+    def _ready_to_read(self) -> bool:
+        # A second job behind the first, however large: else the tier has nothing to do while the first one's last
+        # blocks come.
+        return self._items_under_way < self._depth or self._reads_under_way < 2
+
+    def _begin(self, job: _Job) -> None:
+        self._items_under_way += len(job.items)
+        self._reads_under_way += isinstance(job, _ReadJob)
 
     def _measure(self, stretch: _Stretch, speed: Speed, job: _Job) -> None:
         """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
@@ -214,6 +227,7 @@ class Lane:
             self._items_under_way -= len(job.items)
             if isinstance(job, _ReadJob):
                 self._read_bytes -= job.nbytes
+                self._reads_under_way -= 1
             else:
                 self._write_bytes -= job.nbytes
             if not (self._reads or self._writes or self._items_under_way):
