@@ -82,6 +82,9 @@ FAULTS = [
     ("rename", How.FAIL, errno.EIO, "*"),
     ("open", How.FAIL, errno.EMFILE, "*.segment"),
 ]
+SILENT = (How.LIE, How.FLIP)
+ENDS = st.sampled_from(["closed", "killed", "killed", "power lost", "power lost"])
+JOURNALS = st.sampled_from(["kept", "kept", "kept", "lost", "torn", "cut"])
 OPENING = [f for f in FAULTS if f[1] in (How.FAIL, How.SHORT) and f[0] != "write"]
 
 
@@ -163,8 +166,7 @@ class Machine(RuleBasedStateMachine):
         self.rights: list[Right] = []
         self.pins: list[tuple[int, Path_]] = []
         self.gates: list[Gate] = []
-        self.spoilt = False
-        """Bytes were changed behind the tier's back: nothing must be there any more."""
+        self.corrupted = False
         self.open()
         if full:
             for user in range(len(USERS)):
@@ -225,6 +227,11 @@ class Machine(RuleBasedStateMachine):
     def allowed(self, key: BlockKey) -> bool:
         return self.known.get(key, -1.0) > self.clock.time() and key not in self.hidden
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether bytes were changed behind the tier's back: then nothing must be there any more."""
+        return self.corrupted or any(call == "write" and how in SILENT for call, how, _ in self.disk.struck)
+
     # -- checks -------------------------------------------------------------------------------------------
 
     def check(self, right: Right) -> None:
@@ -250,9 +257,12 @@ class Machine(RuleBasedStateMachine):
         """Match and load; every block that comes must be one that may."""
         session = self.sessions[user]
         match = session.match(self.chain(user, path), have=have * session.layout.block_tokens)
-        loaded = session.load(match, deadline=deadline).wait()
-        right = Right(user, path, match, loaded)
-        self.arrived(right)
+        try:
+            right = Right(user, path, match, session.load(match, deadline=deadline).wait())
+            self.arrived(right)
+        except BaseException:
+            match.release()  # else the end finds only that it is held
+            raise
         return right
 
     def arrived(self, right: Right) -> None:
@@ -304,6 +314,11 @@ class Machine(RuleBasedStateMachine):
 
     # -- storing ------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def mortal(path: Path_, ttl: float | None) -> Path_:
+        """What expires has prompts of its own: the model could not tell it from what was stored for ever."""
+        return path if ttl is None else (path[0] + 10, *path[1:])
+
     def expect(self, user: int, path: Path_, start: int, ttl: float | None) -> None:
         """From now on these may be returned."""
         self.prompts.pop((user, path), None)
@@ -334,7 +349,7 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -3, 7]),
     )
     def store_blocks(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> None:
-        self.put(user, path, min(start, len(path) - 1), ttl, priority)
+        self.put(user, self.mortal(path, ttl), min(start, len(path) - 1), ttl, priority)
 
     @rule(user=users, heads=st.integers(4, 8), length=st.integers(3, 6))
     def store_many(self, user: int, heads: int, length: int) -> None:
@@ -385,6 +400,7 @@ class Machine(RuleBasedStateMachine):
     @rule(prompt=prompts, part=st.floats(0, 1), seal=st.booleans(), ttl=st.sampled_from([None, 5.0]))
     def reserve(self, prompt: Prompt, part: float, seal: bool, ttl: float | None) -> None:
         user, path = self.pick(prompt)
+        path = self.mortal(path, ttl)
         session = self.sessions[user]
         chain = self.chain(user, path)
         with session.reserve(chain, ttl=ttl) as reservation:
@@ -527,7 +543,6 @@ class Machine(RuleBasedStateMachine):
         if lie and self.liar and call == "write":
             how = How.LIE
         self.disk.arm(Fault(call, how, code, files, after, times))
-        self.spoilt |= call == "write" and how in (How.LIE, How.FLIP)
 
     @rule()
     def mend_disk(self) -> None:
@@ -543,7 +558,7 @@ class Machine(RuleBasedStateMachine):
     @rule(file=st.integers(0, 20), where=st.floats(0, 1), count=st.integers(1, 5000), value=st.integers(0, 255))
     def corrupt(self, file: int, where: float, count: int, value: int) -> None:
         files = sorted(self.folder.glob("tier/*.segment"))
-        self.spoilt = True
+        self.corrupted = True
         if files:
             path = files[file % len(files)]
             offset = int(where * path.stat().st_size)
@@ -560,47 +575,61 @@ class Machine(RuleBasedStateMachine):
 
     # -- restarts -----------------------------------------------------------------------------------------
 
-    @rule(
-        how=st.sampled_from(["closed", "killed", "killed", "power lost", "power lost"]),
-        journal=st.sampled_from(["kept", "kept", "kept", "lost", "torn", "cut"]),
-        quiet=st.booleans(),
-        fault=st.none() | st.sampled_from(OPENING),
-        after=st.integers(0, 3),
-    )
-    def restart(self, how: str, journal: str, quiet: bool, fault: tuple[str, How, int, str] | None, after: int) -> None:
+    @rule(how=ENDS, journal=JOURNALS, fault=st.none() | st.sampled_from(OPENING), after=st.integers(0, 3))
+    def restart(self, how: str, journal: str, fault: tuple[str, How, int, str] | None, after: int) -> None:
+        """At any moment, with whatever is under way, on a disk that may fail during the opening too."""
+        if how == "closed":
+            self.calm()
+        self.end(how, journal)
+        if fault is not None:
+            self.disk.arm(Fault(fault[0], fault[1], fault[2], fault[3], after))
+        try:
+            self.open()
+        except TierError:
+            self.seen["openings refused"] += 1
+            self.disk.disarm()
+            self.open()
+        self.disk.disarm()
+
+    @rule(how=ENDS, journal=JOURNALS)
+    def restart_from_rest(self, how: str, journal: str) -> None:
+        """Everything was written by then: it is there afterwards."""
+        self.calm()
+        self.settled()
+        self.audit()
+        certain = self.on_disk()
+        self.end(how, journal)
+        if how == "closed":
+            # What only DRAM had was written at last, perhaps over others.
+            certain &= self.written
+        self.open()
+        if not self.spoilt and (how != "power lost" or self.durable):
+            self.still_there(certain)
+
+    @precondition(lambda self: not self.gates)
+    @rule(prompt=prompts, how=ENDS, journal=JOURNALS)
+    def store_drop_and_end(self, prompt: Prompt, how: str, journal: str) -> None:
+        """A drop that was acknowledged holds, though its blocks were still on their way to the disk."""
+        user, path = self.pick(prompt)
+        self.put(user, path, 0, None, 0)
+        self.erase(user, path, 0)
+        self.end(how, journal)
+        self.open()
+
+    def end(self, how: str, journal: str) -> None:
+        """The end of a life, and what becomes of the disk before the next."""
         self.seen[how] += 1
         self.seen["journals spoilt"] += journal != "kept"
-        certain: set[BlockKey] = set()
-        if quiet or how == "closed":
-            self.calm()
-        if quiet:
-            self.settled()
-            self.audit()
-            certain = self.on_disk()
         self.seen.update(self.store.statistics().counts)
         if how != "closed":
             self.disk.die()
         self.gates.clear()
         self.rights.clear()
         self.store.close()
-        if how == "closed":
-            # What only DRAM had was written at last, perhaps over others.
-            certain &= self.written
         if how == "power lost":
             self.disk.power_loss()
         self.disk.revive()
         self.treat_journal(journal)
-        if fault is not None:
-            self.disk.arm(Fault(fault[0], fault[1], fault[2], fault[3], after))
-        try:
-            self.open()
-        except (TierError, OSError):
-            self.seen["openings refused"] += 1
-            self.disk.disarm()
-            self.open()
-        self.disk.disarm()
-        if quiet and not self.spoilt and fault is None and (how != "power lost" or self.durable):
-            self.still_there(certain)
 
     def treat_journal(self, journal: str) -> None:
         path = self.folder / "tier" / "journal"
