@@ -29,8 +29,6 @@ LONGER = {
     "testing/faults.py": 500,
     "testing/interface.py": 720,
     "testing/tier.py": 600,
-    "tiers/shelves.py": 560,
-    "transfer/pipeline.py": 660,
 }
 """Files over the limit, with ceilings. Split them; do not add to them."""
 

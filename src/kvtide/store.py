@@ -30,8 +30,9 @@ from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
+from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane, LaneStatistics
-from kvtide.transfer.pipeline import Cold, Pipeline
+from kvtide.transfer.pipeline import Pipeline
 
 __all__ = ["Statistics", "Store", "open_store"]
 
@@ -214,7 +215,11 @@ class Store:
         return identify(path, weights_id, self.config.naming.weights_cache)
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed. The answer, called, ends that."""
+        """Call ``follower`` for every block stored or removed. The answer, called, ends that.
+
+        It is called on the thread that moves the block: it must be quick, and must not close the store, which would
+        wait for itself.
+        """
         return self.feed.follow(follower)
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -18,8 +18,8 @@ from kvtide.block import BlockKey
 from kvtide.plan import admit
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
+from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Cold
 from tests.plan.small import Clock
 
 __all__ = ["Gated", "GatedStore"]

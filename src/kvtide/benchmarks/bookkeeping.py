@@ -26,8 +26,9 @@ from kvtide.tiers.codec import Scratch
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.noop import Noop
 from kvtide.tiers.nvme import Nvme
+from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Cold, Pipeline, Pledge
+from kvtide.transfer.pipeline import Pipeline, Pledge
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["opening", "pipeline", "scale"]

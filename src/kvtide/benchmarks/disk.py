@@ -1,7 +1,7 @@
 """Blocks to and from the disk, verified, beside raw direct I/O.
 
-In a virtual machine the first direct read into memory that the host has not written for some seconds runs at half speed.
-So each contestant, the peers too, goes once over its memory right before the turn that counts.
+In a virtual machine the first direct read into memory that the host has not written for some seconds may run at half
+speed. So each contestant, the peers too, goes once over its memory right before the turn that counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The files of an NVMe tier: what lies in which slot, and what the disk may still say of blocks that are gone.
 
-This is the book of the directory, on disk and in memory: segments, slots, sequence numbers, the journal. It opens a
-directory, by its journal or by its headers; finds slots, adding and recutting segments; and erases blocks so that they
-do not come back. How a block becomes a record, and who does it on which thread, is the tier's business (nvme.py).
+This is the book of the directory, on disk and in memory: segments, slots, sequence numbers, the journal. It finds
+slots, adding and recutting segments, and erases blocks so that they do not come back. How the book is found when a
+directory is opened stands in opening.py; how a block becomes a record, and who does it on which thread, in nvme.py.
 
 A dropped block must not come back, whatever happens. So three things are remembered besides what is where: free slots
 whose header still names a block (``_stale``), slots whose header is just being written (``_coming``), and segments
@@ -18,48 +18,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.errors import ConfigError, TierError, TierVersionError
+from kvtide.errors import ConfigError, TierError
 from kvtide.tiers.base import NOWHERE, Held
 from kvtide.tiers.codec import Scratch
-from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
+from kvtide.tiers.directory import Directory, SegmentHeader
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.journal import (
-    FREED,
-    HOLDS,
-    PER_SLOT,
-    RECORD,
-    RESERVE,
-    WRITING,
-    Journal,
-    entry,
-    latest,
-    replay,
-)
-from kvtide.tiers.record import Header, Rejected
-from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
+from kvtide.tiers.journal import FREED, PER_SLOT, RESERVE, Journal, entry
+from kvtide.tiers.opening import ANY, Opening, current
+from kvtide.tiers.record import Rejected
+from kvtide.tiers.segments import Segment, Segments, segment_of, slot_of
 
 __all__ = ["Shelves"]
 
 log = logging.getLogger("kvtide.nvme")
 
 _WIPED = bytes(ALIGN)
-_ANY = BlockKey(b"")
-"""What a header that could not be read may name: every drop overwrites it."""
-
-
-def _unread(reason: str) -> bool:
-    """Whether a header may be whole, though it could not be read this time."""
-    return reason == "torn" or reason.startswith("unreadable")
 
 
 class Shelves:
@@ -74,12 +55,6 @@ class Shelves:
         self._directory.create()
         self._directory.lock()
         self._files: dict[int, int] = {}
-        self._sequences: dict[int, npt.NDArray[np.int64]] = {}
-        self._sequence = 1
-        self._cuts: dict[int, int] = {}
-        """At which sequence number each segment was cut."""
-        self._stale: dict[int, BlockKey] = {}
-        """Slots that hold nothing but whose header still names a block: where, and which."""
         self._coming: dict[int, BlockKey] = {}
         """Slots that are being written: which block the header may name by now."""
         self._dirty: set[int] = set()
@@ -96,14 +71,14 @@ class Shelves:
         self._journal_lock = threading.Lock()
         self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT)
         self.budget = budget
-        self.reasons: Counter[str] = Counter()
-        """Why blocks and segments were refused."""
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", path)
             self._journal = Journal(self._directory.journal, disk, disk.boot_id())
-            self.held: Held | None = self._open()
+            found = Opening(self._directory, disk, self._direct, self.segments)
+            self._files = found.files
+            self.held: Held | None = found.run(self._journal)
             """What was here before."""
         except OSError as e:
             self._let_go()
@@ -111,6 +86,16 @@ class Shelves:
         except BaseException:
             self._let_go()
             raise
+        self._sequences = found.sequences
+        self._sequence = found.sequence
+        self._cuts = found.cuts
+        """At which sequence number each segment was cut."""
+        self._stale = found.stale
+        """Slots that hold nothing but whose header still names a block: where, and which."""
+        self.reasons = found.reasons
+        """Why blocks and segments were refused."""
+        # What a predecessor wrote may not be on the medium yet.
+        self._dirty.update(self._files)
 
     def __repr__(self) -> str:
         return f"<Shelves {self._directory.path}: {self.segments.used} of {self.budget} bytes>"
@@ -134,158 +119,6 @@ class Shelves:
             self._disk.close(fd)
         self._files.clear()
         self._directory.unlock()
-
-    # -- opening ------------------------------------------------------------------------------------------
-
-    def _open(self) -> Held | None:
-        numbers = list(self._directory.segments())
-        # First look at all of them: if one is newer, nothing may be touched.
-        headers = {number: self._look(number) for number in numbers}
-        for number, header in headers.items():
-            self._open_segment(number, header)
-        # What a predecessor wrote may not be on the medium yet.
-        self._dirty = set(self._files)
-        records, doubt = replay(self._directory.journal, self._journal.boot)
-        if doubt:
-            if numbers:
-                log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
-            records = self._from_headers()
-        else:
-            records = self._finish_writing(latest(records))
-        return self._adopt(records)
-
-    def _look(self, number: int) -> SegmentHeader | str:
-        """Open a segment file; answers how it is cut, or why that cannot be said."""
-        path = self._directory.segment(number)
-        fd = self._files[number] = self._disk.open(path, direct=self._direct)
-        if not os.fstat(fd).st_size:
-            return ""  # emptied, and not needed since
-        try:
-            return self._directory.segment_header(fd)
-        except OSError as e:
-            return e.strerror or str(e)
-        except Rejected as e:
-            kind, _, version = str(e).partition(" ")
-            if kind == "version" and int(version) > FORMAT:
-                raise TierVersionError(
-                    f"{path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
-                    "Upgrade kvtide, or give another directory"
-                ) from None
-            return str(e)
-
-    def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
-        """Take a segment into the book, or its bytes back."""
-        path, fd = self._directory.segment(number), self._files[number]
-        problem = header
-        if isinstance(header, SegmentHeader):
-            problem = ""
-            if header.nbytes + header.slots * PER_SLOT > self.segments.budget - self.segments.taken:
-                problem = "over budget"
-            elif os.fstat(fd).st_size != header.nbytes:
-                try:
-                    self._disk.resize(fd, header.nbytes)
-                except OSError as e:
-                    problem = e.strerror or str(e)
-            if not problem:
-                self._sequences[number] = np.zeros(header.slots, np.int64)
-                self.segments.add(header.size, header.slots, number)
-                self._sequence = max(self._sequence, header.cut + 1)
-                self._cuts[number] = header.cut
-                return
-        if problem:
-            log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
-            self.reasons[f"segment: {problem}"] += 1
-        self._disk.close(self._files.pop(number))
-        self._disk.unlink(path)
-
-    def _from_headers(self) -> npt.NDArray[np.void]:
-        """Journal records made from what the slots' headers say."""
-        parts: list[bytes] = []
-        for segment in self.segments:
-            for slot, found in self._records(segment):
-                if isinstance(found, str):
-                    self.reasons[found] += 1
-                    if _unread(found):
-                        parts.append(entry(FREED, place_of(segment.number, slot), _ANY, self._cuts[segment.number]))
-                    continue
-                parts.append(
-                    entry(
-                        HOLDS,
-                        place_of(segment.number, slot),
-                        found.key,
-                        found.sequence,
-                        found.parent,
-                        found.depth,
-                        found.expiry,
-                        found.priority,
-                    )
-                )
-        return np.frombuffer(b"".join(parts), RECORD)
-
-    def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | str]]:
-        header = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number])
-        return self._directory.records(self._files[segment.number], header, slots)
-
-    def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?"""
-        records = records[self._current(records)]
-        for i in np.flatnonzero(records["kind"] == WRITING).tolist():
-            place = int(records["place"][i])
-            slot = slot_of(place)
-            records["kind"][i] = FREED
-            for _, found in self._records(self.segments[segment_of(place)], range(slot, slot + 1)):
-                if isinstance(found, Header):
-                    records["key"][i] = found.key
-                elif _unread(found):
-                    records["key"][i] = _ANY
-        return records
-
-    def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Which records speak of slots as they are cut now."""
-        with self.lock:
-            count = max((s.number for s in self.segments), default=-1) + 1
-            slots, cuts = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
-            for s in self.segments:
-                slots[s.number], cuts[s.number] = s.slots, self._cuts[s.number]
-        places = records["place"].astype(np.int64)
-        numbers = np.where((places >= 0) & (places >> 32 < count), places >> 32, count)
-        current: npt.NDArray[np.bool_] = places & 0xFFFFFFFF < slots[numbers]
-        return current & (records["sequence"] >= cuts[numbers])
-
-    def _adopt(self, records: npt.NDArray[np.void]) -> Held:
-        """Take the records for true, as far as they fit the segments that are there."""
-        records = records[self._current(records)]
-        places = records["place"].astype(np.int64)
-        self._sequence = max(self._sequence, int(records["sequence"].max(initial=0)) + 1)
-        keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
-        live = records["kind"] == HOLDS
-        if not live.all() or len(keys) != len(set(keys)):
-            newest: dict[BlockKey, int] = {}
-            for i in np.argsort(records["sequence"]).tolist():
-                if live[i]:
-                    if keys[i] in newest:
-                        live[newest[keys[i]]] = False
-                    newest[keys[i]] = i
-        self._stale = {int(places[i]): keys[i] for i in np.flatnonzero(~live).tolist()}
-        stale = records[~live]
-        stale["kind"] = FREED
-        records, places = records[live], places[live]
-        if not live.all():
-            keys = np.ascontiguousarray(records["key"]).view("S48").tolist()
-        for number, mine in by_segment(places):
-            taken = places[mine] & 0xFFFFFFFF
-            self._sequences[number][taken] = records["sequence"][mine]
-            self.segments.claim(self.segments[number], taken)
-        self._journal.rewrite(np.concatenate([records, stale]))
-        return Held(
-            keys=keys,
-            parents=np.ascontiguousarray(records["parent"]),
-            places=places,
-            depths=records["depth"].astype(np.int64),
-            expiries=records["expiry"].astype(np.float64),
-            priorities=records["priority"].astype(np.int8),
-            sequences=records["sequence"].astype(np.int64),
-        )
 
     # -- slots --------------------------------------------------------------------------------------------
 
@@ -318,7 +151,7 @@ class Shelves:
             self._naming += 1
             self._sequences[number][slot_of(place)] = sequence
             # What it named before, or the new block: until the write is over, nobody knows how far it came.
-            self._stale[place] = _ANY
+            self._stale[place] = ANY
         written = False
         try:
             self._write(self._files[number], page, self.segments.offset(place))
@@ -464,7 +297,7 @@ class Shelves:
         """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
         keys = {key for key, _ in items}
         with self.lock:
-            wanted = keys | {_ANY}
+            wanted = keys | {ANY}
             named = [(k, p) for names in (self._stale, self._coming) for p, k in names.items() if k in wanted]
             live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p)]
             generations = [self.segments.generation(p) for _, p in live]
@@ -479,7 +312,7 @@ class Shelves:
             except (OSError, Rejected) as e:
                 failed.add(key)
                 log.warning("could not overwrite a dropped block: %s", e)
-        if (unsynced := self._sync_all(dirty)) or _ANY in failed:
+        if (unsynced := self._sync_all(dirty)) or ANY in failed:
             failed |= keys
         with self.lock:
             self._dirty |= unsynced
@@ -521,6 +354,10 @@ class Shelves:
                 if self._journal.full(slots, len(body)):
                     self._journal.compact(self._current)
                 self._journal.append(body)
+
+    def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        with self.lock:
+            return current(records, self.segments, self._cuts)
 
     def _trim_journal(self) -> None:
         """The journal's share of the budget goes by the number of slots: keep it when there are fewer."""

@@ -1,0 +1,197 @@
+"""Blocks on their way up: from colder tiers to DRAM.
+
+A row in a colder tier gets a slot in DRAM, PENDING there, and a read. Whoever asks for it meanwhile joins: ``_flights``
+has, for each pending row, the transfers that wait for it. When the read is verified the row is SEALED in DRAM; if it
+fails, the bad copy is dropped and the row is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvtide.block import BlockKey
+from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, every
+from kvtide.tiers.base import Identity, Read
+from kvtide.tiers.dram import Dram
+from kvtide.transfer.cold import Cold
+from kvtide.transfer.eraser import Eraser
+from kvtide.transfer.residents import Residents
+from kvtide.transfer.transfer import Transfer
+
+__all__ = ["Ascent"]
+
+_CHUNK = 64 << 20
+"""A read is cut into jobs of this many bytes, so that deadlines and cancellation bite."""
+
+Take = Callable[[int, int, list[Event], Rows], list[int]]
+"""Slots in DRAM, by evicting if need be: their size, how many, what is to be published, and whose they will be."""
+
+
+def _part(rows: Rows, mask: Mask) -> tuple[Rows, Rows]:
+    """Rows that the mask has, and those that it has not."""
+    return (rows, rows[:0]) if every(mask) else (rows[mask], rows[~mask])
+
+
+class Ascent:
+    """Brings rows to DRAM. ``counts`` is told what happened."""
+
+    def __init__(
+        self,
+        index: Index,
+        residents: Residents,
+        dram: Dram,
+        colds: Sequence[Cold],
+        take: Take,
+        eraser: Eraser,
+        feed: Feed,
+        counts: Counter[str],
+    ) -> None:
+        self._index = index
+        self._residents = residents
+        self._dram = dram
+        self._colds = colds
+        self._take = take
+        self._eraser = eraser
+        self._feed = feed
+        self._counts = counts
+        self._flights: dict[int, tuple[Transfer, ...]] = {}
+
+    def __len__(self) -> int:
+        """Rows that somebody waits for."""
+        return len(self._flights)
+
+    def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
+        """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        for rows, _ in wanted:
+            transfer.expect(rows.tolist())
+        for rows, identity in wanted:
+            left = rows
+            while len(left):
+                left = self._start(left, identity, transfer)
+                if len(left) and not self._dram.grow(identity.geometry.footprint):
+                    self._counts["loads dropped: no room in DRAM"] += len(left)
+                    transfer.finish(left.tolist(), [False] * len(left))
+                    break
+        transfer.started()
+
+    def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:
+        """Start or join a read for each row. Answers those for which DRAM must grow first."""
+        index = self._index
+        events: list[Event] = []
+        jobs: list[tuple[Cold, Rows, list[Read]]] = []
+        with index.lock:
+            here, away, left = rows[:0], rows, rows[:0]
+            state = index.state[DRAM][rows]
+            if not every(state == ABSENT):
+                here, away = rows[state == SEALED], rows[state == ABSENT]
+                for row in rows[state == PENDING].tolist():
+                    self._flights[row] = (*self._flights.get(row, ()), transfer)
+            for cold in self._colds:
+                mine, away = _part(away, index.state[cold.number][away] == SEALED)
+                places = self._take(identity.geometry.footprint, len(mine), events, mine)
+                if len(places) < len(mine):
+                    mine, rest = mine[: len(places)], mine[len(places) :]
+                    if self._dram.growable(identity.geometry.footprint):
+                        left = np.concatenate([left, rest])
+                    else:
+                        self._counts["loads dropped: no room in DRAM"] += len(rest)
+                        away = np.concatenate([away, rest])
+                if len(mine):
+                    jobs += self._fly(cold, mine, places, identity, transfer)
+        self._feed.publish(events)
+        if len(here):
+            transfer.finish(here.tolist(), [True] * len(here))
+        if len(away):
+            transfer.finish(away.tolist(), [False] * len(away))
+        for cold, flying, reads in jobs:
+            cold.lane.read(
+                reads,
+                functools.partial(self._read_done, cold, flying, reads),
+                functools.partial(self._unwanted, cold, flying, reads),
+            )
+        return left
+
+    def _fly(
+        self, cold: Cold, rows: Rows, places: list[int], identity: Identity, transfer: Transfer
+    ) -> list[tuple[Cold, Rows, list[Read]]]:
+        """Give rows their slots and make the reads that fill them."""
+        index, size = self._index, identity.geometry.footprint
+        self._residents.enter(rows, places, identity)
+        self._flights.update(dict.fromkeys(rows.tolist(), (transfer,)))
+        reads = [
+            Read(key, identity, source, span)
+            for key, source, span in zip(
+                index.keys(rows), index.place[cold.number][rows].tolist(), self._dram.spans(places, size), strict=True
+            )
+        ]
+        step = max(1, _CHUNK // size)
+        return [(cold, rows[i : i + step], reads[i : i + step]) for i in range(0, len(rows), step)]
+
+    def _unwanted(self, cold: Cold, rows: Rows, reads: list[Read]) -> bool:
+        """Whether a read that is about to start is wanted by nobody any more; then it has ended."""
+        with self._index.lock:
+            if any(t.wanted for row in rows.tolist() for t in self._flights.get(row, ())):
+                return False
+            # Under the same lock: nobody may join a read that will not be made.
+            ready = self._land(cold, rows, reads, None)
+        ready()
+        return True
+
+    def _read_done(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool]) -> None:
+        with self._index.lock:
+            ready = self._land(cold, rows, reads, results)
+        ready()
+
+    def _land(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> Callable[[], None]:
+        """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
+        index = self._index
+        bad: list[tuple[BlockKey, int]] = []
+        good = np.array(results, np.bool_) if results is not None else np.zeros(len(rows), np.bool_)
+        if self._residents.doomed:
+            good &= ~self._residents.are_doomed(rows)
+        arrived, lost = _part(rows, good)
+        self._residents.seal(arrived)
+        if len(lost):
+            for i in np.flatnonzero(~good).tolist():
+                row = int(rows[i])
+                self._residents.leave(row)
+                same = index.place[cold.number][row] == reads[i].place
+                if results is not None and not results[i] and same and row not in self._residents.doomed:
+                    bad.append((reads[i].key, index.remove(row, cold.number)))
+        tell = self.landed(rows, good)
+        events: list[Event] = []
+        if self._feed.followed and len(arrived):
+            events.append(BlockStored("dram", index.keys(arrived)))
+        self._counts[f"blocks read from {cold.name}"] += len(arrived)
+        self._residents.unhold(rows)
+        if bad:
+            self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
+            events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable"))
+            for key, _ in bad:
+                self._eraser.dies(cold, key)
+
+        def ready() -> None:
+            if bad:
+                self._eraser.erase(cold, bad)
+            self._feed.publish(events)
+            tell()
+
+        return ready
+
+    def landed(self, rows: Rows, good: Mask) -> Callable[[], None]:
+        """What to call, outside the lock, for those who wait for rows."""
+        numbers, arrived = rows.tolist(), good.tolist()
+        pop = self._flights.pop
+        # Each transfer is told of all the rows; it knows which of them it waits for.
+        waiting = {t for transfers in {pop(row, ()) for row in numbers} for t in transfers}
+
+        def tell() -> None:
+            for transfer in waiting:
+                transfer.finish(numbers, arrived)
+
+        return tell

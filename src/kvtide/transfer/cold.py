@@ -1,0 +1,26 @@
+"""A tier below DRAM, with what belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtide.plan.admit import Admission
+from kvtide.plan.evict import Evictor
+from kvtide.tiers.base import Tier
+from kvtide.transfer.lane import Lane
+
+__all__ = ["Cold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """A tier below DRAM, with what belongs to it."""
+
+    number: int
+    name: str
+    tier: Tier
+    lane: Lane
+    admission: Admission
+    evictor: Evictor | None
+    """None for a tier that makes its own room."""
+    keep_tokens: bool = False

@@ -1,0 +1,137 @@
+"""Blocks on their way down: from DRAM to colder tiers, while they stay readable where they are.
+
+If a lane has no room the write is not made: stores are dropped, callers never wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtide.block import BlockKey
+from kvtide.events import BlockStored, Feed
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.plan.evict import Policy
+from kvtide.tiers.base import Write
+from kvtide.transfer.cold import Cold
+from kvtide.transfer.eraser import Eraser
+from kvtide.transfer.residents import Residents, rows_of
+
+__all__ = ["Descent"]
+
+_WRITES = 8
+"""A write is cut into jobs of this many blocks, so that a read that comes meanwhile need not wait for all."""
+
+
+class Descent:
+    """Writes rows of DRAM down. ``counts`` is told what happened."""
+
+    def __init__(
+        self,
+        index: Index,
+        residents: Residents,
+        colds: Sequence[Cold],
+        policy: Policy,
+        eraser: Eraser,
+        feed: Feed,
+        counts: Counter[str],
+    ) -> None:
+        self._index = index
+        self._residents = residents
+        self._colds = colds
+        self._policy = policy
+        self._eraser = eraser
+        self._feed = feed
+        self._counts = counts
+
+    def write(self, cold: Cold, rows: Rows) -> None:
+        """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
+        if refused := len(self._submit(cold, rows)):
+            self._counts[f"stores dropped: the queue of {cold.name} is full"] += refused
+
+    def _submit(self, cold: Cold, rows: Rows) -> Rows:
+        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock."""
+        index = self._index
+        rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
+        if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
+            rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
+        items: list[Write] = []
+        for row in rows.tolist():
+            span = self._residents.span(row)
+            if not cold.lane.room(len(span)):
+                break
+            write = Write(
+                index.key(row),
+                self._residents.identity(row),
+                span,
+                index.parent[row].tobytes(),
+                int(index.depth[row]),
+                row,
+                float(index.expiry[row]),
+                int(index.priority[row]),
+                self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
+            )
+            items.append(write)
+        rows, refused = rows[: len(items)], rows[len(items) :]
+        index.state[cold.number][rows] = PENDING
+        index.hold(rows)
+        for i in range(0, len(items), _WRITES):
+            part = items[i : i + _WRITES]
+            # Submitting takes no I/O; a tier that answers at once takes the index's lock again, which is reentrant.
+            cold.lane.write(part, functools.partial(self._written, cold, part))
+        return refused
+
+    def _written(self, cold: Cold, items: Sequence[Write], places: Sequence[int]) -> None:
+        index = self._index
+        kept: list[BlockKey] = []
+        dropped: list[tuple[BlockKey, int]] = []
+        with index.lock:
+            for item, place in zip(items, places, strict=True):
+                index.remove(item.owner, cold.number)
+                if item.owner in self._residents.doomed:
+                    # A failed write too may have left its name.
+                    dropped.append((item.key, place))
+                elif place == NOWHERE:
+                    self._residents.refused.add(item.owner)
+                else:
+                    index.put(item.owner, cold.number, SEALED, place)
+                    self._residents.refused.discard(item.owner)
+                    kept.append(item.key)
+            self._counts[f"blocks written to {cold.name}"] += len(kept)
+            self._residents.unhold(rows_of([item.owner for item in items]))
+        if dropped:
+            self._eraser.erase(cold, dropped)
+        if kept:
+            self._feed.publish([BlockStored(cold.name, tuple(kept))])
+
+    def saved(self, rows: Rows) -> Mask:
+        """Which rows are whole in a colder tier too."""
+        saved = np.zeros(len(rows), np.bool_)
+        for cold in self._colds:
+            saved |= self._index.state[cold.number][rows] == SEALED
+        return saved
+
+    def may_leave(self, rows: Rows) -> Mask:
+        """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
+        free = self.saved(rows)
+        if self._residents.refused:
+            free |= np.array([row in self._residents.refused for row in rows.tolist()], np.bool_)
+        return free
+
+    def flush(self) -> None:
+        """Write down what only DRAM has, hottest first, where the admission says that it should outlive DRAM."""
+        for cold in self._colds:
+            if not cold.admission.keeps_leaving:
+                continue
+            with self._index.lock:
+                # Pinned ones too: what must not leave DRAM must not be lost with it either.
+                rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
+                rows = rows[~self.saved(rows)]
+                rows = self._submit(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
+            while len(rows):
+                cold.lane.wait_idle()
+                with self._index.lock:
+                    rows = self._submit(cold, rows)

@@ -1,0 +1,92 @@
+"""Erases blocks from colder tiers, and knows when they are gone.
+
+A drop is answered when no tier can bring the block back. A copy that is just being written cannot be erased yet; it
+*dies*: it is erased as soon as it is written, and every drop of its key waits for that too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtide.block import BlockKey
+from kvtide.index.index import Index
+from kvtide.transfer.cold import Cold
+
+__all__ = ["Eraser", "Tally"]
+
+
+class Tally:
+    """Counts the parts of a drop; the last to end calls ``done``, in no lock, with the number of failures."""
+
+    __slots__ = ("_done", "_failed", "_left", "_lock")
+
+    def __init__(self, parts: int, done: Callable[[int], None]) -> None:
+        self._left = parts
+        self._failed = 0
+        self._done = done
+        self._lock = threading.Lock()
+
+    def more(self) -> None:
+        """One part more. Some other has not ended yet."""
+        with self._lock:
+            self._left += 1
+
+    def end(self, results: Sequence[bool]) -> None:
+        with self._lock:
+            self._left -= 1
+            self._failed += len(results) - sum(results)
+            if self._left:
+                return
+        self._done(self._failed)
+
+
+@dataclass(slots=True)
+class _Dying:
+    """A key's copies in one tier that are to be erased without anybody having asked for it now."""
+
+    copies: int = 0
+    erased: bool = True
+    waiting: list[Tally] = field(default_factory=list)
+
+
+class Eraser:
+    """Safe from any thread; what says so is called under the index's lock."""
+
+    def __init__(self, index: Index, colds: Sequence[Cold]) -> None:
+        self._index = index
+        self._colds = colds
+        self._dying: dict[tuple[int, BlockKey], _Dying] = {}
+
+    def dies(self, cold: Cold, key: BlockKey) -> None:
+        """A copy of ``key`` will be given to ``erase``. Under the lock."""
+        self._dying.setdefault((cold.number, key), _Dying()).copies += 1
+
+    def await_dying(self, keys: Sequence[BlockKey], tally: Tally) -> None:
+        """Let ``tally`` end only when copies of these keys that are dying have been erased. Under the lock."""
+        if not self._dying:
+            return
+        for cold in self._colds:
+            for key in keys:
+                if (dying := self._dying.get((cold.number, key))) is not None:
+                    tally.more()
+                    dying.waiting.append(tally)
+
+    def erase(self, cold: Cold, items: list[tuple[BlockKey, int]]) -> None:
+        """Erase copies that were said to die."""
+        cold.tier.drop(items, functools.partial(self._erased, cold, items))
+
+    def _erased(self, cold: Cold, items: list[tuple[BlockKey, int]], results: Sequence[bool]) -> None:
+        ended: list[_Dying] = []
+        with self._index.lock:
+            for (key, _), erased in zip(items, results, strict=True):
+                dying = self._dying[cold.number, key]
+                dying.copies -= 1
+                dying.erased &= erased
+                if not dying.copies:
+                    ended.append(self._dying.pop((cold.number, key)))
+        for dying in ended:
+            for tally in dying.waiting:
+                tally.end((dying.erased,))
