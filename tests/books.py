@@ -32,7 +32,7 @@ def disagreements(store: Store, held: Collection[int] = ()) -> list[str]:
             ("writes to NVMe that ended", whole, in_nvme),
             ("flights", pipeline.blocks_pending, 0),
             ("dropped rows that are held", pipeline.blocks_doomed, doomed),
-            ("copies to be erased", len(pipeline._dying), 0),
+            ("copies to be erased", len(pipeline._eraser._dying), 0),
             ("rows", rows, len(index) + doomed),
         ]
     return [f"{what}: {is_}, not {should}" for what, is_, should in columns if is_ != should]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-_PART = 64 << 20
+_PART = 256 << 20
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -353,6 +353,28 @@ def test_a_killed_process_loses_nothing_that_was_written(path: Path) -> None:
     again.close()
 
 
+def test_a_fault_of_ours_costs_a_block_and_hangs_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(Disk):
+        sick = False
+
+        def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
+            return super().read(fd, into, offset) // (0 if self.sick else 1)
+
+        def write(self, fd: int, data: Sequence[Span | bytes], offset: int) -> int:
+            return super().write(fd, data, offset) // (0 if self.sick else 1)
+
+    disk = Buggy()
+    caller = opened(path, disk)
+    places = caller.write(keys(4), SMALL)
+    disk.sick = True
+    assert not any(caller.finds(keys(4), SMALL, places))
+    assert caller.write(keys(30)[20:], SMALL) == [NOWHERE] * 10, "more than there are threads"
+    assert "ZeroDivisionError" in caplog.text
+    disk.sick = False
+    assert all(caller.finds(keys(4), SMALL, places))
+    caller.close()
+
+
 def test_nothing_is_left_open(path: Path) -> None:
     def descriptors() -> list[str]:
         return [target for p in Path("/proc/self/fd").iterdir() if "tier" in (target := _target(p))]

@@ -18,7 +18,7 @@ from kvtide import session as session_module
 from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.tiers.base import NOWHERE
-from kvtide.transfer import pipeline
+from kvtide.transfer import ascent
 from tests.plan.small import LAYOUT, MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 from tests.transfer.gate import Gated, GatedStore
 
@@ -77,7 +77,7 @@ def world(tier: Gated | None = None, **options: Any) -> Iterator[World]:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is read by a job of its own."""
-    monkeypatch.setattr(pipeline, "_CHUNK", NBYTES)
+    monkeypatch.setattr(ascent, "_CHUNK", NBYTES)
 
 
 def check(session: Session, views: list[memoryview], *path: int) -> None:

@@ -39,10 +39,17 @@ __all__ = ["Nvme"]
 log = logging.getLogger("kvtide.nvme")
 
 
-def _reason(verb: str, e: Rejected | OSError | MemoryError) -> str:
+def _reason(verb: str, e: Exception) -> str:
+    """Why a block could not be read or written, for the statistics."""
     if isinstance(e, Rejected):
         return str(e)
-    return f"{verb}: {e.strerror if isinstance(e, OSError) else 'out of memory'}"
+    if isinstance(e, OSError):
+        return f"{verb}: {e.strerror}"
+    if isinstance(e, MemoryError):
+        return f"{verb}: out of memory"
+    # A fault of ours. It costs this block, not the thread, and nobody who waits for the batch.
+    log.error("could not %s a block", verb, exc_info=e)
+    return f"{verb}: {type(e).__name__}"
 
 
 class _Worker:
@@ -209,7 +216,7 @@ class Nvme:
     def _read_one(self, item: Read, worker: _Worker) -> int:
         try:
             nbytes = self._fill(item, worker)
-        except (Rejected, OSError, MemoryError) as e:
+        except Exception as e:  # noqa: BLE001 - see _reason
             with self._lock, self._shelves.lock:
                 self._failed_reads += 1
                 self._shelves.reasons[_reason("read", e)] += 1
@@ -303,7 +310,7 @@ class Nvme:
             self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
             self._shelves.name(place, sequence, page)
-        except (Rejected, OSError, MemoryError) as e:
+        except Exception as e:  # noqa: BLE001 - see _reason
             if place != NOWHERE:
                 self._shelves.failed(place)
             with self._lock, self._shelves.lock:
