@@ -13,6 +13,7 @@ import pytest
 
 import kvtide
 from kvtide import Store
+from kvtide import config as configuration
 from kvtide.errors import ClosedError, TierLockedError
 from kvtide.testing.interface import PLAIN, InterfaceContract
 from kvtide.tiers.copier import Bytes, Copier
@@ -33,7 +34,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
     with kvtide.open(dram={"budget": "8MiB"}, nvme=nvme):
         threads, arenas = set(threading.enumerate()), memories()
         with pytest.raises(TierLockedError):
-            kvtide.open(dram=dram, nvme=nvme)
+            Store(configuration.read(None, dram=dram, nvme=nvme), shared=True)
         assert set(threading.enumerate()) == threads
         assert memories() <= arenas
     with kvtide.open(dram={"budget": "8MiB"}, nvme=nvme):

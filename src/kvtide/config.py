@@ -51,7 +51,10 @@ class Dram(_Section, frozen=True):
 
     budget: Annotated[int, _size("Host memory that blocks may take.", ge=MiB)] = 4 * GiB
     segment: Annotated[int, _size("Memory taken at a time.", ge=MiB, multiple_of=4096)] = 256 * MiB
-    huge_pages: Annotated[Literal["no", "transparent", "2MiB"], _plain("Pages to ask for.")] = "no"
+    huge_pages: Annotated[
+        Literal["no", "transparent", "2MiB"],
+        _plain("Pages of memory: the system's choice, huge where it can, or those set aside with vm.nr_hugepages."),
+    ] = "transparent"
     prefault: Annotated[bool, _plain("Take the whole budget at opening, in the background.")] = False
     checksum: Annotated[bool, _plain("Make checksums at seal too, for debugging.")] = False
 

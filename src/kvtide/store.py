@@ -84,13 +84,16 @@ class Door:
 class Store:
     """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
 
-    def __init__(self, config: Config, *, clock: Clock | None = None, disk: Disk | None = None) -> None:
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, disk: Disk | None = None, shared: bool = False
+    ) -> None:
+        """``shared``: other processes will map its memory."""
         self.config = config
         self.clock = clock or SystemClock()
         self.index = Index(tiers=2 if config.nvme.path else 1)
         self.feed = Feed()
         memory = config.dram
-        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault)
+        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared)
         self.copier = Copier()
         self._policy = _POLICIES[config.plan.policy](self.index)
         self._sessions: set[Session] = set()

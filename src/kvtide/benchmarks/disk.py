@@ -36,10 +36,9 @@ class _RawDisk:
         self._nbytes, self._count = nbytes, count
         self._fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, nbytes * count)
-        memory = os.memfd_create("raw")
-        os.posix_fallocate(memory, 0, nbytes * count)
-        self._view = memoryview(mmap.mmap(memory, nbytes * count, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        os.close(memory)
+        memory = mmap.mmap(-1, nbytes * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)  # as our own
+        self._view = memoryview(memory)
         for i, source in zip(range(count), block_sources(nbytes) * count, strict=False):
             self._view[i * nbytes : (i + 1) * nbytes] = source.data.cast("B")
         self._writers, self._readers = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(2 * THREADS)
@@ -67,10 +66,10 @@ class _RawDisk:
 class _OurDisk:
     """Through DRAM to NVMe and, after DRAM was emptied, back, verified."""
 
-    def __init__(self, folder: Path, nbytes: int, count: int, huge_pages: str) -> None:
+    def __init__(self, folder: Path, nbytes: int, count: int) -> None:
         budget = (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB
         self._store = kvtide.open(
-            dram={"budget": budget, "prefault": True, "huge_pages": huge_pages},
+            dram={"budget": budget, "prefault": True},
             nvme={
                 "path": str(folder),
                 "budget": int(count * nbytes * 1.2) + 64 * MIB,
@@ -116,11 +115,9 @@ def nvme(settings: Settings) -> Iterator[Record]:
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
             folder = Path(name)
             ours: dict[str, _OurDisk | _RawDisk] = {
-                "kvtide": _OurDisk(folder / "ours", nbytes, count, "no"),
+                "kvtide": _OurDisk(folder / "ours", nbytes, count),
                 "raw": _RawDisk(folder, nbytes, count),
             }
-            if _huge_pages_free() >= (count + 2) * nbytes + 512 * MIB:
-                ours["kvtide, 2 MiB pages"] = _OurDisk(folder / "huge", nbytes, count, "2MiB")
             with ExitStack() as stack:
                 for one in ours.values():
                     stack.callback(one.close)
@@ -140,64 +137,55 @@ def _rehearsed(contestant: Contestant) -> Contestant:
     return turn
 
 
-def _huge_pages_free() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("HugePages_Free:"):
-            return int(line.split()[1]) * 2 * MIB
-    return 0
-
-
 def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[Record]:
     size = size_name(nbytes)
-    peers = {n: t for n, t in rounds.items() if n != "raw" and not n.startswith("kvtide")}
+    peers = {n: t for n, t in rounds.items() if n not in ("raw", "kvtide")}
     # Into the page cache is not onto the disk.
     direct = {n: t for n, t in peers.items() if "buffered" not in n}
     checksum = _checksum_cost(nbytes)
-    for who in (n for n in rounds if n.startswith("kvtide")):
-        pages = "-2mib-pages" if "2 MiB" in who else ""
-        for task in ("store", "load"):
-            ours = [s.speed for s in rounds[who][task]]
-            limit = [s.speed for s in rounds["raw"][task]]
-            yield figure(
-                f"nvme-{task}-{size}{pages}",
-                "GB/s",
-                ours,
-                better="higher",
-                peers={n: [s.speed for s in t[task]] for n, t in peers.items()},
-                limit=limit,
-                against="raw O_DIRECT at the same depth",
-                reference=limit,
-                bar=0.9,
-                command=settings.command,
-            )
-            ours_cpu = [s.cpu_per_gb for s in rounds[who][task]]
-            if not direct:
-                continue
-            best = max(direct, key=lambda n: statistics.median(s.speed for s in direct[n][task]))
-            yield figure(
-                f"nvme-{task}-{size}{pages}-against-peer",
-                "GB/s",
-                ours,
-                better="higher",
-                against=best,
-                reference=[s.speed for s in direct[best][task]],
-                bar=1.0,
-                command=settings.command,
-            )
-            least = min(direct, key=lambda n: statistics.median(s.cpu_per_gb for s in direct[n][task]))
-            yield figure(
-                f"nvme-{task}-cpu-{size}{pages}",
-                "CPU s/GB",
-                ours_cpu,
-                better="lower",
-                peers={n: [s.cpu_per_gb for s in t[task]] for n, t in peers.items()},
-                limit=[s.cpu_per_gb for s in rounds["raw"][task]],
-                against=f"{least} + the checksum's own {checksum:.3f}",
-                reference=[s.cpu_per_gb + checksum for s in direct[least][task]],
-                bar=1.0,
-                command=settings.command,
-                note="store: with the copy into DRAM, as the peers' is",
-            )
+    for task in ("store", "load"):
+        ours = [s.speed for s in rounds["kvtide"][task]]
+        limit = [s.speed for s in rounds["raw"][task]]
+        yield figure(
+            f"nvme-{task}-{size}",
+            "GB/s",
+            ours,
+            better="higher",
+            peers={n: [s.speed for s in t[task]] for n, t in peers.items()},
+            limit=limit,
+            against="raw O_DIRECT at the same depth",
+            reference=limit,
+            bar=0.9,
+            command=settings.command,
+        )
+        ours_cpu = [s.cpu_per_gb for s in rounds["kvtide"][task]]
+        if not direct:
+            continue
+        best = max(direct, key=lambda n: statistics.median(s.speed for s in direct[n][task]))
+        yield figure(
+            f"nvme-{task}-{size}-against-peer",
+            "GB/s",
+            ours,
+            better="higher",
+            against=best,
+            reference=[s.speed for s in direct[best][task]],
+            bar=1.0,
+            command=settings.command,
+        )
+        least = min(direct, key=lambda n: statistics.median(s.cpu_per_gb for s in direct[n][task]))
+        yield figure(
+            f"nvme-{task}-cpu-{size}",
+            "CPU s/GB",
+            ours_cpu,
+            better="lower",
+            peers={n: [s.cpu_per_gb for s in t[task]] for n, t in peers.items()},
+            limit=[s.cpu_per_gb for s in rounds["raw"][task]],
+            against=f"{least} + the checksum's own {checksum:.3f}",
+            reference=[s.cpu_per_gb + checksum for s in direct[least][task]],
+            bar=1.0,
+            command=settings.command,
+            note="store: with the copy into DRAM, as the peers' is",
+        )
 
 
 def _checksum_cost(nbytes: int) -> float:
