@@ -84,7 +84,7 @@ def test_damage_on_disk_is_missing_not_wrong(tmp_path: Path) -> None:
 
 
 def test_a_wrong_byte_is_noticed(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "verify", lambda header, sections, payload: None)  # a store that does not verify
+    monkeypatch.setattr(nvme, "verify", lambda *_: None)  # a store that does not verify
     result = damaged(tmp_path / "nvme")
     assert result.missing == 0
     assert result.wrong_bytes == USERS, "one byte, in what every user shares"
