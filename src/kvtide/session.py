@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-_PART = 256 << 20
+_FIRST_PART = 64 << 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -299,11 +299,12 @@ class Session:
         self, chain: Chain, group: Group, given: list[Span], start: int, ttl: float | None, priority: int
     ) -> int:
         geometry, stored = self.layout.geometry[group.name], 0
-        # In parts: the first are on their way to colder tiers while the last are copied.
-        step = max(1, _PART // geometry.footprint)
+        # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the one
+        # before, because a part costs something too.
+        first, step = start, max(1, _FIRST_PART // geometry.footprint)
         rows, lease = self._keep(chain, group, start + len(given), priority)
         try:
-            for first in range(start, start + len(given), step):
+            while first < start + len(given):
                 stop = min(first + step, start + len(given))
                 with self._reserve(chain, [group], first, stop, ttl, priority) as r:
                     self._store.copier.copy(
@@ -318,6 +319,7 @@ class Session:
                     before.release()
                     r.seal()
                     stored += len(r.keys)
+                first, step = stop, 2 * step
         finally:
             lease.release()
         return stored
