@@ -36,13 +36,13 @@ STEPS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("part", [session._PART, 1], ids=["at once", "in parts"])
+@pytest.mark.parametrize("part", [session._FIRST_PART, 1], ids=["at once", "in parts"])
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, max_size=14))
 def test_no_block_outlives_its_parent(part: int, steps: list[tuple[str, tuple[int, ...], int]]) -> None:
     """Whatever is stored and asked for, what is present is always whole prefixes: nothing useless takes room."""
     with pytest.MonkeyPatch.context() as patch, open_store() as store, store.session(MODEL) as mine:
-        patch.setattr(session, "_PART", part)
+        patch.setattr(session, "_FIRST_PART", part)
         parents: dict[BlockKey, BlockKey] = {}
         for verb, path, number in steps:
             tokens = prompt(*path)
