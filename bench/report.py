@@ -27,7 +27,7 @@ PARTS = {
     "A virtual machine's first direct read into memory that its host has not written for some seconds runs at half "
     "speed, so each contestant goes once over its memory right before the turn that counts. The arena of an embedded "
     "store is in huge pages where the system gives them; a node's is shared memory, for which most systems do not, and "
-    "reads about a fifth slower unless `dram.huge_pages` is \"2MiB\". At 2 MiB our own Python is a third of the CPU "
+    'reads about a fifth slower unless `dram.huge_pages` is "2MiB". At 2 MiB our own Python is a third of the CPU '
     "time: 64 checksums, a header and two journal records a block.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
