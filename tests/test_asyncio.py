@@ -110,12 +110,14 @@ class RealTime(Clock):
 
 def test_cancelling_the_task_cancels_the_load() -> None:
     with world(depth=1) as w:
-        w.chill(1)
-        w.chill(2)
+        for head in (1, 2, 3):
+            w.chill(head)
 
         async def main() -> None:
-            with w.session.match(prompt(2)) as busy, w.session.match(prompt(1)) as match:
-                w.session.load(busy)  # keeps the tier busy
+            busy = [w.session.match(prompt(head)) for head in (2, 3)]
+            with busy[0], busy[1], w.session.match(prompt(1)) as match:
+                for other in busy:
+                    w.session.load(other)  # keeps the tier busy
                 load = w.session.load(match)
                 task = asyncio.ensure_future(load._wait_async())
                 await asyncio.sleep(0)
@@ -123,6 +125,7 @@ def test_cancelling_the_task_cancels_the_load() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 assert load.transfer.ended
+            w.tier.let_read()
             w.tier.let_read()
             assert w.tier.reads == [], "nobody wanted it any more"
 

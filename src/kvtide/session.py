@@ -300,8 +300,9 @@ class Session:
     ) -> int:
         geometry, stored = self.layout.geometry[group.name], 0
         # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the one
-        # before, because a part costs something too.
-        first, step = start, max(1, _FIRST_PART // geometry.footprint)
+        # before, because a part costs something too; none is so large that others could not make room for it.
+        most = self._store.config.dram.budget // 8
+        first, step = start, max(1, min(_FIRST_PART, most) // geometry.footprint)
         rows, lease = self._keep(chain, group, start + len(given), priority)
         try:
             while first < start + len(given):
@@ -319,7 +320,7 @@ class Session:
                     before.release()
                     r.seal()
                     stored += len(r.keys)
-                first, step = stop, 2 * step
+                first, step = stop, max(1, min(2 * step, most // geometry.footprint))
         finally:
             lease.release()
         return stored

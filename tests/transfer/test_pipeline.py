@@ -385,7 +385,7 @@ def test_in_eviction_mode_a_block_that_was_dropped_while_held_is_not_saved() -> 
 
 def test_in_eviction_mode_a_chain_longer_than_dram_is_saved_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own blocks are held while it is stored, and yet they are written down to make room for its end."""
-    monkeypatch.setattr(session_module, "_PART", 1)
+    monkeypatch.setattr(session_module, "_FIRST_PART", 1)
     with world(Gated(inline=True), mode="eviction") as w:
         path = range(2 * SLOTS)
         assert w.session.store(prompt(*path), content(w.session, prompt(*path))).stored == 2 * SLOTS
