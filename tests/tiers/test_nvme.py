@@ -860,6 +860,22 @@ def test_what_cannot_be_synced_is_not_acknowledged(path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_file_whose_name_could_not_be_synced_is_not_trusted(path: Path, seed: int) -> None:
+    disk = FaultyDisk(seed)
+    caller = opened(path, disk, durable=True)
+    disk.arm(Fault("sync", How.FAIL, errno.EIO, path.name))
+    assert caller.write(keys(1), SMALL) == [NOWHERE]
+    (place,) = caller.write(keys(1), SMALL)
+    assert place != NOWHERE
+    disk.die()
+    caller.close()
+    disk.power_loss()
+    again = opened(path, disk)
+    assert keys(1)[0] in found(again), "it was acknowledged"
+    again.close()
+
+
 def test_a_lost_journal_costs_only_time(path: Path) -> None:
     """The disk refuses to append: it is removed, and the next opener reads the headers."""
     disk = FaultyDisk()

@@ -59,6 +59,8 @@ class Shelves:
         """Slots that are being written: which block the header may name by now."""
         self._dirty: set[int] = set()
         """Segments that were written to since they were last synced."""
+        self._nameless: set[int] = set()
+        """Segments whose file may vanish with a power loss: the folder could not be synced since it was made."""
         self._freed: list[bytes] = []
         """Journal records of evictions that are not written yet."""
         self.lock = threading.Lock()
@@ -255,18 +257,19 @@ class Shelves:
     def _make(self, segment: Segment, cut: int) -> None:
         """The file of a new segment, at its full size, with a header that survives a power loss."""
         fd = self._files.get(segment.number)
-        fresh = fd is None
         if fd is None:
             fd = self._disk.open(self._directory.segment(segment.number), direct=self._direct, create=True)
             self._files[segment.number] = fd
+            self._nameless.add(segment.number)
         self._sequences[segment.number] = np.zeros(segment.slots, np.int64)
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
         page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
         self._write(fd, page, 0)
         self._disk.sync(fd)
-        if fresh:
+        if segment.number in self._nameless:
             self._disk.sync_folder(self._directory.path)
+            self._nameless.discard(segment.number)
 
     def _forget(self, segment: Segment) -> None:
         """Take an empty segment out of the book."""
