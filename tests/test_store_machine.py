@@ -597,6 +597,7 @@ class Machine(RuleBasedStateMachine):
         self.calm()
         self.settled()
         self.audit()
+        self.settled()  # again: what the audit brought to DRAM may have sent others to the disk, over others there
         certain = self.on_disk()
         self.end(how, journal)
         if how == "closed":
