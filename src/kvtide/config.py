@@ -39,6 +39,10 @@ MiB, GiB = 1 << 20, 1 << 30
 # --- the tree (annotations are evaluated at first use, so what they call can stand below) --------
 
 
+_Policies = Literal["auto", "lru", "reuse"]
+_POLICY = "What is evicted first: least recently used, least worth keeping by experience, or whichever does better."
+
+
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name, known in _fields(type(self)).items():
@@ -57,6 +61,7 @@ class Dram(_Section, frozen=True):
     ] = "transparent"
     prefault: Annotated[bool, _plain("Take the whole budget at opening, in the background.")] = False
     checksum: Annotated[bool, _plain("Make checksums at seal too, for debugging.")] = False
+    policy: Annotated[_Policies, _plain(_POLICY)] = "auto"
 
 
 class Nvme(_Section, frozen=True):
@@ -70,11 +75,19 @@ class Nvme(_Section, frozen=True):
     durable: Annotated[bool, _plain("Flush the device before a store is acknowledged.")] = False
     codec: Annotated[Literal["raw", "zstd"], _plain("How blocks are packed on disk.")] = "raw"
     store: Annotated[
-        Literal["through", "second-touch", "eviction"],
-        _plain("When a block is written: at once, at its second use, or when DRAM evicts it."),
+        Literal["through", "second-touch", "ghost", "eviction"],
+        _plain(
+            "When a block is written: at once, at its second use, if its kind is known to come back, or when DRAM "
+            "evicts it."
+        ),
     ] = "through"
+    write_limit: Annotated[int, _size("Bytes a second written on average; 0: no limit.", ge=0)] = 0
+    drive_writes_per_day: Annotated[
+        float, _plain("How often a day the budget may be written over, on average; 0: no limit.", ge=0)
+    ] = 0.0
     queue: Annotated[int, _size("Bytes that may wait to be written; more is dropped.", ge=1)] = GiB
     token_ids: Annotated[bool, _plain("Keep token ids in the headers on disk.")] = False
+    policy: Annotated[_Policies, _plain(_POLICY)] = "lru"
 
 
 class Plan(_Section, frozen=True):
@@ -84,7 +97,6 @@ class Plan(_Section, frozen=True):
         float, _plain("Speed of recomputing, which loads must beat; 0: unknown, load.", ge=0)
     ] = 0.0
     deadline_seconds: Annotated[float, _time("When a load is given up; 0: never.", ge=0)] = 0.0
-    policy: Annotated[Literal["lru"], _plain("Which block is evicted first.")] = "lru"
 
 
 class Naming(_Section, frozen=True):

@@ -149,7 +149,7 @@ class Session:
             lease = self._pipeline.lease(held)
             for r in rows.values():
                 chain_rows = r[: plan.blocks]
-                self._pipeline.touch(chain_rows[chain_rows > 0])
+                self._pipeline.asked(chain_rows[chain_rows > 0], chain.blocks)
             ready = every(index.state[DRAM][held] == SEALED)
             pending = chain.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
         match = Match(self, chain, plan, own, needed, ready, pending, lease)
@@ -408,7 +408,7 @@ class Session:
         for group in self.layout.groups:
             rows = self._rows(chain, group, stop)
             self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-            self._pipeline.used(rows)
+            self._pipeline.stored(rows)
 
     # -- keeping and removing -----------------------------------------------------------------------------
 

@@ -18,12 +18,15 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
-from kvtide.index.index import SEALED, Index
+from kvtide.index.index import DRAM, SEALED, Index
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.index.weights import WeightsId, identify
-from kvtide.plan import admit
-from kvtide.plan.evict import Evictor, Lru
+from kvtide.plan import admit, policy
+from kvtide.plan.budget import WriteBudget
+from kvtide.plan.evict import Evictor, room
+from kvtide.plan.learner import Learner
 from kvtide.plan.planner import Planner, Source
+from kvtide.plan.uses import Uses
 from kvtide.session import Session
 from kvtide.tiers.base import Held, TierStatistics
 from kvtide.tiers.copier import Copier
@@ -37,7 +40,6 @@ from kvtide.transfer.pipeline import Pipeline
 __all__ = ["Statistics", "Store", "open_store"]
 
 NVME = 1
-_POLICIES = {"lru": Lru}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ class Store:
         memory = config.dram
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared)
         self.copier = Copier()
-        self._policy = _POLICIES[config.plan.policy](self.index)
+        self._uses = Uses(self.index)
+        ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
+        self._uses.serve(ranking)
         self._sessions: set[Session] = set()
         self.door = Door()
         self._next_expiry = float("inf")
@@ -107,7 +111,10 @@ class Store:
             if config.nvme.path:
                 self._colds.append(self._open_nvme(disk))
             undo.pop_all()
-        self.pipeline = Pipeline(self.index, self.dram, self._colds, self._policy, self.feed, config.dram.checksum)
+        self.pipeline = Pipeline(
+            self.index, self.dram, self._colds, ranking, self._uses, self.feed, config.dram.checksum
+        )
+        self._learner = Learner(self._uses)
         self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self._colds])
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
@@ -124,6 +131,11 @@ class Store:
             disk=disk,
             clock=self.clock,
         )
+        ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
+        self._uses.serve(ranking)
+        admission = admit.make(settings.store, self.index, lambda: room(tier))
+        if admission.learns:
+            self._uses.teach(admission.learn)
         for held in tier.scan():
             self._adopt(tier, held)
         return Cold(
@@ -131,9 +143,10 @@ class Store:
             "nvme",
             tier,
             Lane(tier, self.clock, settings.queue, depth=3 * settings.threads),
-            admit.make(settings.store),
-            Evictor(self.index, NVME, tier, self._policy),
+            admission,
+            Evictor(self.index, NVME, tier, ranking, self._uses),
             settings.token_ids,
+            WriteBudget.of(settings.write_limit, settings.drive_writes_per_day, settings.budget, self.clock),
         )
 
     def _adopt(self, tier: Nvme, held: Held) -> None:
@@ -146,7 +159,7 @@ class Store:
         index.priority[rows] = held.priorities
         parents = index.rows(BlockKey(p + k[32:]) for p, k in zip(held.parents.tolist(), held.keys, strict=True))
         first = int(rows[0]) if len(rows) else 0
-        self._policy.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
+        self._uses.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
         tier.own(held.places, rows)
         if len(rows):
             self._next_expiry = float(held.expiries.min())
@@ -256,6 +269,7 @@ class Store:
         for session in list(self._sessions):
             session.close()
         self.door.shut()
+        self._learner.close()
         with contextlib.ExitStack() as stack:
             stack.callback(self.copier.close)
             stack.callback(self.dram.close)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.index.index import Index
 from kvtide.plan import admit
-from tests.plan.small import MODEL, SLOTS, keep, length, open_store, prompt, right
+from kvtide.plan.budget import WriteBudget
+from tests.plan.small import MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 
 
 def disk_blocks(path: Path, store: str, *steps: str) -> int:
@@ -66,5 +68,64 @@ def test_what_each_mode_keeps_across_a_restart(tmp_path: Path, store: str, again
 
 
 def test_every_mode_of_the_configuration_has_a_class() -> None:
-    found = [type(admit.make(name)) for name in ("through", "second-touch", "eviction")]
-    assert found == [admit.Through, admit.SecondTouch, admit.OnEviction]
+    names = ("through", "second-touch", "ghost", "eviction")
+    found = [type(admit.make(name, Index(tiers=2), lambda: 0)) for name in names]
+    assert found == [admit.Through, admit.SecondTouch, admit.Ghost, admit.OnEviction]
+
+
+# -- what a ghost list says ---------------------------------------------------------------------------------
+
+
+def test_until_something_is_known_of_blocks_all_are_written(tmp_path: Path) -> None:
+    assert disk_blocks(tmp_path / "kv", "ghost", "store") == 3
+
+
+def test_a_block_that_was_reserved_is_written_too(tmp_path: Path) -> None:
+    with open_store(tmp_path / "kv", nvme={"store": "ghost"}) as opened, opened.session(MODEL) as mine:
+        tokens = prompt(1, 2, 3)
+        with mine.reserve(tokens) as reservation:
+            for view, data in zip(reservation.views, content(mine, tokens), strict=True):
+                view[:] = memoryview(data)  # type: ignore[arg-type]
+            reservation.seal()
+        assert opened.flush(30)
+        assert opened.statistics().tiers["nvme"].blocks == 3
+
+
+# -- the budget of writes -----------------------------------------------------------------------------------
+
+
+def test_a_budget_allows_what_was_not_used_and_no_more() -> None:
+    clock = Clock()
+    budget = WriteBudget(10.0, clock)
+    assert [budget.take(400), budget.take(400), budget.take(1)] == [True, True, False], "600 were left, 200 are owed"
+    clock.now += 20
+    assert not budget.take(1), "the debt is paid"
+    clock.now += 0.1
+    assert budget.take(1)
+    clock.now += 1e6
+    assert [budget.take(600), budget.take(1)] == [True, False], "a minute's worth is saved, not a week's"
+    assert budget.take(100, last=True)
+
+
+def test_the_tighter_of_two_limits_counts() -> None:
+    clock = Clock()
+    assert WriteBudget.of(0, 0.0, 1 << 40, clock) is None
+    for limit, writes, rate in [(5, 0.0, 5.0), (0, 1.0, 100.0), (50, 1.0, 50.0), (500, 1.0, 100.0)]:
+        found = WriteBudget.of(limit, writes, 86400 * 100, clock)
+        assert found is not None
+        assert found.rate == rate
+
+
+@pytest.mark.parametrize("store", ["through", "eviction"])
+def test_a_used_up_budget_drops_writes_and_nothing_else(tmp_path: Path, store: str) -> None:
+    clock = Clock()
+    tier = {"store": store, "write_limit": NBYTES // 20}  # three blocks a minute
+    with open_store(tmp_path / "kv", clock, nvme=tier) as opened, opened.session(MODEL) as mine:
+        for number in range(3 * SLOTS):
+            keep(mine, number)
+            assert opened.flush(30)
+            assert right(mine, number) == 1
+        statistics = opened.statistics()
+        assert statistics.tiers["nvme"].blocks <= 4
+        assert statistics.tiers["dram"].blocks == SLOTS, "DRAM does not wait for the disk"
+        assert statistics.counts["stores dropped: the write budget of nvme is used up"] > 0

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide import BlockRemoved, Store, session
+from kvtide import BlockRemoved, Session, Store, Tenant, session
 from kvtide.block import ALIGN, BlockKey
 from kvtide.index.index import DRAM, SEALED, Index, Rows
-from kvtide.plan.evict import Evictor, Lru
+from kvtide.plan.evict import Evictor
+from kvtide.plan.policy import Lru
+from kvtide.plan.uses import Uses
 from kvtide.testing import blocks
 from kvtide.tiers.segments import Segments
 from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, content, keep, length, open_store, prompt, right
@@ -228,6 +230,48 @@ def test_a_block_that_expires_while_it_is_written_is_never_seen() -> None:
         assert seen == [], "nobody was told of it, so nobody is told that it went"
 
 
+# -- tenants ------------------------------------------------------------------------------------------------
+
+
+QUIET, LOUD = Tenant("quiet", b"q" * 32), Tenant("loud", b"l" * 32)
+
+
+def held(session: Session, count: int) -> int:
+    return sum(length(session, number) for number in range(count))
+
+
+def test_a_tenant_over_its_share_loses_blocks_first() -> None:
+    with open_store() as store:
+        quiet, loud = store.session(MODEL, QUIET), store.session(MODEL, LOUD)
+        for number in range(SLOTS // 2):
+            keep(quiet, number)
+        for number in range(3 * SLOTS):
+            keep(loud, number, priority=5)
+        assert held(quiet, SLOTS // 2) >= SLOTS // 2 - 1, "half of the tier, but for the block that comes in"
+        for number in range(3 * SLOTS):
+            keep(quiet, number)
+        assert SLOTS // 2 - 1 <= held(loud, 3 * SLOTS) <= SLOTS // 2 + 1
+
+
+def test_what_one_tenant_does_not_want_another_may_have() -> None:
+    with open_store() as store:
+        quiet, loud = store.session(MODEL, QUIET), store.session(MODEL, LOUD)
+        keep(quiet, 0)
+        for number in range(3 * SLOTS):
+            keep(loud, number)
+        assert (held(quiet, 1), held(loud, 3 * SLOTS)) == (1, SLOTS - 1)
+        keep(quiet, 1, 2, 3)
+        assert (held(quiet, 1), length(quiet, 1, 2, 3), held(loud, 3 * SLOTS)) == (1, 3, SLOTS - 4)
+
+
+def test_a_tenant_that_loses_blocks_loses_leaves() -> None:
+    with open_store() as store:
+        quiet, loud = store.session(MODEL, QUIET), store.session(MODEL, LOUD)
+        keep(loud, *range(SLOTS))
+        keep(quiet, *range(5))
+        assert (length(loud, *range(SLOTS)), length(quiet, *range(5))) == (SLOTS - 5, 5)
+
+
 # -- the NVMe tier ------------------------------------------------------------------------------------------
 
 
@@ -259,8 +303,8 @@ class Book:
 def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
     """A dropped block's slot keeps its owner's number until it is erased, and the number may be another block's."""
     index, book = Index(tiers=2), Book(8 * ALIGN)
-    policy = Lru(index)
-    evictor = Evictor(index, 1, book, policy)
+    uses = Uses(index)
+    evictor = Evictor(index, 1, book, Lru(index), uses)
     segment = book.segments.add(ALIGN, 4)
     rows = []
     for key in blocks.keys(2):
@@ -269,7 +313,7 @@ def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
         assert place is not None
         index.put(row, 1, SEALED, place)
         rows.append(row)
-    policy.touch(np.array(rows))
+    uses.touch(np.array(rows))
     stale = book.segments.take(ALIGN, rows[0])  # of a block that was dropped; its row number was used again
     assert stale is not None
     assert evictor.victims(2 * ALIGN) == [], "or one block would leave twice"
@@ -281,15 +325,15 @@ def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
 
 def test_no_row_is_chosen_twice() -> None:
     index, book = Index(tiers=2), Book(8 * ALIGN)
-    policy = Lru(index)
-    evictor = Evictor(index, 1, book, policy)
+    uses = Uses(index)
+    evictor = Evictor(index, 1, book, Lru(index), uses)
     book.segments.add(ALIGN, 4)
     (key,) = blocks.keys(1)
     row = index.add(key, bytes(32), 0)
     place, _ = book.segments.take(ALIGN, row), book.segments.take(ALIGN, row)
     assert place is not None
     index.put(row, 1, SEALED, place)
-    policy.touch(np.array([row]))
+    uses.touch(np.array([row]))
     assert evictor.victims(ALIGN, count=4) == [row]
 
 
@@ -314,8 +358,8 @@ def test_restore_keeps_every_parent_above_its_children(forest: tuple[list[int], 
         index.add(blocks.keys(1, start=i)[0], bytes(32), depths[i])
     rows: Rows = np.arange(1, len(parents) + 1)
     index.priority[rows] = priorities
-    policy = Lru(index)
-    policy.restore(rows, np.array(parents), np.array(sequences))
+    policy, uses = Lru(index), Uses(index)
+    uses.restore(rows, np.array(parents), np.array(sequences))
     scores = policy.score(rows).tolist()
     assert len(set(scores)) == len(scores)
     for child, parent in enumerate(parents):
@@ -332,7 +376,7 @@ def test_restore_keeps_every_parent_above_its_children(forest: tuple[list[int], 
                 assert scores[a] < scores[b]
     later = index.add(blocks.keys(1, start=999)[0], bytes(32), 0)
     index.priority[later] = max(priorities)
-    policy.touch(np.array([later]))
+    uses.touch(np.array([later]))
     assert policy.score(np.array([later]))[0] > max(scores), "what is used now is younger than all from before"
 
 

@@ -137,7 +137,7 @@ class GatedStore(Store):
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         lane = Lane(self._gated, self.clock, self._queue, self._depth)
-        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode), None)
+        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None)
 
     def close(self) -> None:
         self._gated.inline = True

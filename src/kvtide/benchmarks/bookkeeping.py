@@ -20,7 +20,8 @@ from kvtide.events import Feed
 from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.admit import Through
-from kvtide.plan.evict import Lru
+from kvtide.plan.policy import Lru
+from kvtide.plan.uses import Uses
 from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.dram import Dram
@@ -194,7 +195,8 @@ def pipeline(settings: Settings) -> Iterator[Record]:
     index, clock, tier = Index(tiers=2), SystemClock(), Noop()
     lane = Lane(tier, clock, limit=1 << 40, depth=8)
     memory = Dram(64 * MIB, 16 * MIB)
-    line = Pipeline(index, memory, [Cold(1, "noop", tier, lane, Through(), None)], Lru(index), Feed())
+    cold = Cold(1, "noop", tier, lane, Through(), None)
+    line = Pipeline(index, memory, [cold], Lru(index), Uses(index), Feed())
     costs: dict[str, dict[int, list[float]]] = {"tier": {1: [], 513: []}, "load": {1: [], 513: []}}
     for count in (1, 513):
         chain = model.namer().chain(np.arange(count * TINY.block_tokens, dtype=np.uint32) + count)

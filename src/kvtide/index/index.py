@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Found, Group, Layout
 
-__all__ = ["ABSENT", "DRAM", "NOWHERE", "PENDING", "SEALED", "Index", "Mask", "Rows", "every"]
+__all__ = ["ABSENT", "DRAM", "NOWHERE", "PENDING", "SEALED", "UNKNOWN", "Index", "Mask", "Rows", "every", "marks"]
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -33,11 +33,20 @@ NOWHERE = -1
 """The place of a row in a tier that does not have it."""
 
 NO_ROW = 0
+UNKNOWN = -1
 
 
 def every(mask: npt.NDArray[np.bool_] | npt.NDArray[np.uint8]) -> bool:
     """Whether none is False or 0. For the short rows of a prompt a search in bytes beats numpy's own by ten times."""
     return b"\0" not in mask.tobytes()
+
+
+def marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
+    """A number for each key, never 0: what is remembered of blocks that are here no more."""
+    if not keys:
+        return np.zeros(0, np.uint64)
+    whole = np.frombuffer(b"".join([key[:8] for key in keys]), np.uint64)
+    return whole | np.uint64(1 << 63)
 
 
 class Index:
@@ -60,7 +69,19 @@ class Index:
         self.expiry = np.full(size, np.inf)
         self.depth = np.zeros(size, np.uint32)
         self.used = np.zeros(size, np.int64)
-        """When a row was last used, in ticks of the policy's clock."""
+        """When a row was last used, in ticks."""
+        self.returns = np.full(size, UNKNOWN, np.int16)
+        """How often a row came back after it was first stored; ``UNKNOWN`` until its first use is over."""
+        self.kind = np.full(size, UNKNOWN, np.int16)
+        """What is known of a row's use, as ``Uses`` has it."""
+        self.until: dict[int, Rows] = {}
+        """By tier, where a policy wants it: until when it would keep a row."""
+        self.mark = np.zeros(size, np.uint64)
+        """A part of the key, for what remembers blocks longer than the index does."""
+        self.tenant = np.zeros(size, np.uint16)
+        """Whose it is, from 1 on; 0 while nobody of this process has used it."""
+        self.tenants = 0
+        """How many tenants there are."""
         self.parent = np.zeros(size, "V32")
         """The digest that the block was chained to."""
         self.space = np.zeros(size, np.uint32)
@@ -125,6 +146,7 @@ class Index:
         self.parent[first:stop] = parents
         self._rows.update(zip(keys, range(first, stop), strict=True))
         self.depth[first:stop] = depths
+        self.mark[first:stop] = marks(keys)
         return np.arange(first, stop)
 
     @property
@@ -148,6 +170,9 @@ class Index:
             del self._rows[key]
         self._keys[row] = None
         self.pins[row] = self.priority[row] = 0
+        self.returns[row] = self.kind[row] = UNKNOWN
+        for until in self.until.values():
+            until[row] = 0
         self.expiry[row] = np.inf
         self._free.append(row)
         return True
@@ -163,7 +188,9 @@ class Index:
         self.state = [bigger(a) for a in self.state]
         self.place = [bigger(a, NOWHERE) for a in self.place]
         self.expiry = bigger(self.expiry, np.inf)
-        for name in ("holds", "pins", "priority", "depth", "used", "parent", "space"):
+        self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
+        self.until = {tier: bigger(a) for tier, a in self.until.items()}
+        for name in ("holds", "pins", "priority", "depth", "used", "parent", "space", "mark", "tenant"):
             setattr(self, name, bigger(getattr(self, name)))
 
     # -- places -------------------------------------------------------------------------------------------

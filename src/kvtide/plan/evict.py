@@ -1,12 +1,10 @@
 """What leaves when a tier is full.
 
-A *policy* only ranks: lower score, sooner out. It sees rows in batches and keeps its facts in the index's columns, so a
-prompt of 512 blocks is touched by one array write. The ``Evictor`` does the rest: it ranks the rows of one slot size,
-keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
+A ``Policy`` ranks, lower score sooner out, and leaf first. The ``Evictor`` does the rest: it ranks the rows of one slot
+size, keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
 
-Leaf first: a chain must lose its deepest block first, because a block without its parents is of no use. For an LRU
-that follows from the order of touching alone: a prompt's blocks are touched together, and the head gets the newest
-tick, so no block is ever older than its descendants.
+Shares: tenants that use a tier have equal shares of it. When it is full, one that has more than its share loses blocks
+first, its coldest, until it has no more than that; what nobody else wants it keeps.
 
 Sizes: a slot can only be reused for its own size. If the coldest segment of another size is colder, on average, than
 the coldest block of this size, or this size has nothing to give, that whole segment is emptied instead.
@@ -20,80 +18,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtide.index.index import SEALED, Index, Rows
+from kvtide.index.index import SEALED, Index, Mask, Rows
+from kvtide.plan.policy import Policy, Scores
+from kvtide.plan.uses import Uses
 from kvtide.tiers.segments import EMPTY, Segment, Segments
 
-__all__ = ["Evictor", "Lru", "Policy", "Slotted"]
+__all__ = ["Evictor", "Slotted", "room"]
 
-Scores = npt.NDArray[np.int64]
-
-_PRIORITY = 48
-"""A priority counts for this many bits of ticks."""
-
-
-class Policy(Protocol):
-    """Ranks rows. Called under the index's lock; must not block."""
-
-    def touch(self, rows: Rows) -> None:
-        """These blocks of one chain, head first, were stored or asked for."""
-
-    def score(self, rows: Rows) -> Scores:
-        """How much each is worth keeping; the lowest leaves first."""
-
-    def now(self) -> int:
-        """A mark in time, for ``overtaken``."""
-
-    def overtaken(self, since: int, score: int) -> bool:
-        """Whether a block that was touched after ``since`` may have a lower score."""
-
-
-class Lru:
-    """Least recently used, leaf first; a block of higher priority outlasts all of lower."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._tick = 0
-        self._latest: dict[int, int] = {}
-        """By priority: the last tick at which it was the lowest that was touched."""
-
-    def touch(self, rows: Rows) -> None:
-        if len(rows):
-            self._tick += len(rows)
-            self._index.used[rows] = self._tick - np.arange(len(rows))
-            self._latest[int(self._index.priority[rows].min())] = self._tick
-
-    def score(self, rows: Rows) -> Scores:
-        return (self._index.priority[rows].astype(np.int64) << _PRIORITY) + self._index.used[rows]
-
-    def now(self) -> int:
-        return self._tick
-
-    def overtaken(self, since: int, score: int) -> bool:
-        # Ticks only grow, so a newer block has a lower score only by a lower priority.
-        return any(tick > since and priority < score >> _PRIORITY for priority, tick in self._latest.items())
-
-    def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
-        """After a restart: rank by order of writing, no block older or of lower priority than its descendants.
-
-        ``parents`` holds, for each row, the position of its parent in ``rows``, or -1.
-        """
-        used = np.argsort(np.argsort(sequences)).astype(np.int64)
-        depth, priority = self._index.depth[rows], self._index.priority[rows]
-        order = np.argsort(depth)[::-1]
-        borders = np.flatnonzero(np.diff(depth[order])) + 1
-        for level in np.split(order, borders):
-            child = level[parents[level] >= 0]
-            np.maximum.at(used, parents[child], used[child])
-            np.maximum.at(priority, parents[child], priority[child])
-        # Equal ticks, then: the deeper one first.
-        ranked = np.lexsort((-depth.astype(np.int64), used))
-        ticks = np.empty(len(rows), np.int64)
-        ticks[ranked] = np.arange(1, len(rows) + 1)
-        self._index.used[rows] = self._tick + ticks
-        self._index.priority[rows] = priority
-        self._tick += len(rows)
+_LOWEST = -(1 << 60)
+"""Below every score."""
 
 
 class Slotted(Protocol):
@@ -106,12 +40,22 @@ class Slotted(Protocol):
     def book_lock(self) -> threading.Lock: ...
 
 
+def room(tier: Slotted) -> int:
+    """About how many blocks a tier holds when it is full; 0 while it has none to judge by."""
+    with tier.book_lock:
+        segments = tier.segments
+        blocks = sum(s.slots - len(s.free) for s in segments)
+        return blocks * segments.budget // segments.used if segments.used else 0
+
+
 @dataclass(slots=True)
 class _Queue:
     """Rows, coldest first, and their scores; those before ``at`` are used up."""
 
     rows: Rows
     scores: Scores
+    owed: bool
+    """Whether they are of tenants that have more than their share."""
     since: int
     """When they were ranked."""
     at: int = 0
@@ -126,9 +70,11 @@ class Evictor:
         number: int,
         tier: Slotted,
         policy: Policy,
-        may_leave: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
+        uses: Uses,
+        may_leave: Callable[[Rows], Mask] | None = None,
     ) -> None:
         self._index = index
+        self._uses = uses
         self._number = number
         self._tier = tier
         self._policy = policy
@@ -177,7 +123,7 @@ class Evictor:
             rows, scores = rows[near], scores[near]
         return rows[np.argsort(scores)]
 
-    def _leaving(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _leaving(self, rows: Rows) -> Mask:
         good = self._index.evictable(rows, self._number)
         if self._may_leave is not None:
             good &= self._may_leave(rows)
@@ -191,10 +137,10 @@ class Evictor:
                 rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
                 # Still here, free to go, and as cold as when they were ranked?
                 good = self._leaving(rows) & (self._policy.score(rows) == scores)
-                if self._policy.overtaken(queue.since, int(scores[-1])):
+                if self._uses.overtaken(queue.since, int(scores[-1])):
                     break
                 if good.any():
-                    return rows[good].tolist(), int(scores[good][0])
+                    return rows[good].tolist(), _LOWEST if queue.owed else int(scores[good][0])
                 queue.at += count
             if self._barren.get(size) == self._index.changes:
                 return [], 0
@@ -210,12 +156,39 @@ class Evictor:
         rows = rows[self._leaving(rows)]
         scores = self._policy.score(rows)
         count = max(64, len(rows) // 64)
+        owed = self._owed(rows, scores, size)
+        if owed is not None:
+            # What is owed changes with every block that leaves, so this queue must not last long.
+            rows, scores, count = (
+                (rows[owed], scores[owed], count) if owed.any() else (rows, scores, 1 + len(rows) // 256)
+            )
         if len(rows) > count:
             rows = rows[np.argpartition(scores, count)[:count]]
         rows = np.unique(rows)
         scores = self._policy.score(rows)
         order = np.argsort(scores)
-        return _Queue(rows[order], scores[order], self._policy.now())
+        return _Queue(rows[order], scores[order], owed is not None and bool(owed.any()), self._uses.now())
+
+    def _owed(self, rows: Rows, scores: Scores, size: int) -> Mask | None:
+        """Which rows of slots of ``size`` their tenants have beyond their shares: the coldest of each such tenant.
+
+        None where there is but one tenant.
+        """
+        if self._index.tenants < 2:
+            return None
+        owed = np.zeros(len(rows), np.bool_)
+        with self._tier.book_lock:
+            held = np.zeros(self._index.tenants + 1)
+            for segment in self._tier.segments:
+                owners = segment.owner[segment.owner > EMPTY]
+                held += np.bincount(self._index.tenant[owners], minlength=len(held)) * segment.size
+            share = self._tier.segments.budget / max(1, int(np.count_nonzero(held[1:])))
+        tenants = self._index.tenant[rows]
+        for tenant in np.flatnonzero(held[1:] > share) + 1:
+            mine = np.flatnonzero(tenants == tenant)
+            count = min(len(mine), int(-((share - held[tenant]) // size)))
+            owed[mine[np.argsort(scores[mine])[:count]]] = True
+        return owed
 
     def _colder_segment(self, size: int, than: int | None) -> Segment | None:
         """The coldest segment of another size whose blocks may all leave, if it is colder than ``than``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtide.plan.admit import Admission
+from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor
 from kvtide.tiers.base import Tier
 from kvtide.transfer.lane import Lane
@@ -24,3 +25,4 @@ class Cold:
     evictor: Evictor | None
     """None for a tier that makes its own room."""
     keep_tokens: bool = False
+    budget: WriteBudget | None = None

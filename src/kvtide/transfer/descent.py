@@ -1,6 +1,7 @@
 """Blocks on their way down: from DRAM to colder tiers, while they stay readable where they are.
 
-If a lane has no room the write is not made: stores are dropped, callers never wait.
+If a lane has no room, or a tier's budget of writes is used up, the write is not made: stores are dropped, callers
+never wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from kvtide.block import BlockKey
 from kvtide.events import BlockStored, Feed
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
-from kvtide.plan.evict import Policy
+from kvtide.plan.policy import Policy
 from kvtide.tiers.base import Write
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.eraser import Eraser
@@ -52,8 +53,11 @@ class Descent:
         if refused := len(self._submit(cold, rows)):
             self._counts[f"stores dropped: the queue of {cold.name} is full"] += refused
 
-    def _submit(self, cold: Cold, rows: Rows) -> Rows:
-        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock."""
+    def _submit(self, cold: Cold, rows: Rows, *, last: bool = False) -> Rows:
+        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock.
+
+        What its budget of writes does not allow is dropped, unless this is the ``last`` chance.
+        """
         index = self._index
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
         if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
@@ -61,6 +65,12 @@ class Descent:
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
+            if cold.budget is not None and not cold.budget.take(len(span), last):
+                over = rows[len(items) :]
+                self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(over)
+                self._residents.refused.update(over.tolist())
+                rows = rows[: len(items)]
+                break
             if not cold.lane.room(len(span)):
                 break
             write = Write(
@@ -130,8 +140,8 @@ class Descent:
                 # Pinned ones too: what must not leave DRAM must not be lost with it either.
                 rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
                 rows = rows[~self.saved(rows)]
-                rows = self._submit(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
+                rows = self._submit(cold, rows[np.argsort(self._policy.score(rows))[::-1]], last=True)
             while len(rows):
                 cold.lane.wait_idle()
                 with self._index.lock:
-                    rows = self._submit(cold, rows)
+                    rows = self._submit(cold, rows, last=True)

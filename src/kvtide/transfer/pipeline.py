@@ -18,9 +18,11 @@ import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Rows
+from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Rows, marks
 from kvtide.index.lease import Lease, Reservation
-from kvtide.plan.evict import Evictor, Policy
+from kvtide.plan.evict import Evictor
+from kvtide.plan.policy import Policy
+from kvtide.plan.uses import Uses
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.segments import ladder
@@ -61,12 +63,19 @@ class Pipeline:
     """The only place that changes where rows are. Safe from any thread."""
 
     def __init__(
-        self, index: Index, dram: Dram, colds: Sequence[Cold], policy: Policy, feed: Feed, checksum: bool = False
+        self,
+        index: Index,
+        dram: Dram,
+        colds: Sequence[Cold],
+        policy: Policy,
+        uses: Uses,
+        feed: Feed,
+        checksum: bool = False,
     ) -> None:
         self._index = index
         self._dram = dram
         self._colds = colds
-        self._policy = policy
+        self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
         """What happened, by name; see ``docs/glossary.md``."""
@@ -76,7 +85,8 @@ class Pipeline:
         self._descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
         self.load, self.flush = self._ascent.load, self._descent.flush
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
-        self._evictor = Evictor(index, DRAM, dram, policy, self._descent.may_leave if self._keep_leaving else None)
+        may_leave = self._descent.may_leave if self._keep_leaving else None
+        self._evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
         self._ahead = 0
 
     @property
@@ -100,18 +110,25 @@ class Pipeline:
         self.counts["blocks changed in DRAM after they were sealed"] += 1
         return False
 
-    def used(self, rows: Rows) -> None:
-        """Blocks of one chain, head first, are being stored. Under the index's lock."""
-        self._policy.touch(rows)
+    def stored(self, rows: Rows) -> None:
+        """All blocks of a prompt that are here, head first, after some were stored. Under the index's lock."""
+        self._uses.stored(rows)
+        self._admit(rows, [c for c in self._colds if c.admission.learns])
+
+    def _admit(self, rows: Rows, colds: Sequence[Cold]) -> None:
+        for cold in colds:
+            wanted = rows[cold.admission.on_store(rows)]
+            if len(wanted):
+                self._descent.write(cold, wanted)
 
     def keep(self, rows: Rows) -> Lease:
         """Blocks of one chain, head first, are about to get children: hold those that only DRAM has. Under the lock."""
-        self._policy.touch(rows)
+        self._uses.touch(rows)
         return self.lease(rows[~self._descent.saved(rows)])
 
-    def touch(self, rows: Rows) -> None:
-        """Blocks of one chain, head first, were asked for. Under the index's lock."""
-        self._policy.touch(rows)
+    def asked(self, rows: Rows, length: int) -> None:
+        """The first blocks of a prompt of ``length`` blocks, head first, were asked for. Under the index's lock."""
+        self._uses.asked(rows, length)
         for cold in self._colds:
             wanted = rows[cold.admission.on_touch(rows)]
             if len(wanted):
@@ -154,6 +171,7 @@ class Pipeline:
             absent &= index.state[cold.number][known] == ABSENT
         wanted = (np.flatnonzero(absent) + start).tolist()
         places = self._take(size, len(wanted), events)
+        keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
             # A key may be known and yet nowhere: somebody holds it.
@@ -164,9 +182,10 @@ class Pipeline:
         if rows:
             self._dram.own(rows_of(places), rows_of(rows))
             self._residents.enter(rows_of(rows), places, pledge.identity)
+            index.mark[rows] = marks(keys)
             index.expiry[rows] = pledge.expiry
             index.priority[rows] = pledge.priority
-        granted.keys += [pledge.keys[i] for i in wanted[: len(places)]]
+        granted.keys += keys
         granted.rows += rows
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
@@ -198,10 +217,7 @@ class Pipeline:
             for row in rows[~good].tolist():
                 self._residents.leave(row)
             ready = self._ascent.landed(rows, good)
-            for cold in self._colds:
-                wanted = kept[cold.admission.on_store(kept)]
-                if len(wanted):
-                    self._descent.write(cold, wanted)
+            self._admit(kept, self._colds)
             self.counts["blocks stored"] += len(kept)
             if self._feed.followed and len(kept):
                 events.append(BlockStored("dram", index.keys(kept)))

@@ -29,6 +29,7 @@ class Residents:
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
         self._spaces: dict[int, int] = {}
+        self._tenants: dict[bytes, int] = {}
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
@@ -76,6 +77,7 @@ class Residents:
         index.state[DRAM][rows] = PENDING
         index.place[DRAM][rows] = places
         index.space[rows] = self._space(identity)
+        index.tenant[rows] = self._tenants[identity.tenant]
         index.holds[rows] += 1
 
     def seal(self, rows: Rows) -> None:
@@ -129,6 +131,8 @@ class Residents:
         if space is None:
             space = self._spaces[id(identity)] = len(self._identities)
             self._identities.append(identity)
+            self._tenants.setdefault(identity.tenant, len(self._tenants) + 1)
+            self._index.tenants = len(self._tenants)
         return space
 
 

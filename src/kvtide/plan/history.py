@@ -1,0 +1,197 @@
+"""What is remembered of blocks beyond their stay: how often they came back, and after how long.
+
+A block that left a tier is forgotten by the index; a few bytes of it stay here, in a table of fixed size in which the
+newer of two names that have the same place wins. From it comes what a policy cannot see in a tier: that a block
+which is stored now was here before, and which kinds of blocks come back after which time.
+
+Time is counted in blocks used. For each *kind* (see ``Uses``) the table yields a life curve, as for machines of which
+some have failed and some still run: a block that was used again is an event at its age; one that was not, yet, or
+whose place in the table was taken, says only that it took longer. Of most kinds little is seen, and the blocks of one
+prompt come back together, so that little says less than it seems to. A kind is therefore taken at first for what its
+traits, each by itself, make of the usual curve; what was seen of the kind itself corrects that as it grows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Curves", "History"]
+
+Marks = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+Kinds = npt.NDArray[np.intp]
+Numbers = npt.NDArray[np.int64]
+Table = npt.NDArray[np.float64]
+
+_STEPS = 2
+"""Ages are told apart in so many steps for each doubling."""
+_AGES = 36 * _STEPS
+_ENDS = np.concatenate([[0.0], 2.0 ** (np.arange(1, _AGES + 1) / _STEPS)])
+"""Where each step of age begins; the last one's end."""
+_WIDTHS = np.diff(_ENDS)
+_THIN = 120.0
+"""What is seen of a kind counts as much as what its traits say when it is this many blocks."""
+_FEW = 20.0
+"""The same for a trait beside no trait at all."""
+_PLACES = 1 << 14
+_TIMES = 16
+"""More is remembered than a tier holds, by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """For each kind and each time to stay: the hits that a block brings by then, and the time that it has stayed."""
+
+    hits: Table
+    """By kind and step of age, rising from 0."""
+    time: Table
+    rates: npt.NDArray[np.float64]
+    """Blocks of each kind used in a unit of time, one block used."""
+
+    def stays(self, capacity: int) -> tuple[Numbers, npt.NDArray[np.float64]]:
+        """How long each kind should stay so that a room of ``capacity`` blocks brings the most hits; and how many each
+        block then brings."""
+        kinds = np.arange(len(self.rates))
+        low, high = -40.0, 4.0
+        for _ in range(24):  # halving: the price of room, as a power of two
+            price = (low + high) / 2
+            best = np.argmax(self.hits - 2.0**price * self.time, axis=1)
+            if self.rates @ self.time[kinds, best] > capacity:
+                low = price
+            else:
+                high = price
+        best = np.argmax(self.hits - 2.0**high * self.time, axis=1)
+        return _ENDS[best].astype(np.int64), self.hits[kinds, best]
+
+
+class _Places:
+    """The table: a name, when it was used last, as which kind, and how often it had come back."""
+
+    __slots__ = ("kinds", "mask", "names", "returns", "times")
+
+    def __init__(self, count: int) -> None:
+        self.mask = np.uint64(count - 1)
+        self.names = np.zeros(count, np.uint64)
+        self.times = np.zeros(count, np.int64)
+        self.kinds = np.zeros(count, np.int16)
+        self.returns = np.zeros(count, np.uint8)
+
+    def at(self, marks: Marks) -> Kinds:
+        return (marks & self.mask).astype(np.intp)
+
+
+class History:
+    """See the module's text. ``returns`` is for any thread; the rest for one that learns."""
+
+    def __init__(self, traits: tuple[int, ...], lasting: int) -> None:
+        kinds = math.prod(traits)
+        self._traits = traits
+        """A kind's number is made up of that many traits, of so many values each."""
+        self.lasting = lasting
+        """After so much time something counts half."""
+        self._places = _Places(_PLACES)
+        self._came = np.zeros((kinds, _AGES))
+        self._lost = np.zeros((kinds, _AGES))
+        self._used = np.zeros(kinds)
+        self._span = 0.0
+        """The time over which ``_used`` was counted."""
+        self._now = 0
+
+    def returns(self, marks: Marks) -> Numbers:
+        """How often blocks that are stored now have come back: 0 for what was not here before."""
+        places = self._places
+        at = places.at(marks)
+        count: Numbers = np.where(places.names[at] == marks, places.returns[at].astype(np.int64) + 1, 0)
+        return count
+
+    def fit(self, blocks: int) -> None:
+        """Remember enough for a tier of ``blocks``."""
+        old, count = self._places, len(self._places.names)
+        while count < _TIMES * blocks:
+            count *= 2
+        if count > len(old.names):
+            new = _Places(count)
+            full = np.flatnonzero(old.names)
+            at = new.at(old.names[full])
+            for name in ("names", "times", "kinds", "returns"):
+                getattr(new, name)[at] = getattr(old, name)[full]
+            self._places = new
+
+    def see(self, marks: Marks, kinds: Kinds, returns: Numbers, counted: Mask, now: int) -> None:
+        """Blocks of one chain are used. Those not ``counted`` were just before, and are only told apart better now."""
+        places = self._places
+        at = places.at(marks)
+        before = places.names[at]
+        same = before == marks
+        was = places.kinds[at]
+        ages = now - places.times[at]
+        steps, weights = _steps(ages), self._weights(ages)
+        came, lost = same & counted, ~same & (before != 0)
+        np.add.at(self._came, (was[came], steps[came]), weights[came])
+        np.add.at(self._lost, (was[lost], steps[lost]), weights[lost])
+        np.add.at(self._used, kinds, 1)
+        np.add.at(self._used, was[same & ~counted], -1)
+        places.names[at], places.times[at], places.kinds[at] = marks, now, kinds
+        places.returns[at] = returns
+        self._span += now - self._now
+        self._now = now
+
+    def _weights(self, ages: Numbers) -> npt.NDArray[np.float64]:
+        """What blocks that were used so long ago count for."""
+        weights: npt.NDArray[np.float64] = np.exp2(ages / -self.lasting)
+        return weights
+
+    def curves(self) -> Curves:
+        """What is known by now."""
+        places = self._places
+        full = np.flatnonzero(places.names)
+        kinds, ages = len(self._used), self._now - places.times[full]
+        cells = places.kinds[full].astype(np.intp) * _AGES + _steps(ages)
+        waiting = np.bincount(cells, self._weights(ages), kinds * _AGES).reshape(kinds, _AGES) + self._lost
+        # Of those that reached an age, how many came back before the next? Who was lost on the way counts half.
+        reached = np.cumsum((self._came + waiting)[:, ::-1], axis=1)[:, ::-1] - waiting / 2
+        usual = self._by_traits(self._came, reached)
+        rate = (self._came + _THIN * usual) / (reached + _THIN)
+        left = np.cumprod(1 - np.minimum(rate, 1.0), axis=1)
+        before = np.concatenate([np.ones((kinds, 1)), left[:, :-1]], axis=1)
+        nothing = np.zeros((kinds, 1))
+        return Curves(
+            np.concatenate([nothing, 1 - left], axis=1),
+            np.concatenate([nothing, np.cumsum((before + left) / 2 * _WIDTHS, axis=1)], axis=1),
+            np.maximum(self._used, 0) / max(self._span, 1.0),
+        )
+
+    def _by_traits(self, came: Table, reached: Table) -> Table:
+        """The rates of coming back that each kind would have if its traits worked alone: the first one's effect
+        changes with age, the others' do not."""
+        shape = (*self._traits, _AGES // 4, 4)
+        traits = len(self._traits)
+        came, reached = came.reshape(shape), reached.reshape(shape)
+        kinds = tuple(range(traits))
+        plain = (came.sum(kinds) + 1e-9) / (reached.sum(kinds) + 1e-6)
+        rate = np.broadcast_to(plain, shape).copy()
+        for _ in range(2):  # each trait explains what the others leave
+            for trait in kinds:
+                rest = tuple(i for i in range(traits + 2) if i != trait and (trait or i != traits))
+                expected = (reached * rate).sum(rest, keepdims=True)
+                rate *= (came.sum(rest, keepdims=True) + _FEW) / (expected + _FEW)
+        flat: Table = np.minimum(rate, 1.0).reshape(len(self._used), _AGES)
+        return flat
+
+    def fade(self, time: int) -> None:
+        """So much time has passed: let what was learned count less."""
+        share = 0.5 ** (time / self.lasting)
+        self._came *= share
+        self._lost *= share
+        self._used *= share
+        self._span *= share
+
+
+def _steps(ages: Numbers) -> Kinds:
+    """Which step of age each is in."""
+    found: Kinds = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
+    return found

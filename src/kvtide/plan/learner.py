@@ -1,0 +1,33 @@
+"""The thread that learns, so that no caller waits for it."""
+
+from __future__ import annotations
+
+import threading
+
+from kvtide.plan.uses import Uses
+
+__all__ = ["Learner"]
+
+
+class Learner:
+    """Learns whenever there is enough to learn from, until it is closed."""
+
+    def __init__(self, uses: Uses) -> None:
+        self._uses = uses
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvtide-learner", daemon=True)
+        if uses.learns:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._uses.due.wait()
+            if self._closed:
+                return
+            self._uses.learn()
+
+    def close(self) -> None:
+        self._closed = True
+        self._uses.due.set()
+        if self._thread.ident is not None:
+            self._thread.join()

@@ -1,0 +1,180 @@
+"""How blocks are used: the facts on which every policy ranks, in the index's columns.
+
+A use costs the caller a few array operations for a whole prompt: a tick for the order, a count of returns, a *kind*.
+Kinds tell blocks apart by what is known at that moment: how often the block came back, how often its prompt's deepest
+known block did (which turn of a conversation it is), how long the prompt is beside others, and how much of it is new.
+What follows from that in the long run is worked out later, off the caller's path, by ``learn``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvtide.index.index import Index, Rows
+from kvtide.plan.history import Curves, History, Kinds, Marks, Mask, Numbers
+from kvtide.plan.policy import PRIORITY, Policy
+
+__all__ = ["Uses"]
+
+_MOST = 250
+"""Returns are counted up to here."""
+_TRAITS = (7, 5, 4, 4)
+"""How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks."""
+_BUCKET = np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(_MOST + 1), side="right")
+"""By count of returns: the first trait."""
+_BACKLOG = 4096
+"""Prompts that may wait to be learned from; older ones are forgotten unlearned."""
+_BATCH = 4096
+"""Blocks after which something new may be concluded."""
+_LASTING = 200_000
+"""Blocks after which half of what was learned is forgotten, or more for a large tier."""
+
+_Note = tuple[Marks, Kinds, Numbers, Mask, int]
+
+
+class Uses:
+    """Told of every use of a block, under the index's lock, and tells the policies. ``learn`` is for one thread."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._policies: list[Policy] = []
+        self._students: list[Callable[[Curves], None]] = []
+        self._tick = 0
+        self._time = 0
+        """Blocks asked for or stored. Ticks go faster: a long prompt is touched several times while it is stored."""
+        self._latest: dict[int, int] = {}
+        """By priority: the last tick at which it was the lowest that was touched."""
+        self.history = History(_TRAITS, _LASTING)
+        self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
+        self._length = 0.0
+        """The usual length of a prompt, as a power of two."""
+        self._fresh = 0
+        """Blocks noted since something was concluded."""
+        self._batch = _BATCH
+        self.due = threading.Event()
+        """Set when there is enough to learn from."""
+
+    def serve(self, policy: Policy) -> None:
+        """Tell a policy of all uses from now on."""
+        if policy.learns:
+            self._policies.append(policy)
+
+    def teach(self, student: Callable[[Curves], None]) -> None:
+        """Call ``student`` with what is known of kinds of blocks, whenever that has changed."""
+        self._students.append(student)
+
+    @property
+    def learns(self) -> bool:
+        """Whether anybody wants ``learn`` to be called."""
+        return bool(self._policies or self._students)
+
+    # -- under the index's lock -----------------------------------------------------------------------------
+
+    def touch(self, rows: Rows) -> None:
+        """These blocks of one chain, head first, are about to get children."""
+        self._order(rows)
+        if len(rows):
+            for policy in self._policies:
+                policy.used(rows, None, self._time)
+
+    def asked(self, rows: Rows, length: int) -> None:
+        """The first blocks of a prompt of ``length`` blocks were asked for."""
+        self._order(rows)
+        if self.learns and len(rows):
+            returns = np.minimum(np.maximum(self._index.returns[rows], 0) + 1, _MOST)
+            self._index.returns[rows] = returns
+            self._note(rows, returns.astype(np.int64), length, np.ones(len(rows), np.bool_))
+
+    def stored(self, rows: Rows) -> None:
+        """All blocks of a prompt, as far as they are here, after some were stored."""
+        self._order(rows)
+        if self.learns and len(rows):
+            returns = self._index.returns[rows].astype(np.int64)
+            fresh = returns < 0
+            if fresh.any():
+                returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
+                self._index.returns[rows] = returns
+            self._note(rows, returns, len(rows), fresh)
+
+    def _order(self, rows: Rows) -> None:
+        if len(rows):
+            self._tick += len(rows)
+            self._index.used[rows] = self._tick - np.arange(len(rows))
+            self._latest[int(self._index.priority[rows].min())] = self._tick
+
+    def _note(self, rows: Rows, returns: Numbers, length: int, counted: Mask) -> None:
+        self._time += len(rows)
+        power = float(np.log2(length))
+        self._length += (power - self._length) * (0.01 if self._length else 1.0)
+        known = int(np.count_nonzero(returns))
+        turn = min(int(returns[known - 1]), 4) if known > 1 else 0
+        size = min(max(int((power - self._length) / 1.5 + 2), 0), 3)
+        new = min((length - known + 1).bit_length() // 2, 3)
+        kinds: Kinds = _BUCKET[returns] * 80 + (turn * 16 + size * 4 + new)
+        self._index.kind[rows] = kinds
+        for policy in self._policies:
+            policy.used(rows, kinds, self._time)
+        self._notes.append((self._index.mark[rows], kinds, returns, counted, self._time))
+        self._fresh += len(rows)
+        if self._fresh >= self._batch:
+            self.due.set()
+
+    def now(self) -> int:
+        """A mark in time, for ``overtaken``."""
+        return self._tick
+
+    def overtaken(self, since: int, score: int) -> bool:
+        """Whether a block of lower priority than ``score`` has was touched after ``since``."""
+        return any(tick > since and priority < score >> PRIORITY for priority, tick in self._latest.items())
+
+    def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
+        """After a restart: rank by order of writing, no block older or of lower priority than its descendants.
+
+        ``parents`` holds, for each row, the position of its parent in ``rows``, or -1.
+        """
+        used = np.argsort(np.argsort(sequences)).astype(np.int64)
+        depth, priority = self._index.depth[rows], self._index.priority[rows]
+        order = np.argsort(depth)[::-1]
+        borders = np.flatnonzero(np.diff(depth[order])) + 1
+        for level in np.split(order, borders):
+            child = level[parents[level] >= 0]
+            np.maximum.at(used, parents[child], used[child])
+            np.maximum.at(priority, parents[child], priority[child])
+        # Equal ticks, then: the deeper one first.
+        ranked = np.lexsort((-depth.astype(np.int64), used))
+        ticks = np.empty(len(rows), np.int64)
+        ticks[ranked] = np.arange(1, len(rows) + 1)
+        self._index.used[rows] = self._tick + ticks
+        for until in self._index.until.values():
+            until[rows] = self._time + ticks
+        self._index.priority[rows] = priority
+        self._tick += len(rows)
+        self._time += len(rows)
+
+    # -- off the callers' path, without the lock --------------------------------------------------------------
+
+    def learn(self) -> None:
+        """Learn from what was noted."""
+        self.due.clear()
+        fresh, self._fresh = self._fresh, 0
+        room = max((policy.room() for policy in self._policies), default=0)
+        self.history.fit(room)
+        self.history.lasting = max(_LASTING, 16 * room)
+        self._batch = max(_BATCH, room // 4)
+        while self._notes:
+            marks, kinds, returns, counted, now = self._notes.popleft()
+            self.history.see(marks, kinds, returns, counted, now)
+            for policy in self._policies:
+                policy.watch(marks, kinds, counted, now)
+            time.sleep(0)  # let those pass who have more urgent things to do
+        curves = self.history.curves()
+        for policy in self._policies:
+            policy.learn(curves)
+        for student in self._students:
+            student(curves)
+        self.history.fade(fresh)
