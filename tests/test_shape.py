@@ -42,7 +42,7 @@ RANKS = [
     ["session"],
     ["store", "inspection"],
     ["__init__"],
-    ["testing", "benchmarks"],
+    ["testing", "benchmarks", "replay"],
     ["cli"],
 ]
 """Imports go up this list only, within a folder, or nowhere. Two in one row do not know each other."""

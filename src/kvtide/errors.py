@@ -8,6 +8,7 @@
     ├── TierError              a tier cannot be opened or used at all
     │   ├── TierLockedError    another process has this directory open
     │   └── TierVersionError   the directory was written by a newer kvtide
+    ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
 
@@ -26,6 +27,7 @@ __all__ = [
     "TierError",
     "TierLockedError",
     "TierVersionError",
+    "TraceError",
 ]
 
 
@@ -51,6 +53,10 @@ class TierLockedError(TierError):
 
 class TierVersionError(TierError):
     """The directory was written by a newer kvtide and was left untouched. Upgrade, or use another."""
+
+
+class TraceError(KvtideError):
+    """A trace cannot be read, or has nothing to replay. The text names file and line."""
 
 
 class RightError(KvtideError):

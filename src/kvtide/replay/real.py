@@ -1,0 +1,79 @@
+"""A trace through a store with real bytes: each block's follow from its number, and all that comes back is checked.
+
+For a look at what moving them takes on this machine, and whether byte-less replays tell the truth. Use small blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import Layout
+from kvtide.config import Config
+from kvtide.errors import ConfigError
+from kvtide.index.keys import Model
+from kvtide.replay.world import TraceClock
+from kvtide.store import Store
+from kvtide.tiers.segments import ladder
+
+__all__ = ["RealWorld"]
+
+_TOKENS = 16
+
+
+class RealWorld:
+    """A store as ``kvtide.open`` makes it, and one session. ``config.nvme.path`` is where the colder tier lies."""
+
+    def __init__(self, config: Config, block: int) -> None:
+        if block % 8192:
+            raise ConfigError(f"blocks of {block} bytes; for a replay with real bytes give a multiple of 8 KiB")
+        layout = Layout.attention(
+            layers=1, heads=1, head_dim=block // (2 * _TOKENS), dtype="int8", block_tokens=_TOKENS
+        )
+        self.clock = TraceClock()
+        self.slot = ladder(layout.geometry["full"].footprint)
+        self.learning_seconds = 0.0  # learning is a thread's work here
+        self.moving_seconds = 0.0
+        self._block = block
+        self._store = Store(config)
+        self._session = self._store.session(Model(layout, "replay"))
+        self._hits = 0
+
+    def _content(self, number: int) -> npt.NDArray[np.uint8]:
+        return np.full(self._block // 8, number, np.uint64).view(np.uint8)
+
+    def request(self, blocks: Sequence[int], tenant: str = "") -> Counter[str]:
+        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix."""
+        chain = self._session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
+        began = time.perf_counter()
+        before = self._store.statistics().counts.get("blocks read from nvme", 0)
+        with self._session.match(chain) as match:
+            loaded = self._session.load(match).wait()
+            found = loaded.tokens // _TOKENS
+            for number, view in zip(blocks, loaded.blocks, strict=False):
+                assert np.array_equal(np.frombuffer(view, np.uint8), self._content(number)), "a wrong byte"
+            self._session.store(chain, [self._content(n) for n in blocks[found:]], start=found)
+        self._store.flush()
+        self.moving_seconds += time.perf_counter() - began
+        below = self._store.statistics().counts.get("blocks read from nvme", 0) - before
+        self._hits += found
+        return Counter(dram=found - below, nvme=below)
+
+    def totals(self) -> dict[str, int]:
+        """Bytes written to and read from each tier, and blocks evicted, since the beginning."""
+        counts = Counter(self._store.statistics().counts)
+        return {
+            "dram written": (counts["blocks stored"] + counts["blocks read from nvme"]) * self._block,
+            "dram read": self._hits * self._block,
+            "dram evicted": counts["blocks evicted from dram"],
+            "nvme written": counts["blocks written to nvme"] * self._block,
+            "nvme read": counts["blocks read from nvme"] * self._block,
+            "nvme evicted": counts["blocks evicted from nvme"],
+        }
+
+    def close(self) -> None:
+        self._store.close()

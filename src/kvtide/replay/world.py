@@ -1,0 +1,170 @@
+"""The store's own index, pipeline, policies and admissions over tiers without bytes: what a trace does to them.
+
+Nothing of a decision is made here. A request is what an engine does with the store: match its prompt and hold what is
+there, load what is not in DRAM, compute the rest and store it, let go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+from blake3 import blake3
+
+from kvtide.block import BlockKey, Geometry
+from kvtide.config import Config
+from kvtide.events import Feed
+from kvtide.index.index import DRAM, SEALED, Index, Rows
+from kvtide.plan import admit, policy
+from kvtide.plan.budget import WriteBudget
+from kvtide.plan.evict import Evictor, room
+from kvtide.plan.uses import Uses
+from kvtide.tiers.base import Identity
+from kvtide.tiers.hollow import Hollow, HollowDram
+from kvtide.tiers.segments import ladder
+from kvtide.transfer.cold import Cold
+from kvtide.transfer.lane import Lane
+from kvtide.transfer.pipeline import Pipeline, Pledge
+from kvtide.transfer.transfer import Transfer
+
+__all__ = ["TraceClock", "World"]
+
+COLD = 1
+_ROOT = bytes(32)
+
+
+class TraceClock:
+    """The time of the trace."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class World:
+    """DRAM and, where the configuration names a path for it, a colder tier; blocks of ``block`` bytes each."""
+
+    def __init__(self, config: Config, block: int) -> None:
+        self.clock = TraceClock()
+        self.index = Index(tiers=2)
+        self.uses = Uses(self.index)
+        self.learning_seconds = 0.0
+        self._hits = 0
+        self._names: dict[tuple[str, int], BlockKey] = {}
+        self._geometry = Geometry(1, block)
+        self._identities: dict[str, Identity] = {}
+        memory, disk = config.dram, config.nvme
+        self.dram = HollowDram(memory.budget, memory.segment, self._geometry.footprint)
+        self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
+        self.uses.serve(self.policy)
+        self.cold: Hollow | None = None
+        colds = []
+        if disk.path:
+            tier = self.cold = Hollow(disk.budget, disk.segment, lambda size: self.pipeline.make_room(COLD, size))
+            ranking = policy.make(disk.policy, self.index, COLD, lambda: room(tier))
+            self.uses.serve(ranking)
+            admission = admit.make(disk.store, self.index, lambda: room(tier))
+            if admission.learns:
+                self.uses.teach(admission.learn)
+            colds.append(
+                Cold(
+                    COLD,
+                    "nvme",
+                    tier,
+                    Lane(tier, self.clock, 1 << 62, depth=1 << 30),
+                    admission,
+                    Evictor(self.index, COLD, tier, ranking, self.uses),
+                    budget=WriteBudget.of(disk.write_limit, disk.drive_writes_per_day, disk.budget, self.clock),
+                )
+            )
+        self.pipeline = Pipeline(self.index, self.dram, colds, self.policy, self.uses, Feed())
+
+    def _identity(self, tenant: str) -> Identity:
+        found = self._identities.get(tenant)
+        if found is None:
+            tag = blake3(tenant.encode()).digest()[:16]
+            found = Identity(bytes(32), tag, bytes(32), b"", 1, self._geometry, 1)
+            self._identities[tenant] = found
+        return found
+
+    @property
+    def slot(self) -> int:
+        """What a block takes of a tier's budget."""
+        return ladder(self._geometry.footprint)
+
+    def totals(self) -> dict[str, int]:
+        """Bytes written to and read from each tier, and blocks evicted, since the beginning."""
+        counts, size = self.pipeline.counts, self._geometry.footprint
+        return {
+            "dram written": (counts["blocks stored"] + counts["blocks read from nvme"]) * size,
+            "dram read": self._hits * size,
+            "dram evicted": counts["blocks evicted from dram"],
+            "nvme written": counts["blocks written to nvme"] * size,
+            "nvme read": counts["blocks read from nvme"] * size,
+            "nvme evicted": counts["blocks evicted from nvme"],
+        }
+
+    def _name(self, number: int, tenant: str) -> BlockKey:
+        found = self._names.get((tenant, number))
+        if found is None:
+            found = self._names[tenant, number] = BlockKey(blake3(f"{number} {tenant}".encode()).digest())
+        return found
+
+    def request(self, blocks: Sequence[int], tenant: str = "") -> Counter[str]:
+        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
+
+        A block's number stands for its whole prefix.
+        """
+        index, line, identity = self.index, self.pipeline, self._identity(tenant)
+        keys = [self._name(number, tenant) for number in blocks]
+        with ExitStack() as rights:
+            with index.lock:
+                rows = index.rows(keys)
+                whole = index.usable(rows, self.clock.now)
+                found = rows[: len(whole) if whole.all() else int(np.argmin(whole))]
+                here = int(np.count_nonzero(index.state[DRAM][found] == SEALED))
+                rights.callback(line.lease(found).release)
+                line.asked(found, len(keys))
+            if here < len(found):
+                transfer = Transfer(self.clock, None)
+                line.load([(found, identity)], transfer)
+            self._store(keys, len(found), identity)
+        if self.uses.due.is_set():
+            began = time.perf_counter()
+            self.uses.learn()
+            self.learning_seconds += time.perf_counter() - began
+        self._hits += len(found)
+        return Counter(dram=here, nvme=len(found) - here)
+
+    def _store(self, keys: Sequence[BlockKey], start: int, identity: Identity) -> None:
+        index, line = self.index, self.pipeline
+        if start == len(keys):
+            return
+        parents = [_ROOT, *keys]
+        with index.lock:
+            before = line.keep(self._rows(keys))
+        with line.reserve(
+            [Pledge(identity, keys[start:], parents[start : len(keys)], range(start, len(keys)))]
+        ) as reservation:
+            with index.lock:
+                lease = line.keep(self._rows(keys))
+            before.release()
+            reservation.seal()
+            with index.lock:
+                line.stored(self._rows(keys))
+            lease.release()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _rows(self, keys: Sequence[BlockKey]) -> Rows:
+        rows = self.index.rows(keys)
+        return rows[rows > 0]

@@ -1,0 +1,174 @@
+"""A replay decides as the store does, and its figures add up."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide import config
+from kvtide.errors import TraceError
+from kvtide.replay.optimum import optimum
+from kvtide.replay.plot import svg
+from kvtide.replay.run import Report, replay
+from kvtide.replay.speeds import Speeds
+from kvtide.replay.trace import Request, Trace, chains
+
+BLOCK = 64 << 10
+MIB = 1 << 20
+SLOTS = MIB // BLOCK
+
+
+def conversations(users: int, turns: int, seed: int = 1) -> Trace:
+    """Users who come back at random, each time with a few blocks more, over one shared head."""
+    chance = random.Random(seed)
+    lengths = [1] * users
+    found = []
+    for number in range(users * turns):
+        user = chance.randrange(users)
+        lengths[user] = 1 if lengths[user] > 12 else lengths[user] + chance.randint(1, 2)
+        found.append(Request(float(number), (0, *(1000 * user + i for i in range(lengths[user])))))
+    return chains(found)
+
+
+def run(trace: Trace, dram: int, **nvme: Any) -> Report:
+    tiers: dict[str, Any] = {"dram": {"budget": dram * MIB, "segment": MIB, "policy": nvme.pop("dram_policy", "lru")}}
+    if nvme:
+        tiers["nvme"] = {"path": "replayed", "segment": MIB, **nvme, "budget": nvme["budget"] * MIB}
+    return replay(trace, config.read(env={}, **tiers), BLOCK, warm=0.25, speeds=Speeds(1e9, 1e8, 1e7))
+
+
+def lru_hits(trace: Trace, capacity: int, start: int) -> int:
+    """Leaf-first LRU, block by block; the blocks of the request itself are not evicted for it."""
+    resident: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for number, chain in enumerate(trace.blocks):
+        blocks = chain.tolist()
+        found = next((i for i, b in enumerate(blocks) if b not in resident), len(blocks))
+        hits += found if number >= start else 0
+        for block in reversed(blocks):
+            resident[block] = None
+            resident.move_to_end(block)
+        while len(resident) > capacity:
+            resident.popitem(last=False)
+    return hits
+
+
+def test_lru_is_lru() -> None:
+    trace = conversations(30, 20)
+    report = run(trace, dram=2)
+    assert report.tiers[0].hits == lru_hits(trace, 2 * SLOTS, report.warming)
+    assert report.hit_rate == report.tiers[0].hits / report.blocks
+    assert report.optimum is not None
+    assert report.hit_rate < report.optimum < 1
+
+
+def test_a_tier_that_holds_everything_is_optimal() -> None:
+    trace = conversations(10, 20)
+    report = run(trace, dram=1, budget=64)
+    assert report.hit_rate == report.optimum
+    dram, nvme = report.tiers
+    assert dram.hits + nvme.hits == round(report.hit_rate * report.blocks)
+    assert nvme.bytes_read == nvme.hits * BLOCK
+    assert nvme.evicted == 0
+    assert report.seconds["of reads from the colder tier"] == pytest.approx(nvme.bytes_read / 1e8)
+
+
+def test_what_each_admission_writes() -> None:
+    trace = conversations(40, 25)
+    reports = {store: run(trace, dram=1, budget=16, store=store) for store in ("through", "second-touch", "eviction")}
+    written = {store: report.tiers[1].bytes_written for store, report in reports.items()}
+    assert written["second-touch"] < written["eviction"] <= written["through"]
+    assert reports["through"].write_amplification == pytest.approx(1.0)
+    assert reports["second-touch"].hit_rate < reports["through"].hit_rate
+
+
+def test_what_never_comes_back_is_not_written_once_that_is_known() -> None:
+    """Ten documents asked for in turn, and between them prompts that nobody asks for again."""
+    prompts = [p for n in range(500) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
+    trace = chains(Request(float(i), p) for i, p in enumerate(prompts))
+    through, ghost = (run(trace, dram=1, budget=16, store=store) for store in ("through", "ghost"))
+    assert ghost.tiers[1].bytes_written < through.tiers[1].bytes_written / 4
+    assert ghost.hit_rate == through.hit_rate
+
+
+def test_a_write_budget_holds() -> None:
+    trace = conversations(40, 25)
+    free = run(trace, dram=1, budget=16)
+    limited = run(trace, dram=1, budget=16, write_limit=BLOCK // 4)
+    seconds = float(trace.seconds[-1] - trace.seconds[limited.warming])
+    assert 0 < limited.tiers[1].bytes_written <= seconds * BLOCK / 4 + 60 * BLOCK
+    assert limited.tiers[1].bytes_written < free.tiers[1].bytes_written / 2
+
+
+@pytest.mark.parametrize("store", ["through", "second-touch"])
+def test_real_bytes_are_found_as_often_as_those_that_are_not_there(tmp_path: Path, store: str) -> None:
+    trace = conversations(20, 12)
+    tiers: dict[str, Any] = {
+        "dram": {"budget": MIB, "segment": MIB, "policy": "lru"},
+        "nvme": {"path": str(tmp_path / "kv"), "budget": 64 * MIB, "segment": MIB, "store": store},
+    }
+    real = replay(trace, config.read(env={}, **tiers), BLOCK, real=True)
+    hollow = replay(trace, config.read(env={}, **tiers), BLOCK)
+    assert real.hit_rate == hollow.hit_rate
+    assert [t.hits for t in real.tiers] == [t.hits for t in hollow.tiers]
+    assert real.tiers[1].bytes_written == hollow.tiers[1].bytes_written
+
+
+def test_an_empty_trace_is_an_error() -> None:
+    with pytest.raises(TraceError, match="no request with a full block"):
+        replay(chains([]), config.read(env={}), BLOCK)
+
+
+def test_the_picture_shows_tiers_and_optimum() -> None:
+    picture = svg(run(conversations(10, 20), dram=1, budget=16), "a <trace>")
+    assert picture.startswith("<svg")
+    assert picture.count("<polygon") == 2
+    assert "a &lt;trace&gt;" in picture
+    assert "optimum" in picture
+
+
+# -- the optimum --------------------------------------------------------------------------------------------
+
+
+def most_hits(trace: Trace, capacity: int) -> int:
+    """By trying everything: what stays after each request is any set of whole prefixes seen so far."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    parents: dict[int, int] = {}
+    for chain in trace.blocks:
+        blocks = chain.tolist()
+        parents.update(zip(blocks[1:], blocks, strict=False))
+        after: dict[frozenset[int], int] = {}
+        for held, hits in states.items():
+            found = next((i for i, b in enumerate(blocks) if b not in held), len(blocks))
+            pool = sorted(held | set(blocks))
+            for number in range(1 << len(pool)):
+                kept = frozenset(b for i, b in enumerate(pool) if number >> i & 1)
+                if len(kept) <= capacity and all(parents.get(b, b) in kept for b in kept):
+                    after[kept] = max(after.get(kept, 0), hits + found)
+        states = after
+    return max(states.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.integers(0, 4),
+)
+def test_no_cache_of_that_size_finds_more(prompts: list[list[int]], capacity: int) -> None:
+    trace = chains(Request(float(i), tuple(p)) for i, p in enumerate(prompts))
+    assert optimum(trace, capacity).hits == most_hits(trace, capacity)
+
+
+def test_the_optimum_counts_only_what_it_is_asked_to() -> None:
+    trace = chains(Request(float(i), (1, 2, 3)) for i in range(5))
+    assert [optimum(trace, 3, start).hits for start in range(5)] == [12, 12, 9, 6, 3]
+    assert optimum(trace, 3).kept == 3
+    assert optimum(trace, 1).hits == 4
+    assert np.isclose(optimum(trace, 0).hits, 0)
