@@ -80,7 +80,7 @@ class Nvme(_Section, frozen=True):
             "When a block is written: at once, at its second use, if its kind is known to come back, or when DRAM "
             "evicts it."
         ),
-    ] = "through"
+    ] = "ghost"
     write_limit: Annotated[int, _size("Bytes a second written on average; 0: no limit.", ge=0)] = 0
     drive_writes_per_day: Annotated[
         float, _plain("How often a day the budget may be written over, on average; 0: no limit.", ge=0)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtide.index.index import Index
 from kvtide.plan import admit
 from kvtide.plan.budget import WriteBudget
+from kvtide.plan.history import Curves
+from kvtide.testing import blocks
 from tests.plan.small import MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 
 
@@ -89,6 +92,18 @@ def test_a_block_that_was_reserved_is_written_too(tmp_path: Path) -> None:
             reservation.seal()
         assert opened.flush(30)
         assert opened.statistics().tiers["nvme"].blocks == 3
+
+
+def test_a_block_that_is_worth_it_takes_its_parents_along() -> None:
+    index = Index(tiers=2)
+    rows = np.array([index.add(key, bytes(32), depth) for depth, key in enumerate(blocks.keys(4))])
+    index.kind[rows] = [0, 1, 0, 0]
+    ghost = admit.Ghost(index, lambda: 10)
+    hits = np.array([[0.0, 0.01], [0.0, 0.5]])
+    ghost.learn(Curves(hits, np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([1.0, 1.0])))
+    assert ghost.on_store(rows).tolist() == [True, True, False, False]
+    index.kind[rows] = [1, -1, -1, -1]
+    assert ghost.on_store(rows).tolist() == [True, False, False, False], "of what is not known yet, nothing"
 
 
 # -- the budget of writes -----------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class _OurDisk:
                 "budget": int(count * nbytes * 1.2) + 64 * MIB,
                 "threads": THREADS,
                 "queue": count * nbytes,
+                "store": "through",
             },
         )
         self._store.dram.wait_prefault()

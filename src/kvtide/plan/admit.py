@@ -19,7 +19,7 @@ __all__ = ["Admission", "Ghost", "OnEviction", "SecondTouch", "Through", "make"]
 
 Mask = npt.NDArray[np.bool_]
 
-_LEAST = 0.05
+_LEAST = 0.15
 """A write should be followed by so many hits."""
 
 
@@ -104,7 +104,9 @@ class Ghost:
 
     def on_store(self, rows: Rows) -> Mask:
         kinds = self._index.kind[rows]
-        return kinds >= 0 if self._worth is None else self._worth[kinds]
+        worth = kinds >= 0 if self._worth is None else self._worth[kinds]
+        # A block without its parents is of no use: what is worth it takes them along.
+        return np.logical_or.accumulate(worth[::-1])[::-1]
 
     def on_touch(self, rows: Rows) -> Mask:
         return self.on_store(rows)

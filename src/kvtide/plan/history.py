@@ -78,10 +78,10 @@ class _Places:
         self.names = np.zeros(count, np.uint64)
         self.times = np.zeros(count, np.int64)
         self.kinds = np.zeros(count, np.int16)
-        self.returns = np.zeros(count, np.uint8)
+        self.returns = np.zeros(count, np.int16)
 
-    def at(self, marks: Marks) -> Kinds:
-        return (marks & self.mask).astype(np.intp)
+    def at(self, marks: Marks) -> Marks:
+        return marks & self.mask
 
 
 class History:
@@ -105,7 +105,7 @@ class History:
         """How often blocks that are stored now have come back: 0 for what was not here before."""
         places = self._places
         at = places.at(marks)
-        count: Numbers = np.where(places.names[at] == marks, places.returns[at].astype(np.int64) + 1, 0)
+        count: Numbers = (places.returns[at] + 1) * (places.names[at] == marks)
         return count
 
     def fit(self, blocks: int) -> None:

@@ -73,10 +73,18 @@ class Lru:
         return 0
 
 
-def _dominant(until: Scores) -> Scores:
-    """The least values not below ``until`` that fall strictly from a chain's head to its tail."""
-    steps = np.arange(len(until))
-    raised: Scores = np.maximum.accumulate((until + steps)[::-1])[::-1] - steps
+_STEPS = np.arange(1 << 16)
+
+
+def _steps(count: int) -> Scores:
+    """0, 1, 2, ...: how deep each block of a chain lies."""
+    return _STEPS[:count] if count <= len(_STEPS) else np.arange(count)
+
+
+def _falling(until: Scores, steps: Scores) -> Scores:
+    """The least values that fall strictly from a chain's head to its tail and, ``steps`` added, are not below
+    ``until``."""
+    raised: Scores = np.maximum.accumulate(until[::-1])[::-1] - steps
     return raised
 
 
@@ -104,15 +112,15 @@ class Reuse:
     def score(self, rows: Rows) -> Scores:
         return (self._index.priority[rows].astype(np.int64) << PRIORITY) + self._index.until[self._tier][rows]
 
-    def terms(self, kinds: Kinds | None, count: int, now: int) -> Scores:
-        """Until when ``count`` blocks of a chain, used now, should stay."""
-        order = now - np.arange(count)
+    def terms(self, kinds: Kinds, now: int) -> Scores:
+        """Until when blocks of these kinds, used now, should stay."""
         stay = self._stay
-        return order if kinds is None or not len(stay) else stay[kinds] + order
+        return stay[kinds] + now if len(stay) else np.full(len(kinds), now)
 
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
-        until = self._index.until[self._tier]
-        until[rows] = _dominant(np.maximum(self.terms(kinds, len(rows), now), until[rows]))
+        until, steps = self._index.until[self._tier], _steps(len(rows))
+        term = now if kinds is None else self.terms(kinds, now)
+        until[rows] = _falling(np.maximum(until[rows] + steps, term), steps)
 
     def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None: ...
 
@@ -152,8 +160,8 @@ class Duel:
         here = (marks >> _HIGH) % np.uint64(share) == 0
         if not self._size or not here.any():
             return
-        order = self.reuse.terms(None, len(marks), now)
-        terms = _dominant(self.reuse.terms(kinds, len(marks), now))
+        steps = _steps(len(marks))
+        order, terms = now - steps, _falling(self.reuse.terms(kinds, now), steps)
         names, asked = marks[here].tolist(), counted[here].tolist()
         size = max(1, self._size // share)
         lru, reuse = (

@@ -8,6 +8,7 @@ What follows from that in the long run is worked out later, off the caller's pat
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtide.index.index import Index, Rows
+from kvtide.index.index import Index, Rows, every
 from kvtide.plan.history import Curves, History, Kinds, Marks, Mask, Numbers
 from kvtide.plan.policy import PRIORITY, Policy
 
@@ -25,11 +26,13 @@ _MOST = 250
 """Returns are counted up to here."""
 _TRAITS = (7, 5, 4, 4)
 """How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks."""
-_BUCKET = np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(_MOST + 1), side="right")
-"""By count of returns: the first trait."""
+_BUCKET = 80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(_MOST + 1), side="right")
+"""By count of returns: the first trait, as it counts in the number of a kind."""
+_NEXT = np.append(np.minimum(np.arange(1, _MOST + 2), _MOST), 1)
+"""By count of returns: the next one; after none that is known, the last entry, the first."""
 _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are forgotten unlearned."""
-_BATCH = 4096
+_BATCH = 8192
 """Blocks after which something new may be concluded."""
 _LASTING = 200_000
 """Blocks after which half of what was learned is forgotten, or more for a large tier."""
@@ -78,7 +81,13 @@ class Uses:
     def touch(self, rows: Rows) -> None:
         """These blocks of one chain, head first, are about to get children."""
         self._order(rows)
-        if len(rows):
+        # What is known already has its place; what is new must not be the first to go while its prompt is stored.
+        if self.learns and not every(self._index.kind[rows] >= 0):
+            if self._students:
+                returns = self._index.returns[rows].astype(np.int64)
+                fresh = returns < 0
+                returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
+                self._index.kind[rows] = self._kinds(returns, len(rows))
             for policy in self._policies:
                 policy.used(rows, None, self._time)
 
@@ -86,9 +95,9 @@ class Uses:
         """The first blocks of a prompt of ``length`` blocks were asked for."""
         self._order(rows)
         if self.learns and len(rows):
-            returns = np.minimum(np.maximum(self._index.returns[rows], 0) + 1, _MOST)
+            returns = _NEXT[self._index.returns[rows]]
             self._index.returns[rows] = returns
-            self._note(rows, returns.astype(np.int64), length, np.ones(len(rows), np.bool_))
+            self._note(rows, returns, length, np.ones(len(rows), np.bool_))
 
     def stored(self, rows: Rows) -> None:
         """All blocks of a prompt, as far as they are here, after some were stored."""
@@ -103,26 +112,32 @@ class Uses:
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
-            self._tick += len(rows)
-            self._index.used[rows] = self._tick - np.arange(len(rows))
-            self._latest[int(self._index.priority[rows].min())] = self._tick
+            tick = self._tick = self._tick + len(rows)
+            self._index.used[rows] = np.arange(tick, tick - len(rows), -1)
+            priorities = self._index.priority[rows]
+            self._latest[int(priorities.min()) if priorities.any() else 0] = tick
 
     def _note(self, rows: Rows, returns: Numbers, length: int, counted: Mask) -> None:
         self._time += len(rows)
-        power = float(np.log2(length))
-        self._length += (power - self._length) * (0.01 if self._length else 1.0)
-        known = int(np.count_nonzero(returns))
-        turn = min(int(returns[known - 1]), 4) if known > 1 else 0
-        size = min(max(int((power - self._length) / 1.5 + 2), 0), 3)
-        new = min((length - known + 1).bit_length() // 2, 3)
-        kinds: Kinds = _BUCKET[returns] * 80 + (turn * 16 + size * 4 + new)
+        self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
+        kinds = self._kinds(returns, length)
         self._index.kind[rows] = kinds
+        # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
+        whole = kinds if len(rows) == length else None
         for policy in self._policies:
-            policy.used(rows, kinds, self._time)
+            policy.used(rows, whole, self._time)
         self._notes.append((self._index.mark[rows], kinds, returns, counted, self._time))
         self._fresh += len(rows)
         if self._fresh >= self._batch:
             self.due.set()
+
+    def _kinds(self, returns: Numbers, length: int) -> Kinds:
+        """What blocks of a prompt of ``length`` blocks are, that came back so often."""
+        known = int(np.count_nonzero(returns))
+        turn = min(int(returns[known - 1]), 4) if known > 1 else 0
+        size = min(max(int((math.log2(length) - self._length) / 1.5 + 2), 0), 3)
+        new = min(((length - known + 1).bit_length() - 1) // 2, 3)
+        return _BUCKET[returns] + (turn * 16 + size * 4 + new)
 
     def now(self) -> int:
         """A mark in time, for ``overtaken``."""
@@ -167,11 +182,12 @@ class Uses:
         self.history.lasting = max(_LASTING, 16 * room)
         self._batch = max(_BATCH, room // 4)
         while self._notes:
+            if not len(self._notes) % 16:
+                time.sleep(0)  # let those pass who have more urgent things to do
             marks, kinds, returns, counted, now = self._notes.popleft()
             self.history.see(marks, kinds, returns, counted, now)
             for policy in self._policies:
                 policy.watch(marks, kinds, counted, now)
-            time.sleep(0)  # let those pass who have more urgent things to do
         curves = self.history.curves()
         for policy in self._policies:
             policy.learn(curves)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import numpy as np
 from blake3 import blake3
@@ -33,6 +32,7 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["TraceClock", "World"]
 
 COLD = 1
+_PART = 64 << 20
 _ROOT = bytes(32)
 
 
@@ -61,6 +61,8 @@ class World:
         self._names: dict[tuple[str, int], BlockKey] = {}
         self._geometry = Geometry(1, block)
         self._identities: dict[str, Identity] = {}
+        self._part = max(1, min(_PART // self._geometry.footprint, config.dram.budget // self.slot // 4))
+        """Blocks that are moved at a time."""
         memory, disk = config.dram, config.nvme
         self.dram = HollowDram(memory.budget, memory.segment, self._geometry.footprint)
         self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
@@ -125,46 +127,54 @@ class World:
         """
         index, line, identity = self.index, self.pipeline, self._identity(tenant)
         keys = [self._name(number, tenant) for number in blocks]
-        with ExitStack() as rights:
-            with index.lock:
-                rows = index.rows(keys)
-                whole = index.usable(rows, self.clock.now)
-                found = rows[: len(whole) if whole.all() else int(np.argmin(whole))]
-                here = int(np.count_nonzero(index.state[DRAM][found] == SEALED))
-                rights.callback(line.lease(found).release)
-                line.asked(found, len(keys))
-            if here < len(found):
-                transfer = Transfer(self.clock, None)
-                line.load([(found, identity)], transfer)
-            self._store(keys, len(found), identity)
+        with index.lock:
+            rows = index.rows(keys)
+            whole = index.usable(rows, self.clock.now)
+            found = rows[: len(whole) if whole.all() else int(np.argmin(whole))]
+            here = index.state[DRAM][found] == SEALED
+            line.asked(found, len(keys))
+            away = found[~here]
+            lease = line.keep(found) if len(away) else None
+        for first in range(0, len(away), self._part):
+            self._load(away[first : first + self._part], identity)
+        if lease is not None:
+            lease.release()
+        self._store(keys, len(found), identity)
         if self.uses.due.is_set():
             began = time.perf_counter()
             self.uses.learn()
             self.learning_seconds += time.perf_counter() - began
         self._hits += len(found)
-        return Counter(dram=here, nvme=len(found) - here)
+        count = int(np.count_nonzero(here))
+        return Counter(dram=count, nvme=len(found) - count)
+
+    def _load(self, rows: Rows, identity: Identity) -> None:
+        with self.index.lock:
+            lease = self.pipeline.lease(rows)
+        with lease:
+            self.pipeline.load([(rows, identity)], Transfer(self.clock, None))
 
     def _store(self, keys: Sequence[BlockKey], start: int, identity: Identity) -> None:
-        index, line = self.index, self.pipeline
+        """As ``Session.store`` does it: in parts, holding what there is of the prompt until it is saved."""
+        index, line, parents = self.index, self.pipeline, [_ROOT, *keys]
         if start == len(keys):
             return
-        parents = [_ROOT, *keys]
         with index.lock:
-            before = line.keep(self._rows(keys))
-        with line.reserve(
-            [Pledge(identity, keys[start:], parents[start : len(keys)], range(start, len(keys)))]
-        ) as reservation:
-            with index.lock:
-                lease = line.keep(self._rows(keys))
-            before.release()
-            reservation.seal()
-            with index.lock:
-                line.stored(self._rows(keys))
-            lease.release()
+            rows = index.rows(keys[:start])
+            lease = line.keep(rows)
+        for first in range(start, len(keys), self._part):
+            stop = min(first + self._part, len(keys))
+            pledge = Pledge(identity, keys[first:stop], parents[first:stop], range(first, stop))
+            with line.reserve([pledge]) as reservation:
+                rows = np.concatenate([rows, reservation.rows])
+                with index.lock:
+                    before, lease = lease, line.keep(rows)
+                before.release()
+                reservation.seal()
+        with index.lock:
+            stored = index.rows(keys)
+            line.stored(stored[stored > 0])
+        lease.release()
 
     def close(self) -> None:
         """There is nothing to let go of."""
-
-    def _rows(self, keys: Sequence[BlockKey]) -> Rows:
-        rows = self.index.rows(keys)
-        return rows[rows > 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtide.index.index import DRAM, SEALED, Index, Rows, marks
@@ -24,6 +24,9 @@ _STEPS = st.lists(
     st.tuples(st.sampled_from(["store", "store", "ask", "touch", "evict", "learn"]), _PATHS, st.integers(0, 2)),
     max_size=60,
 )
+
+_INHERITED = [HealthCheck.differing_executors]
+"""One test stands for every policy."""
 
 
 class Forest:
@@ -99,7 +102,7 @@ class PolicyContract:
         if forest.uses.learns:
             forest.uses.learn()
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100, deadline=None, suppress_health_check=_INHERITED)
     @given(steps=_STEPS)
     def test_a_block_outlasts_its_descendants(self, steps: list[tuple[str, tuple[int, ...], int]]) -> None:
         forest = Forest(self.make)
@@ -120,7 +123,7 @@ class PolicyContract:
                     assert part[:-1] in scores, f"{part} outlived its parent"
                     assert scores[part[:-1]] > score, f"{part} would outlive its parent after {verb} {path}"
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50, deadline=None, suppress_health_check=_INHERITED)
     @given(steps=_STEPS)
     def test_a_higher_priority_outlasts_all_lower(self, steps: list[tuple[str, tuple[int, ...], int]]) -> None:
         forest = Forest(self.make, room=1000)
@@ -134,7 +137,7 @@ class PolicyContract:
         ranked = sorted((score, int(forest.index.priority[forest.rows[p]])) for p, score in forest.scores().items())
         assert [p for _, p in ranked] == sorted(p for _, p in ranked)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50, deadline=None, suppress_health_check=_INHERITED)
     @given(steps=_STEPS, path=_PATHS)
     def test_a_use_never_makes_a_block_worth_less(
         self, steps: list[tuple[str, tuple[int, ...], int]], path: tuple[int, ...]
