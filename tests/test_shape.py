@@ -25,7 +25,6 @@ LINES = 400
 LONGER = {
     "cli/_demo_session.py": 430,
     "inspection.py": 610,
-    "session.py": 520,
     "testing/faults.py": 500,
     "testing/interface.py": 720,
     "testing/tier.py": 600,
@@ -38,6 +37,7 @@ RANKS = [
     ["events", "tiers", "index"],
     ["plan"],
     ["transfer"],
+    ["desk"],
     ["match"],
     ["session"],
     ["store", "inspection"],

@@ -36,9 +36,10 @@ from hypothesis.stateful import (
 
 from kvtide import config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
+from kvtide.desk import LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event
-from kvtide.index.index import SEALED
+from kvtide.index.index import SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
@@ -102,6 +103,12 @@ class Right:
     path: Path_
     match: Match
     loaded: Loaded | None
+
+
+def rows_of(match: Match) -> dict[str, Rows]:
+    """What a match holds."""
+    assert isinstance(match.holding, LocalHolding)
+    return match.holding.rows
 
 
 class Machine(RuleBasedStateMachine):
@@ -291,7 +298,7 @@ class Machine(RuleBasedStateMachine):
 
     def settled(self) -> None:
         """When nothing moves, all books agree and nobody holds what nobody has."""
-        agree(self.store, {int(row) for right in self.rights for rows in right.match.rows.values() for row in rows})
+        agree(self.store, {int(row) for right in self.rights for rows in rows_of(right.match).values() for row in rows})
 
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
@@ -432,7 +439,7 @@ class Machine(RuleBasedStateMachine):
         with session.match(self.chain(user, path)) as match:
             into = {
                 name: [np.zeros(session.layout.geometry[name].nbytes, np.uint8) for _ in rows]
-                for name, rows in match.rows.items()
+                for name, rows in rows_of(match).items()
             }
             loaded = session.load(match, into).wait()
             right = Right(user, path, match, loaded)

@@ -10,10 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtide.block import Span
-from kvtide.index.index import Rows
+from kvtide.desk import Holding
 from kvtide.index.keys import Chain
-from kvtide.index.lease import Lease
-from kvtide.plan.planner import Plan
 from kvtide.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -61,40 +59,19 @@ class Match:
     ``plan`` has the expectations that decided the length.
     """
 
-    __slots__ = (
-        "_lease",
-        "blocks",
-        "chain",
-        "have",
-        "pending",
-        "plan",
-        "ready",
-        "rows",
-        "session",
-        "tokens",
-    )
+    __slots__ = ("_held", "blocks", "chain", "have", "holding", "pending", "plan", "ready", "session", "tokens")
 
-    def __init__(
-        self,
-        session: Session,
-        chain: Chain,
-        plan: Plan,
-        have: int,
-        rows: dict[str, Rows],
-        ready: bool,
-        pending: bool,
-        lease: Lease,
-    ) -> None:
+    def __init__(self, session: Session, chain: Chain, holding: Holding) -> None:
         self.session = session
         self.chain = chain
-        self.plan = plan
-        self.blocks = plan.blocks
-        self.have = have
-        self.tokens = plan.blocks * chain.block_tokens
-        self.rows = rows
-        self.ready = ready
-        self.pending = pending
-        self._lease: Lease | None = lease
+        self.holding = holding
+        self.plan = holding.plan
+        self.blocks = holding.plan.blocks
+        self.have = holding.have
+        self.tokens = self.blocks * chain.block_tokens
+        self.ready = holding.ready
+        self.pending = holding.pending
+        self._held = True
 
     def __repr__(self) -> str:
         where = "in DRAM" if self.ready else "partly colder"
@@ -103,23 +80,23 @@ class Match:
 
     @property
     def held(self) -> bool:
-        return self._lease is not None
+        return self._held
 
     @property
     def wanted(self) -> dict[str, range]:
         """The blocks of each group that a load brings, by their numbers in the prompt."""
         return {
-            g.name: range(start, start + len(self.rows[g.name]))
+            g.name: range(start, start + self.holding.counts[g.name])
             for g in self.session.layout.groups
             for start in [max(g.needs(self.blocks, self.chain.block_tokens).start, self.have)]
         }
 
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        held, self._held = self._held, False
+        if held:
             self.session.ended(self)
-            lease.release()
+            self.holding.release()
 
     def __enter__(self) -> Self:
         return self

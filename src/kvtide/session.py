@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import DTYPES, Geometry, Group, Span
+from kvtide.block import Geometry, Span
+from kvtide.desk import Desk
 from kvtide.errors import ClosedError, LayoutError, RightError
-from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
-from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
-from kvtide.index.lease import Lease, Reservation
+from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
+from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
-from kvtide.tiers.base import Identity
-from kvtide.tiers.copier import Bytes
-from kvtide.transfer.pipeline import Pledge
+from kvtide.tiers.copier import Bytes, Copier
 from kvtide.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from kvtide.store import Store
-
     # Arrays are buffers, but their stubs say so only from Python 3.12 on.
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Session"]
+__all__ = ["Home", "Session"]
 
 _FIRST_PART = 64 << 20
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,34 +46,35 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._store.door:
+        with session._home.door:
             return verb(session, *args, **kwargs)
 
     return inside
 
 
+class Home(Protocol):
+    """Where a session lives: a store in this process, or the client of a node."""
+
+    copier: Copier
+    closed: bool
+
+    @property
+    def door(self) -> AbstractContextManager[None]:
+        """Open while the memory of the store may be used."""
+
+    def ended(self, session: Session) -> None:
+        """``session`` was closed."""
+
+
 class Session:
     """One engine's use of the store: one model, one tenant. Its rights end with it. Safe from any thread."""
 
-    def __init__(self, store: Store, model: Model, tenant: Tenant = DEFAULT_TENANT) -> None:
-        self._store = store
-        self._index = store.index
-        self._pipeline = store.pipeline
+    def __init__(self, home: Home, model: Model, tenant: Tenant, desk: Desk) -> None:
+        self._home = home
+        self._desk = desk
         self.model = model
         self.layout = model.layout
         self._namer = model.namer(tenant)
-        self._identities = {
-            g.name: Identity(
-                model.namespace(tenant),
-                tenant.tag,
-                model.layout.digest,
-                g.suffix,
-                model.layout.block_tokens,
-                model.layout.geometry[g.name],
-                DTYPES[g.dtype],
-            )
-            for g in model.layout.groups
-        }
         self._rights: set[Match | Reservation] = set()
         """Strong: views may be in use though their match or reservation was forgotten."""
         self._closed = False
@@ -93,7 +92,7 @@ class Session:
         return self._namer.chain(tokens, extras)
 
     def _check_open(self) -> None:
-        if self._closed or self._store.closed:
+        if self._closed or self._home.closed:
             raise ClosedError("this session is closed; open a new one with store.session(model)")
 
     def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
@@ -126,40 +125,9 @@ class Session:
         chain = self._chain(tokens, extras)
         if have < 0:
             raise LayoutError(f"have is {have}, not a number of tokens")
-        layout, index = self.layout, self._index
-        own = have // layout.block_tokens
-        speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
-        keys = {g.name: chain.keys(g.suffix) for g in layout.groups}
-        now = self._store.sweep()
-        with index.lock:
-            rows = {name: index.rows(k) for name, k in keys.items()}
-            whole = {name: index.usable(r, now) for name, r in rows.items()}
-            if own:
-                for mask in whole.values():
-                    mask[:own] = True
-            usable = index.lengths(layout, rows, whole)
-            plan = self._store.planner.plan(
-                layout, rows, usable, own, speed, self._store.read_bytes_queued, self._store.config.dram.budget
-            )
-            needed = {g.name: self._needed(g, rows[g.name], plan.blocks, own) for g in layout.groups}
-            for g in layout.groups:
-                if not g.required:
-                    needed[g.name] = needed[g.name][: _leading(whole[g.name][own : plan.blocks])]
-            held = _concatenate(needed.values())
-            lease = self._pipeline.lease(held)
-            for r in rows.values():
-                chain_rows = r[: plan.blocks]
-                self._pipeline.asked(chain_rows[chain_rows > 0], chain.blocks)
-            ready = every(index.state[DRAM][held] == SEALED)
-            pending = chain.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
-        match = Match(self, chain, plan, own, needed, ready, pending, lease)
+        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
         self._own(match)
         return match
-
-    def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
-        """Whether all that ``block`` lacks is just being written."""
-        lacking = [rows[g.name][block] for g in self.layout.groups if g.required and not whole[g.name][block]]
-        return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
 
     def _own(self, right: Match | Reservation) -> None:
         self._rights.add(right)
@@ -170,10 +138,6 @@ class Session:
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
         self._rights.discard(right)
-
-    def _needed(self, group: Group, rows: Rows, blocks: int, have: int) -> Rows:
-        needs = group.needs(blocks, self.layout.block_tokens)
-        return rows[max(needs.start, have) : needs.stop]
 
     @_inside
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
@@ -189,21 +153,13 @@ class Session:
         if not match.held:
             raise RightError("this match was released; match again")
         targets = None if into is None else self._targets(match, into)
-        seconds = self._store.config.plan.deadline_seconds if deadline is None else deadline
-        clock = self._store.clock
-        limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
-        transfer = Transfer(clock, limit)
-        if match.ready:
-            transfer.started()
-        else:
-            wanted = [(rows, self._identities[name]) for name, rows in match.rows.items()]
-            self._pipeline.load(wanted, transfer)
+        transfer = self._desk.load(match.holding, deadline)
         return Load(transfer, lambda: self._collect(match, targets), into is not None)
 
     def _targets(self, match: Match, into: Buffers) -> dict[str, list[Span]]:
         targets = self._buffers(into, writable=True)
         for group in self.layout.groups:
-            given, wanted = targets.setdefault(group.name, []), len(match.rows[group.name])
+            given, wanted = targets.setdefault(group.name, []), match.holding.counts[group.name]
             if len(given) < wanted and (given or group.required):
                 raise LayoutError(
                     f"group {group.name!r} has {len(given)} buffers for {wanted} blocks; see Match.wanted for how many"
@@ -213,40 +169,14 @@ class Session:
     @_inside
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
-        index, layout = self._index, self.layout
-        with index.lock:
-            if not match.held:
-                raise RightError("this match was released while its load was under way")
-            whole, first = {}, {}
-            for g in layout.groups:
-                mask = np.zeros(match.blocks, np.bool_)
-                mask[: match.have] = True
-                start = max(g.needs(match.blocks, layout.block_tokens).start, match.have)
-                rows = match.rows[g.name]
-                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-                whole[g.name], first[g.name] = mask, start
-            spaced = {name: np.zeros(match.blocks, np.int64) for name in whole}
-            blocks = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
-            places = {}
-            for g in layout.groups:
-                stop = max(0, blocks - first[g.name])
-                mine = match.rows[g.name][:stop]
-                if not g.required:
-                    mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
-                for row in mine.tolist():
-                    if not self._pipeline.intact(row):
-                        raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
-                places[g.name] = index.place[DRAM][mine].tolist()
-        views: dict[str, list[Span]] = {}
-        dram = self._store.dram
-        for name, where in places.items():
-            geometry = layout.geometry[name]
-            spans = dram.spans(where, geometry.footprint)
-            if into is not None:
+        found = self._desk.collect(match.holding)
+        if into is not None:
+            for name, spans in found.spans.items():
+                geometry = self.layout.geometry[name]
                 pairs = [_same_shape(geometry, span, to) for to, span in zip(into[name], spans, strict=False)]
-                self._store.copier.copy([(target, source) for source, target in pairs])
-            views[name] = [s.toreadonly() for s in spans]
-        return Loaded(blocks * layout.block_tokens, first, views)
+                self._home.copier.copy([(target, source) for source, target in pairs])
+        views = {name: [s.toreadonly() for s in spans] for name, spans in found.spans.items()}
+        return Loaded(found.blocks * self.layout.block_tokens, found.first, views)
 
     def prefetch(
         self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, deadline: float | None = None
@@ -281,49 +211,31 @@ class Session:
         for given in sources.values():
             self._check_pledge(chain, start, start + len(given), ttl, priority)
         total = sum(len(given) for given in sources.values())
-        stored = sum(
-            self._store_group(chain, self.layout.group(name), given, start, ttl, priority)
-            for name, given in sources.items()
-        )
-        now = self._store.clock.time()
-        with self._index.lock:
-            missing = 0
-            for name, given in sources.items():
-                keys = chain.keys(self.layout.group(name).suffix)[start : start + len(given)]
-                missing += int(np.count_nonzero(~self._index.usable(self._index.rows(keys), now)))
-            self._use(chain, start + max((len(g) for g in sources.values()), default=0), priority)
-        dropped = min(missing, total - stored)
-        return Stored(stored, total - stored - dropped, dropped)
-
-    def _store_group(
-        self, chain: Chain, group: Group, given: list[Span], start: int, ttl: float | None, priority: int
-    ) -> int:
-        geometry, stored = self.layout.geometry[group.name], 0
-        # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the one
-        # before, because a part costs something too; none is so large that others could not make room for it.
-        most = self._store.config.dram.budget // 8
-        first, step = start, max(1, min(_FIRST_PART, most) // geometry.footprint)
-        rows, lease = self._keep(chain, group, start + len(given), priority)
-        try:
-            while first < start + len(given):
-                stop = min(first + step, start + len(given))
-                with self._reserve(chain, [group], first, stop, ttl, priority) as r:
-                    self._store.copier.copy(
+        stored = refused = 0
+        for name, given in sources.items():
+            group, geometry = self.layout.group(name), self.layout.geometry[name]
+            # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
+            # one before, because a part costs something too; none is so large that others could not make room for it.
+            most = self._desk.largest // geometry.footprint
+            first, step = start, max(1, min(_FIRST_PART // geometry.footprint, most))
+            with contextlib.ExitStack() as parts:
+                last: Reservation | None = None
+                while first < start + len(given):
+                    stop = min(first + step, start + len(given))
+                    part = parts.enter_context(
+                        self._desk.reserve([group], chain, first, stop, ttl, priority, after=last)
+                    )
+                    self._home.copier.copy(
                         [
                             _same_shape(geometry, view, given[depth - start])
-                            for depth, view in zip(r.depths, r.views, strict=True)
+                            for depth, view in zip(part.depths, part.views, strict=True)
                         ]
                     )
-                    rows = np.concatenate([rows, r.rows])
-                    with self._index.lock:
-                        before, lease = lease, self._pipeline.keep(rows)
-                    before.release()
-                    r.seal()
-                    stored += len(r.keys)
-                first, step = stop, max(1, min(2 * step, most // geometry.footprint))
-        finally:
-            lease.release()
-        return stored
+                    stored, refused, last = stored + len(part.keys), refused + part.refused, part
+                    first, step = stop, max(1, min(2 * step, most))
+                if last is not None:
+                    last.seal()
+        return Stored(stored, total - stored - refused, refused)
 
     @_inside
     def reserve(
@@ -343,13 +255,9 @@ class Session:
         chain = self._chain(tokens, extras)
         stop = chain.blocks if stop is None else stop
         self._check_pledge(chain, start, stop, ttl, priority)
-        with contextlib.ExitStack() as stack:
-            for group in self.layout.groups:
-                stack.enter_context(self._keep(chain, group, stop, priority)[1])
-            reservation = self._reserve(chain, self.layout.groups, start, stop, ttl, priority)
-            with self._index.lock:
-                self._use(chain, stop, priority)
-        reservation.on_end, reservation.door = self.ended, self._store.door
+        reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
+        reservation.on_end.append(self.ended)
+        reservation.door = self._home.door
         self._own(reservation)
         return reservation
 
@@ -361,80 +269,17 @@ class Session:
         if ttl is not None and not ttl > 0:
             raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
 
-    def _rows(self, chain: Chain, group: Group, stop: int) -> Rows:
-        """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
-        rows = self._index.rows(chain.keys(group.suffix)[:stop])
-        return rows[rows > 0]
-
-    def _keep(self, chain: Chain, group: Group, stop: int, priority: int) -> tuple[Rows, Lease]:
-        """Hold what there is of a prompt: room for its next blocks must not be made by losing its first ones."""
-        with self._index.lock:
-            rows = self._rows(chain, group, stop)
-            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-            return rows, self._pipeline.keep(rows)
-
-    def _reserve(
-        self,
-        chain: Chain,
-        groups: Sequence[Group],
-        start: int,
-        stop: int,
-        ttl: float | None,
-        priority: int,
-    ) -> Reservation:
-        now = self._store.sweep()
-        expiry = float("inf") if ttl is None else now + ttl
-        numbers = range(start, stop)
-        reservation = self._pipeline.reserve(
-            [
-                Pledge(
-                    self._identities[group.name],
-                    chain.keys(group.suffix)[start:stop],
-                    [chain.parent(i) for i in numbers],
-                    numbers,
-                    expiry,
-                    priority,
-                    [chain.tokens_of(i) for i in numbers] if self._store.config.nvme.token_ids else (),
-                )
-                for group in groups
-            ]
-        )
-        if ttl is not None:
-            self._store.expect_expiry(expiry)
-        return reservation
-
-    def _use(self, chain: Chain, stop: int, priority: int) -> None:
-        """A prompt's blocks up to ``stop`` were stored: they are the newest, and a parent outlasts its children."""
-        for group in self.layout.groups:
-            rows = self._rows(chain, group, stop)
-            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-            self._pipeline.stored(rows)
-
     # -- keeping and removing -----------------------------------------------------------------------------
 
     @_inside
     def pin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks."""
-        return self._pin(self._chain(tokens, extras), stop, 1)
+        return self._desk.pin(self._chain(tokens, extras), stop, 1)
 
     @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """End one ``pin`` of the same blocks."""
-        return self._pin(self._chain(tokens, extras), stop, -1)
-
-    def _pin(self, chain: Chain, stop: int | None, step: int) -> int:
-        index = self._index
-        count = 0
-        with index.lock:
-            for group in self.layout.groups:
-                rows = index.rows(chain.keys(group.suffix)[:stop])
-                rows = rows[rows > 0]
-                if step < 0:
-                    rows = rows[index.pins[rows] > 0]
-                index.pins[rows] = index.pins[rows].astype(np.int64) + step
-                count += len(rows)
-            index.changes += 1
-        return count
+        return self._desk.pin(self._chain(tokens, extras), stop, -1)
 
     @_inside
     def drop(
@@ -450,9 +295,7 @@ class Session:
         Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
         of that.
         """
-        chain = self._chain(tokens, extras)
-        keys = [k for g in self.layout.groups for k in chain.keys(g.suffix)[start:]]
-        return self._store.drop(keys, timeout)
+        return self._desk.drop(self._chain(tokens, extras), start, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -464,7 +307,8 @@ class Session:
                 right.release()
             else:
                 right.abort()
-        self._store.ended(self)
+        self._desk.close()
+        self._home.ended(self)
 
     def __enter__(self) -> Self:
         return self
@@ -504,12 +348,3 @@ def _same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Byt
         return np.frombuffer(slot, np.uint8), flat
     by_section = np.frombuffer(slot, np.uint8).reshape(geometry.sections, geometry.stride)
     return by_section[:, : geometry.section], flat.reshape(geometry.sections, geometry.section)
-
-
-def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-    """How many True come first."""
-    return len(mask) if mask.all() else int(np.argmin(mask))
-
-
-def _concatenate(parts: Collection[Rows]) -> Rows:
-    return next(iter(parts)) if len(parts) == 1 else np.concatenate(list(parts))

@@ -16,6 +16,7 @@ from kvtide import config as configuration
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
+from kvtide.desk import LocalDesk
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index.index import DRAM, SEALED, Index
@@ -170,7 +171,8 @@ class Store:
         """The store as one engine sees it: for one model and tenant."""
         if self.closed:
             raise ClosedError("this store is closed; open it again with kvtide.open(...)")
-        session = Session(self, model, tenant)
+        desk = LocalDesk(self, model.layout, model.namespace(tenant), tenant.tag)
+        session = Session(self, model, tenant, desk)
         self._sessions.add(session)
         return session
 

@@ -46,7 +46,7 @@ def test_a_sealed_reservation_is_ended_and_its_views_are_gone() -> None:
     ended: list[bool] = []
     told: list[Reservation] = []
     with reservation(ended) as mine:
-        mine.on_end = told.append
+        mine.on_end.append(told.append)
         assert repr(mine) == "<Reservation 2 blocks>"
         mine.seal()
         assert ended == [True]

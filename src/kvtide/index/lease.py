@@ -55,7 +55,19 @@ class Reservation:
     are not among them.
     """
 
-    __slots__ = ("_finish", "depths", "door", "generations", "keys", "on_end", "rows", "views")
+    __slots__ = (
+        "_finish",
+        "depths",
+        "door",
+        "followed",
+        "generations",
+        "keys",
+        "on_end",
+        "refused",
+        "rows",
+        "sealed",
+        "views",
+    )
 
     def __init__(
         self,
@@ -73,7 +85,12 @@ class Reservation:
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
-        self.on_end: Callable[[Reservation], None] | None = None
+        self.sealed = False
+        self.followed = False
+        """Whether another one goes on with the same prompt."""
+        self.refused = 0
+        """Blocks that are not here, and for which there was no room."""
+        self.on_end: list[Callable[[Reservation], None]] = []
         self.door: AbstractContextManager[object] = nullcontext()
         """What must be open while slots change hands."""
 
@@ -97,11 +114,12 @@ class Reservation:
         finish, self._finish = self._finish, None
         if finish is None:
             return False
+        self.sealed = sealed
         with self.door:
             finish(self, sealed)
         self.views = ()
-        if self.on_end is not None:
-            self.on_end(self)
+        for told in self.on_end:
+            told(self)
         return True
 
     def __enter__(self) -> Self:

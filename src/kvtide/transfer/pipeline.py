@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Rows, marks
+from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.evict import Evictor
 from kvtide.plan.policy import Policy
@@ -141,7 +141,7 @@ class Pipeline:
         granted = _Granted([], [], [], [], [])
         for pledge in pledges:
             self._reserve(pledge, granted)
-        return Reservation(
+        reservation = Reservation(
             granted.keys,
             rows_of(granted.rows),
             [self._dram.span(place, size) for place, size in zip(granted.places, granted.sizes, strict=True)],
@@ -149,6 +149,17 @@ class Pipeline:
             [self._dram.generation(place) for place in granted.places],
             self._finish,
         )
+        with self._index.lock:
+            for pledge in pledges:
+                reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+        return reservation
+
+    def _absent(self, rows: Rows) -> Mask:
+        """Which rows are in no tier, nor on their way to one. Under the lock."""
+        absent: Mask = self._index.state[DRAM][rows] == ABSENT
+        for cold in self._colds:
+            absent &= self._index.state[cold.number][rows] == ABSENT
+        return absent
 
     def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
         size = pledge.identity.geometry.footprint
@@ -165,11 +176,7 @@ class Pipeline:
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
-        known = index.rows(pledge.keys[start:])
-        absent = index.state[DRAM][known] == ABSENT
-        for cold in self._colds:
-            absent &= index.state[cold.number][known] == ABSENT
-        wanted = (np.flatnonzero(absent) + start).tolist()
+        wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
         places = self._take(size, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []

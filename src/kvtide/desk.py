@@ -1,0 +1,331 @@
+"""What a session asks of a store, by the names of blocks: the line along which a store can be cut in two.
+
+A ``Session`` knows tokens and its callers' buffers. A ``Desk`` knows blocks by name and answers with memory; nothing
+that crosses it is larger than names, numbers and the right to look at slots. Here is the desk of a store in this
+process; a node's client has another, with the store behind a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvtide.block import DTYPES, BlockKey, Group, Layout, Span
+from kvtide.errors import RightError
+from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
+from kvtide.index.lease import Lease, Reservation
+from kvtide.plan.planner import Plan
+from kvtide.tiers.base import Identity
+from kvtide.transfer.pipeline import Pledge
+from kvtide.transfer.transfer import Transfer
+
+if TYPE_CHECKING:
+    from kvtide.store import Store
+
+__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "identities"]
+
+
+class Names(Protocol):
+    """The blocks of a prompt; a ``Chain`` is one."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    def keys(self, suffix: bytes) -> list[BlockKey]: ...
+
+    def parent(self, block: int) -> bytes: ...
+
+    def tokens_of(self, block: int) -> bytes: ...
+
+
+class Holding:
+    """A prefix that the store has and holds, until it is released."""
+
+    __slots__ = ("counts", "have", "pending", "plan", "ready")
+
+    def __init__(self, plan: Plan, have: int, counts: dict[str, int], ready: bool, pending: bool) -> None:
+        self.plan = plan
+        self.have = have
+        """Blocks at the start that need not be loaded."""
+        self.counts = counts
+        """How many blocks of each group a load brings."""
+        self.ready = ready
+        self.pending = pending
+
+    def release(self) -> None:
+        """Let the blocks go."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What is in memory of a holding: so many blocks of the prompt, and the slots of each group from ``first`` on."""
+
+    blocks: int
+    first: dict[str, int]
+    spans: dict[str, list[Span]]
+
+
+class Desk(Protocol):
+    """For one model and tenant. Safe from any thread."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes that one reservation should have at most, so that there can be room for it."""
+
+    def match(self, names: Names, have: int, prefill: float | None) -> Holding:
+        """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already."""
+
+    def load(self, holding: Any, deadline: float | None) -> Transfer:
+        """Bring what is held to DRAM, within ``deadline`` seconds (None: the configuration's)."""
+
+    def collect(self, holding: Any) -> Collected:
+        """The longest part of what is held that is in DRAM now."""
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: Names,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+    ) -> Reservation:
+        """Slots for those blocks from ``start`` to ``stop`` that are not here.
+
+        Until it ends, no block of the prompt before ``stop`` leaves: room for its next blocks must not be made by
+        losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
+        """
+
+    def pin(self, names: Names, stop: int | None, step: int) -> int:
+        """Pin (``step`` 1) or unpin (-1) blocks; answers how many."""
+
+    def drop(self, names: Names, start: int, timeout: float | None) -> int:
+        """Remove blocks for good; answers how many there were."""
+
+    def close(self) -> None:
+        """The session has ended, and has given back its rights."""
+
+
+def identities(layout: Layout, namespace: bytes, tenant: bytes) -> dict[str, Identity]:
+    """What the tiers must know of each group's blocks."""
+    return {
+        g.name: Identity(
+            namespace, tenant, layout.digest, g.suffix, layout.block_tokens, layout.geometry[g.name], DTYPES[g.dtype]
+        )
+        for g in layout.groups
+    }
+
+
+class LocalHolding(Holding):
+    """Rows of the index under a lease."""
+
+    __slots__ = ("lease", "rows")
+
+    def __init__(self, plan: Plan, have: int, rows: dict[str, Rows], ready: bool, pending: bool, lease: Lease) -> None:
+        super().__init__(plan, have, {name: len(r) for name, r in rows.items()}, ready, pending)
+        self.rows = rows
+        self.lease: Lease | None = lease
+
+    def release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+
+class LocalDesk:
+    """The desk of a store in this process."""
+
+    def __init__(self, store: Store, layout: Layout, namespace: bytes, tenant: bytes) -> None:
+        self._store = store
+        self._index = store.index
+        self._pipeline = store.pipeline
+        self._layout = layout
+        self._identities = identities(layout, namespace, tenant)
+        self.largest = store.config.dram.budget // 8
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(self, names: Names, have: int, prefill: float | None) -> LocalHolding:
+        layout, index = self._layout, self._index
+        speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
+        keys = {g.name: names.keys(g.suffix) for g in layout.groups}
+        now = self._store.sweep()
+        with index.lock:
+            rows = {name: index.rows(k) for name, k in keys.items()}
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            if have:
+                for mask in whole.values():
+                    mask[:have] = True
+            usable = index.lengths(layout, rows, whole)
+            plan = self._store.planner.plan(
+                layout, rows, usable, have, speed, self._store.read_bytes_queued, self._store.config.dram.budget
+            )
+            needed = {g.name: self._needed(g, rows[g.name], plan.blocks, have) for g in layout.groups}
+            for g in layout.groups:
+                if not g.required:
+                    needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
+            held = _concatenate(needed.values())
+            lease = self._pipeline.lease(held)
+            for r in rows.values():
+                chain_rows = r[: plan.blocks]
+                self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
+            ready = every(index.state[DRAM][held] == SEALED)
+            pending = names.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
+        return LocalHolding(plan, have, needed, ready, pending, lease)
+
+    def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
+        """Whether all that ``block`` lacks is just being written."""
+        lacking = [rows[g.name][block] for g in self._layout.groups if g.required and not whole[g.name][block]]
+        return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
+
+    def _needed(self, group: Group, rows: Rows, blocks: int, have: int) -> Rows:
+        needs = group.needs(blocks, self._layout.block_tokens)
+        return rows[max(needs.start, have) : needs.stop]
+
+    def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
+        seconds = self._store.config.plan.deadline_seconds if deadline is None else deadline
+        clock = self._store.clock
+        limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
+        transfer = Transfer(clock, limit)
+        if holding.ready:
+            transfer.started()
+        else:
+            wanted = [(rows, self._identities[name]) for name, rows in holding.rows.items()]
+            self._pipeline.load(wanted, transfer)
+        return transfer
+
+    def collect(self, holding: LocalHolding) -> Collected:
+        blocks, first, places = self.places(holding)
+        dram, geometry = self._store.dram, self._layout.geometry
+        return Collected(blocks, first, {n: dram.spans(p, geometry[n].footprint) for n, p in places.items()})
+
+    def places(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, list[int]]]:
+        """As ``collect``, with places in the arena instead of memory."""
+        index, layout, blocks = self._index, self._layout, holding.plan.blocks
+        with index.lock:
+            if holding.lease is None:
+                raise RightError("this match was released while its load was under way")
+            whole, first = {}, {}
+            for g in layout.groups:
+                mask = np.zeros(blocks, np.bool_)
+                mask[: holding.have] = True
+                start = max(g.needs(blocks, layout.block_tokens).start, holding.have)
+                rows = holding.rows[g.name]
+                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+                whole[g.name], first[g.name] = mask, start
+            spaced = {name: np.zeros(blocks, np.int64) for name in whole}
+            come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
+            places = {}
+            for g in layout.groups:
+                mine = holding.rows[g.name][: max(0, come - first[g.name])]
+                if not g.required:
+                    mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
+                for row in mine.tolist():
+                    if not self._pipeline.intact(row):
+                        raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
+                places[g.name] = index.place[DRAM][mine].tolist()
+        return come, first, places
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: Names,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+    ) -> Reservation:
+        now = self._store.sweep()
+        expiry = float("inf") if ttl is None else now + ttl
+        with contextlib.ExitStack() as stack:
+            kept = [self._keep(names, group, stop, priority) for group in groups]
+            for _, lease in kept:
+                stack.push(lease)
+            if after is not None:
+                after.followed = True
+                after.seal()
+            numbers = range(start, stop)
+            reservation = self._pipeline.reserve(
+                [
+                    Pledge(
+                        self._identities[group.name],
+                        names.keys(group.suffix)[start:stop],
+                        [names.parent(i) for i in numbers],
+                        numbers,
+                        expiry,
+                        priority,
+                        [names.tokens_of(i) for i in numbers] if self._store.config.nvme.token_ids else (),
+                    )
+                    for group in groups
+                ]
+            )
+            if ttl is not None:
+                self._store.expect_expiry(expiry)
+            leases = stack.pop_all()
+
+        def ended(reservation: Reservation) -> None:
+            if reservation.sealed and not reservation.followed:
+                with self._index.lock:
+                    for group in groups:
+                        self._stored(names, group, stop, priority)
+            leases.close()
+
+        reservation.on_end.append(ended)
+        return reservation
+
+    def _rows(self, names: Names, group: Group, stop: int) -> Rows:
+        """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
+        rows = self._index.rows(names.keys(group.suffix)[:stop])
+        return rows[rows > 0]
+
+    def _keep(self, names: Names, group: Group, stop: int, priority: int) -> tuple[Rows, Lease]:
+        with self._index.lock:
+            rows = self._rows(names, group, stop)
+            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
+            return rows, self._pipeline.keep(rows)
+
+    def _stored(self, names: Names, group: Group, stop: int, priority: int) -> None:
+        """A prompt's blocks up to ``stop`` are stored: they are the newest, and a parent outlasts its children."""
+        rows = self._rows(names, group, stop)
+        self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
+        self._pipeline.stored(rows)
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    def pin(self, names: Names, stop: int | None, step: int) -> int:
+        index = self._index
+        count = 0
+        with index.lock:
+            for group in self._layout.groups:
+                rows = index.rows(names.keys(group.suffix)[:stop])
+                rows = rows[rows > 0]
+                if step < 0:
+                    rows = rows[index.pins[rows] > 0]
+                index.pins[rows] = index.pins[rows].astype(np.int64) + step
+                count += len(rows)
+            index.changes += 1
+        return count
+
+    def drop(self, names: Names, start: int, timeout: float | None) -> int:
+        return self._store.drop([k for g in self._layout.groups for k in names.keys(g.suffix)[start:]], timeout)
+
+    def close(self) -> None:
+        pass
+
+
+def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """How many True come first."""
+    return len(mask) if mask.all() else int(np.argmin(mask))
+
+
+def _concatenate(parts: Collection[Rows]) -> Rows:
+    return next(iter(parts)) if len(parts) == 1 else np.concatenate(list(parts))
