@@ -31,6 +31,8 @@ PARTS = {
     "time: 64 checksums, a header and two journal records a block.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
+    "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "
+    "with all that an engine asks and gives back at a time.",
     "pipeline": "Index, pipeline and lane alone, over a tier that answers at once.",
 }
 

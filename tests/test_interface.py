@@ -109,7 +109,7 @@ def opened(nvme: Mapping[str, object], **settings: Mapping[str, object]) -> Stor
     tree: dict[str, Any] = {"dram": {"budget": "8MiB", "segment": "1MiB"}, "nvme": dict(nvme)}
     for section, values in settings.items():
         tree[section] = {**tree.get(section, {}), **values}
-    return kvtide.open(**tree)
+    return Store(configuration.read(None, **tree))
 
 
 class TestDram(InterfaceContract):

@@ -41,9 +41,11 @@ RANKS = [
     ["match"],
     ["session"],
     ["store", "inspection"],
+    ["node"],
     ["__init__"],
     ["testing", "benchmarks", "replay"],
     ["cli"],
+    ["__main__"],
 ]
 """Imports go up this list only, within a folder, or nowhere. Two in one row do not know each other."""
 

@@ -17,9 +17,10 @@ from kvtide.events import BlockRemoved, BlockStored
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
+from kvtide.node.auto import open_anywhere as open  # noqa: A004 - the verb that users expect
+from kvtide.node.client import Client, connect
 from kvtide.session import Session
 from kvtide.store import Statistics, Store
-from kvtide.store import open_store as open  # noqa: A004 - the verb that users expect
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "Chain",
+    "Client",
     "Extra",
     "Group",
     "Kind",
@@ -41,5 +43,6 @@ __all__ = [
     "Store",
     "Stored",
     "Tenant",
+    "connect",
     "open",
 ]

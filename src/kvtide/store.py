@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from kvtide import config as configuration
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
@@ -38,7 +37,7 @@ from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane, LaneStatistics
 from kvtide.transfer.pipeline import Pipeline
 
-__all__ = ["Statistics", "Store", "open_store"]
+__all__ = ["Statistics", "Store"]
 
 NVME = 1
 
@@ -285,11 +284,3 @@ class Store:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def open_store(file: str | Path | None = None, /, **settings: Any) -> Store:
-    """Open a store with the settings of ``file`` (``kvtide.toml``), the environment and the arguments.
-
-    >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
-    """
-    return Store(configuration.read(file, **settings))

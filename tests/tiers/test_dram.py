@@ -20,7 +20,6 @@ from kvtide.testing.blocks import content, fill, holds, keys
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.dram import Dram
-from kvtide.tiers.segments import segment_of
 
 MIB = 1 << 20
 SMALL, LARGE = shaped(4, 16 << 10), shaped(5, 100 << 10)
@@ -87,7 +86,8 @@ def test_another_process_sees_the_bytes() -> None:
     places = caller.write(keep, LARGE)
     place, size = places[2], LARGE.geometry.footprint
     span = dram.span(place, size)
-    fd, start = dram.descriptor(segment_of(place)), dram.segments.offset(place)
+    (address,) = dram.addresses(np.array([place])).tolist()
+    fd, start = dram.descriptor(address >> 40), address & 0xFFFFFFFFFF
     arguments = [sys.executable, "-c", READER, str(fd), str(start), str(size)]
     with subprocess.Popen(arguments, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         assert reader.stdout is not None
@@ -156,8 +156,10 @@ def test_memory_never_exceeds_the_budget() -> None:
     caller.close()
 
 
-def inode(dram: Dram, segment: int = 0) -> int:
-    return os.fstat(dram.descriptor(segment)).st_ino
+def inode(dram: Dram) -> int:
+    """Of the only memory that there is."""
+    (serial,) = dram.serials
+    return os.fstat(dram.descriptor(serial)).st_ino
 
 
 def after_turn(first: Identity, second: Identity) -> tuple[Dram, int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtide.benchmarks.bookkeeping import opening, pipeline, scale
 from kvtide.benchmarks.disk import nvme
 from kvtide.benchmarks.memory import dram, match
+from kvtide.benchmarks.node import node
 from kvtide.benchmarks.record import Record
 from kvtide.benchmarks.settings import MIB, Settings
 from kvtide.errors import ConfigError
@@ -21,6 +22,7 @@ FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
     "scale": scale,
     "opening": opening,
     "pipeline": pipeline,
+    "node": node,
 }
 
 

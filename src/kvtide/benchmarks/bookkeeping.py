@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import kvtide
+from kvtide import config as configuration
 from kvtide.benchmarks.record import Record, figure, timed
 from kvtide.benchmarks.settings import MIB, TINY, Settings, into
 from kvtide.clock import SystemClock
@@ -136,7 +138,7 @@ def opening(settings: Settings) -> Iterator[Record]:
         path = Path(name) / "tier"
         budget = blocks * 13_000 + 256 * MIB
         _fill(path, budget, TINY, blocks, settings.progress)
-        sizes = {"dram": {"budget": "64MiB"}, "nvme": {"path": str(path), "budget": budget}}
+        sizes: Any = {"dram": {"budget": "64MiB"}, "nvme": {"path": str(path), "budget": budget}}
         for way in ("journal", "headers"):
             seconds = []
             for _ in range(settings.rounds(3, 1)):
@@ -145,7 +147,7 @@ def opening(settings: Settings) -> Iterator[Record]:
                     (path / "journal").unlink()
                 gc.collect()
                 start = time.perf_counter()
-                store = kvtide.open(**sizes)
+                store = kvtide.Store(configuration.read(None, **sizes))
                 seconds.append(time.perf_counter() - start)
                 assert len(store.index) == blocks, f"{len(store.index)} of {blocks} blocks"
                 store.close()

@@ -46,12 +46,12 @@ def bench() -> None:
 
 @app.command()
 def store(
-    only: Annotated[list[str] | None, typer.Argument(help="match, dram, nvme, scale, opening, pipeline.")] = None,
+    only: Annotated[list[str] | None, typer.Argument(help="match, dram, nvme, scale, opening, pipeline, node.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less data and fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
     path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
 ) -> None:
-    """The store: match, DRAM, NVMe, the index at scale, opening, and the pipeline's own cost.
+    """The store: match, DRAM, NVMe, the index at scale, opening, the pipeline's own cost, and the node.
 
     Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy
     and raw direct I/O in the same run.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -46,12 +47,14 @@ def copy(target: Span, source: Span) -> None:
 class _Memory:
     """One segment's memory: our own pages or, if others are to map it, a sealed memfd (``fd``, else -1)."""
 
-    __slots__ = ("_map", "fd", "view")
+    __slots__ = ("_map", "fd", "serial", "view")
 
-    def __init__(self, number: int, nbytes: int, huge_pages: str, shared: bool) -> None:
+    def __init__(self, serial: int, nbytes: int, huge_pages: str, shared: bool) -> None:
+        self.serial = serial
+        """Never given twice, unlike the number of a segment."""
         self.fd = -1
         try:
-            self._map = self._shared(number, nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
+            self._map = self._shared(nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
         except BaseException:
             self._let_go()
             raise
@@ -62,11 +65,11 @@ class _Memory:
         np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0
         self.view = memoryview(self._map)
 
-    def _shared(self, number: int, nbytes: int, huge_pages: str) -> mmap.mmap:
+    def _shared(self, nbytes: int, huge_pages: str) -> mmap.mmap:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         if huge_pages == "2MiB":
             flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
-        self.fd = os.memfd_create(f"kvtide-{number}", flags)
+        self.fd = os.memfd_create(f"kvtide-{self.serial}", flags)
         os.ftruncate(self.fd, nbytes)
         os.posix_fallocate(self.fd, 0, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -112,6 +115,7 @@ class Dram:
         self._closed = False
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, _Memory] = {}
+        self._serials = itertools.count()
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._read = self._written = self._failed_reads = self._failed_writes = 0
@@ -183,7 +187,7 @@ class Dram:
     def _fill(self, segment: Segment) -> bool:
         nbytes = segment.nbytes
         try:
-            memory = self._allocate(segment.number, nbytes)
+            memory = self._allocate(nbytes)
         except OSError as e:
             log.warning("cannot take %d bytes of memory: %s", nbytes, e.strerror)
             with self._lock:
@@ -195,10 +199,11 @@ class Dram:
             self._segments.settle(segment)
         return True
 
-    def _allocate(self, number: int, nbytes: int) -> _Memory:
+    def _allocate(self, nbytes: int) -> _Memory:
+        serial = next(self._serials)
         if self._huge_pages == "2MiB":
             try:
-                return _Memory(number, nbytes, self._huge_pages, self._shared)
+                return _Memory(serial, nbytes, self._huge_pages, self._shared)
             except OSError as e:
                 log.warning(
                     "no huge pages (%s): using ordinary ones. Set vm.nr_hugepages to at least %d",
@@ -206,7 +211,7 @@ class Dram:
                     self._segments.budget // _TWO_MIB,
                 )
                 self._huge_pages = "transparent"
-        return _Memory(number, nbytes, self._huge_pages, self._shared)
+        return _Memory(serial, nbytes, self._huge_pages, self._shared)
 
     def release(self, place: int) -> None:
         """Give a slot back."""
@@ -233,9 +238,26 @@ class Dram:
             found.append(view[start : start + nbytes])
         return found
 
-    def descriptor(self, segment: int) -> int:
-        """The memfd of a segment, to be passed to a process that may map it."""
-        return self._memory[segment].fd
+    def addresses(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Slots as a process that has mapped the memory finds them: its serial number, then 40 bits of offset."""
+        numbers, found = places >> 32, np.zeros(len(places), np.uint64)
+        with self._lock:
+            for number in set(numbers.tolist()):
+                mine = numbers == number
+                offsets = (places[mine] & 0xFFFFFFFF) * self._segments[number].size
+                found[mine] = (self._memory[number].serial << 40) + offsets
+        return found
+
+    def descriptor(self, serial: int) -> int:
+        """The memfd with that serial number, to be passed to a process that may map it."""
+        with self._lock:
+            return next(memory.fd for memory in self._memory.values() if memory.serial == serial)
+
+    @property
+    def serials(self) -> set[int]:
+        """The memory that there is now."""
+        with self._lock:
+            return {memory.serial for memory in self._memory.values()}
 
     @property
     def blocks(self) -> int:

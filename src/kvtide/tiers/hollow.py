@@ -35,7 +35,7 @@ class HollowDram(Dram):
         super().__init__(budget, segment, huge_pages="no")
         self._span = memoryview(bytearray(block))
 
-    def _allocate(self, number: int, nbytes: int) -> _Memory:
+    def _allocate(self, nbytes: int) -> _Memory:
         return _Nothing()
 
     def span(self, place: int, nbytes: int) -> Span:

@@ -1,0 +1,51 @@
+"""``kvtide node``: one store for all processes of this host."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def node(
+    socket: Annotated[Path, typer.Option(help="Where clients find it: kvtide.connect('unix:SOCKET').")] = Path(
+        "kvtide.sock"
+    ),
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
+    ] = None,
+    stop_seconds: Annotated[
+        float, typer.Option(help="How long a stop may take to write down what is worth keeping.")
+    ] = 30.0,
+    idle_seconds: Annotated[
+        float | None, typer.Option(help="Stop when no client was there for so long. Without it: never.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Go on in the background; returns when it serves.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients do.")] = False,
+) -> None:
+    """Serve one store to every process of this host, until SIGTERM or Ctrl-C.
+
+    Engines come and go; the blocks stay, and all of them see the same. In a program:
+
+        [bold]store = kvtide.connect("unix:kvtide.sock")[/bold]
+    """
+    from kvtide.node import run
+
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    settings = configuration.read(file)
+    if detach:
+        run.detach(lambda ready: run.serve(settings, socket, stop_seconds, idle_seconds, ready))
+    else:
+        run.serve(settings, socket, stop_seconds, idle_seconds)

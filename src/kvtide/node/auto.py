@@ -1,0 +1,94 @@
+"""A node for whoever asks first: ``kvtide.open(..., node="auto")``.
+
+Whichever process comes first starts it, and everybody with the same configuration, of the same user, finds it at the
+same place. It is detached: it is nobody's child, so engines that kill their children do not kill it. Some time after
+its last client has gone it writes down what is worth keeping and goes too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import msgspec
+from blake3 import blake3
+
+from kvtide import config as configuration
+from kvtide.config import Config
+from kvtide.errors import ConfigError, TierError
+from kvtide.node.client import Client
+from kvtide.store import Store
+
+__all__ = ["open_anywhere", "open_node", "place"]
+
+_IDLE = 60.0
+"""Seconds that a node waits for another client."""
+
+
+@overload
+def open_anywhere(file: str | Path | None = None, /, *, node: None = None, **settings: Any) -> Store: ...
+
+
+@overload
+def open_anywhere(file: str | Path | None = None, /, *, node: Literal["auto"], **settings: Any) -> Client: ...
+
+
+def open_anywhere(
+    file: str | Path | None = None, /, *, node: Literal["auto"] | None = None, **settings: Any
+) -> Store | Client:
+    """Open a store with the settings of ``file`` (``kvtide.toml``), the environment and the arguments.
+
+    >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
+
+    With ``node="auto"`` the store is in a process of its own, which is started if need be, outlives this one, and
+    serves all that open it with the same settings.
+    """
+    config = configuration.read(file, **settings)
+    if node is None:
+        return Store(config)
+    if node != "auto":
+        raise ConfigError(f'node is {node!r}; it must be "auto". To a node that runs: kvtide.connect("unix:...")')
+    return open_node(config)
+
+
+def place(config: Config) -> Path:
+    """Where the node with that configuration listens."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(runtime) / f"kvtide-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not ours alone; remove it, or set XDG_RUNTIME_DIR to a folder of your own")
+    return folder / f"{blake3(msgspec.json.encode(config)).hexdigest(8)}.sock"
+
+
+def open_node(config: Config, idle: float = _IDLE) -> Client:
+    """A client of the node with that configuration; it is started if there is none."""
+    path = place(config)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else two that come first would start two
+        try:
+            return Client(path)
+        except TierError:
+            _start(config, path, idle)
+        return Client(path)
+
+
+def _start(config: Config, path: Path, idle: float) -> None:
+    tree = msgspec.to_builtins(config)
+    settings = {f"KVTIDE_{s.upper()}_{n.upper()}": str(value) for s, part in tree.items() for n, value in part.items()}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
+    command = [sys.executable, "-m", "kvtide", "node", "--detach", "--socket", str(path), "--idle-seconds", str(idle)]
+    log = path.with_suffix(".log")
+    with log.open("ab") as output:
+        # In a folder that has no kvtide.toml: the environment says it all.
+        ended = subprocess.run(
+            command, env=others | settings, cwd=path.parent, stdout=output, stderr=output, check=False
+        )
+    if ended.returncode:
+        raise TierError(f"a node could not be started; {log} says why. Or start one yourself: kvtide node")

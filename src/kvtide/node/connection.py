@@ -1,0 +1,141 @@
+"""A client's socket, as the node's loop serves it: whole frames in, frames with descriptors out."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvtide.node import protocol as p
+
+__all__ = ["Connection"]
+
+log = logging.getLogger("kvtide.node")
+
+_READ = 1 << 18
+_UNSENT = 8 << 20
+"""A client that lets more than this pile up does not read, and is sent away."""
+_GIVEN = 4
+"""Descriptors that a client may send."""
+
+
+class Connection:
+    """``receive`` is called with each frame's body and ``lost``, once, when it is over."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._received = bytearray()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self._unsent_bytes = 0
+        self._writing = False
+        self.descriptors: list[int] = []
+        """That came and were not asked for yet."""
+        self.receive: Callable[[bytes], None] = lambda body: None
+        self.lost: Callable[[], None] = lambda: None
+        self.open = True
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, self.uid, _ = struct.unpack("3i", credentials)
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def __repr__(self) -> str:
+        return f"<Connection of process {self.pid}{'' if self.open else ', closed'}>"
+
+    def close(self, reason: str = "") -> None:
+        """End it; a reason goes to the log."""
+        if not self.open:
+            return
+        self.open = False
+        if reason:
+            log.warning("client %d: %s; its connection is closed", self.pid, reason)
+        self._loop.remove_reader(self._sock.fileno())
+        if self._writing:
+            self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for fd in self.descriptors + [fd for _, fds in self._unsent for fd in fds]:
+            os.close(fd)
+        self.descriptors.clear()
+        self._unsent.clear()
+        self.lost()
+
+    def _readable(self) -> None:
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(_READ, socket.CMSG_SPACE(_GIVEN * 4))
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.descriptors.extend(array.array("i", content[: len(content) - len(content) % 4]))
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > _GIVEN:
+            self.close("too many descriptors")
+        elif not data:
+            self.close()
+        else:
+            self._received += data
+            self._take_frames()
+
+    def _take_frames(self) -> None:
+        received, at = self._received, 0
+        while self.open and len(received) - at >= p.LENGTH.size:
+            (size,) = p.LENGTH.unpack_from(received, at)
+            if size > p.LARGEST:
+                self.close(f"a frame of {size} bytes")
+                return
+            start = at + p.LENGTH.size
+            if len(received) < start + size:
+                break
+            at = start + size
+            try:
+                self.receive(bytes(memoryview(received)[start:at]))
+            except msgspec.MsgspecError as e:
+                self.close(f"not understood: {e}")
+            except RecursionError:
+                self.close("not understood: nested too deeply")
+        del received[:at]
+
+    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        """Send a frame, now or when the client reads. The descriptors are copied."""
+        if not self.open:
+            return
+        data = p.frame(message)
+        self._unsent.append((memoryview(data), [os.dup(fd) for fd in descriptors]))
+        self._unsent_bytes += len(data)
+        if not self._writing:
+            self._writable()
+        if self._unsent_bytes > _UNSENT:
+            self.close("it does not read what it asked for")
+
+    def _writable(self) -> None:
+        while self._unsent:
+            data, descriptors = self._unsent[0]
+            try:
+                # Descriptors go with the first byte.
+                sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else self._sock.send(data)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.close()
+                return
+            for fd in descriptors:
+                os.close(fd)
+            self._unsent_bytes -= sent
+            if sent == len(data):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = (data[sent:], [])
+        if bool(self._unsent) != self._writing:
+            self._writing = not self._writing
+            if self._writing:
+                self._loop.add_writer(self._sock.fileno(), self._writable)
+            else:
+                self._loop.remove_writer(self._sock.fileno())

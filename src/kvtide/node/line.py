@@ -1,0 +1,177 @@
+"""A client's two connections to one life of a node, and its memory as far as we have mapped it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvtide.block import Span
+from kvtide.errors import TierError
+from kvtide.node import protocol as p
+
+__all__ = ["Line", "Lost"]
+
+_PATIENCE = 10.0
+"""Seconds after which a node that does not answer counts as dead."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
+    """There is no node."""
+
+
+class Line:
+    """The two connections to one life of a node, and its memory as far as we have mapped it."""
+
+    def __init__(self, path: Path) -> None:
+        self._requests = self._notices = None
+        try:
+            self._requests = self._dial(path)
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                self.welcome = self._greet(self._requests, "", [pidfd])
+            finally:
+                os.close(pidfd)
+            self._notices = self._dial(path)
+            self._greet(self._notices, self.welcome.token, [])
+            self._notices.settimeout(None)
+        except BaseException:
+            self.close()
+            raise
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._received = bytearray()
+        self._heard = bytearray()
+        self._descriptors: list[int] = []
+        self._replies = msgspec.msgpack.Decoder(p.Reply)
+        self._tidings = msgspec.msgpack.Decoder(p.Notice)
+        self._segments: dict[int, Span] = {}
+        self.alive = True
+
+    @staticmethod
+    def _dial(path: Path) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.settimeout(_PATIENCE)
+        try:
+            sock.connect(str(path))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
+        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token))
+        socket.send_fds(sock, [hello], descriptors)
+        body = b""
+        while len(body) < 4 or len(body) < 4 + p.LENGTH.unpack_from(body)[0]:
+            data = sock.recv(4096)
+            if not data:
+                raise TierError("the node closed the connection at once; its log says why")
+            body += data
+        answer = msgspec.msgpack.decode(body[4:], type=p.Welcome | p.Failure)
+        if isinstance(answer, p.Failure):
+            raise TierError(f"the node refused us: {answer.text}")
+        return answer
+
+    def close(self) -> None:
+        """Hang up. Wakes whoever waits."""
+        self.alive = False
+        for sock in (self._requests, self._notices):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                sock.close()
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
+        """Send operations and wait for their answers."""
+        with self._lock:
+            number = self._send(operations)
+            while (reply := self._receive()).number != number:
+                pass  # of a request whose answers nobody wanted
+        return reply.answers
+
+    def post(self, operation: p.Operation) -> None:
+        """Send an operation whose answer does not matter."""
+        with self._lock:
+            self._send([operation])
+
+    def _send(self, operations: list[p.Operation]) -> int:
+        assert self._requests is not None
+        if not self.alive:
+            raise Lost
+        number = next(self._numbers)
+        try:
+            self._requests.sendall(p.frame(p.Request(number, operations)))
+        except OSError as e:
+            self.close()
+            raise Lost from e
+        return number
+
+    def _receive(self) -> p.Reply:
+        received = self._received
+        assert self._requests is not None
+        while len(received) < 4 or len(received) < 4 + p.LENGTH.unpack_from(received)[0]:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._requests, 1 << 18, 64)
+            except OSError as e:
+                self.close()
+                raise Lost from e
+            self._descriptors += fds
+            if not data:
+                self.close()
+                raise Lost
+            received += data
+        end = 4 + p.LENGTH.unpack_from(received)[0]
+        reply = self._replies.decode(memoryview(received)[4:end])
+        del received[:end]
+        for serial in reply.segments:
+            self._segments[serial] = _mapped(self._descriptors.pop(0))
+        return reply
+
+    def spans(self, addresses: bytes, nbytes: int) -> list[Span]:
+        """The memory of slots."""
+        segments, found = self._segments, []
+        for address in np.frombuffer(addresses, np.uint64).tolist():
+            start = address & 0xFFFFFFFFFF
+            found.append(segments[address >> 40][start : start + nbytes])
+        return found
+
+    # -- notices ------------------------------------------------------------------------------------------
+
+    def hear(self) -> p.Notice:
+        """Wait for the next notice."""
+        heard = self._heard
+        assert self._notices is not None
+        while len(heard) < 4 or len(heard) < 4 + p.LENGTH.unpack_from(heard)[0]:
+            try:
+                data = self._notices.recv(1 << 18)
+            except OSError as e:
+                raise Lost from e
+            if not data:
+                raise Lost
+            heard += data
+        end = 4 + p.LENGTH.unpack_from(heard)[0]
+        notice: p.Notice = self._tidings.decode(memoryview(heard)[4:end])
+        del heard[:end]
+        return notice
+
+
+def _mapped(fd: int) -> Span:
+    """A segment in our memory. It cannot shrink under us: that was sealed."""
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise TierError("the node sent memory that is not sealed")
+        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED))
+    finally:
+        os.close(fd)

@@ -1,0 +1,363 @@
+"""What a node and its clients say to each other over a unix socket; docs/protocol.md tells it for other languages.
+
+A frame is a u32 length, little-endian, and that many bytes of MessagePack. A client sends ``Request``: a number and a
+list of operations, all of one engine step. The node answers with one ``Reply``: the same number and an answer for each
+operation, in order. Bytes of blocks never travel: an answer names slots by segment and offset, and file
+descriptors of segments that the client does not have yet come along with the reply (SCM_RIGHTS).
+
+A second connection of the same client carries *notices*, from the node only: ends of loads, drops and flushes, and
+events.
+
+Structures are arrays, tagged; unknown fields at the end are ignored, missing ones at the end have defaults, so that
+neighbouring versions understand each other. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from kvtide.block import Group, Kind, Layout
+
+__all__ = [
+    "LARGEST",
+    "LENGTH",
+    "PROTOCOL",
+    "Answer",
+    "Cancel",
+    "Close",
+    "Collect",
+    "Collected",
+    "Drop",
+    "Ended",
+    "Failure",
+    "Finish",
+    "Flush",
+    "Follow",
+    "Gone",
+    "GroupFields",
+    "Hello",
+    "Load",
+    "Match",
+    "Matched",
+    "Notice",
+    "Open",
+    "Operation",
+    "Pin",
+    "Release",
+    "Removed",
+    "Reply",
+    "Request",
+    "Reserve",
+    "Reserved",
+    "Slots",
+    "Statistics",
+    "Stored",
+    "Welcome",
+    "describe",
+    "frame",
+    "layout_of",
+]
+
+PROTOCOL: Final = 1
+LENGTH = struct.Struct("<I")
+LARGEST: Final = 16 << 20
+"""A longer frame closes the connection."""
+
+
+class _Message(msgspec.Struct, array_like=True, gc=False):
+    pass
+
+
+# -- the beginning ------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag="hello"):
+    """The first frame of each connection. The pidfd of the client's process comes with that of a client."""
+
+    oldest: int
+    newest: int
+    version: str
+    token: str = ""
+    """Empty for a new client; that of its client for a connection for notices."""
+
+
+class Welcome(_Message, tag="welcome"):
+    """The node's answer to ``Hello``."""
+
+    protocol: int
+    version: str
+    token: str
+    deadline: float
+    """The configuration's deadline of a load; 0: none."""
+    tokens: bool
+    """Whether ``Reserve`` should bring token ids."""
+    largest: int
+    """Bytes that one reservation should have at most."""
+
+
+class Failure(_Message, tag="failure"):
+    """An operation, or a hello, that could not be done: which error of ours, and its text."""
+
+    kind: str
+    text: str
+
+
+# -- operations and their answers ---------------------------------------------------------------------------
+
+
+class GroupFields(_Message):
+    """A group of a layout, as ``kvtide.Group`` has it."""
+
+    name: str
+    kind: str
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+    window: int
+    page: int
+    packing: str
+
+
+class Open(_Message, tag="open"):
+    """Begin a session of one model and tenant. Answer: its number."""
+
+    groups: list[GroupFields]
+    block_tokens: int
+    namespace: bytes
+    tenant: bytes
+
+
+class Close(_Message, tag="close"):
+    """End a session, and all its rights. Answer: nil."""
+
+    session: int
+
+
+class Match(_Message, tag="match"):
+    """The longest prefix of the blocks with these digests (32 bytes each). Answer: ``Matched``."""
+
+    session: int
+    digests: bytes
+    have: int
+    prefill: float | None = None
+
+
+class Slots(_Message):
+    """Where blocks of one group lie; ``first`` is the number of the first in its prompt.
+
+    ``places`` has 8 bytes for each, a number in little-endian order: the segment in the upper 24 bits, the offset in
+    the lower 40.
+    """
+
+    first: int
+    places: bytes
+
+
+class Matched(_Message, tag="matched"):
+    """A prefix is held. ``slots`` (by group) if all of it is in memory."""
+
+    holding: int
+    blocks: int
+    load_seconds: float
+    compute_seconds: float | None
+    counts: list[int]
+    ready: bool
+    pending: bool
+    slots: list[Slots] | None
+
+
+class Load(_Message, tag="load"):
+    """Bring a holding to memory. Answer: a number, for ``Ended`` and ``Cancel``."""
+
+    session: int
+    holding: int
+    deadline: float | None
+
+
+class Cancel(_Message, tag="cancel"):
+    """Nobody waits for a load any more. Answer: nil."""
+
+    load: int
+
+
+class Collect(_Message, tag="collect"):
+    """What is in memory of a holding. Answer: ``Collected``."""
+
+    session: int
+    holding: int
+
+
+class Collected(_Message, tag="collected"):
+    """So many blocks of a holding's prompt can be had, from these slots, by group."""
+
+    blocks: int
+    slots: list[Slots]
+
+
+class Release(_Message, tag="release"):
+    """Holdings are given back: their memory is not looked at any more. Answer: nil."""
+
+    session: int
+    holdings: list[int]
+
+
+class Reserve(_Message, tag="reserve"):
+    """Slots for blocks ``start`` to ``stop`` of some groups. Answer: ``Reserved``.
+
+    ``after`` is a reservation of the blocks before, which is written: it is sealed in between, when its blocks are kept
+    from leaving already.
+    """
+
+    session: int
+    groups: list[int]
+    digests: bytes
+    start: int
+    stop: int
+    ttl: float | None
+    priority: int
+    tokens: bytes = b""
+    after: int | None = None
+
+
+class Reserved(_Message, tag="reserved"):
+    """Slots to be written; ``places`` as in ``Slots``."""
+
+    reservation: int
+    refused: int
+    groups: list[int]
+    """For each slot, the number of its group in the layout."""
+    depths: list[int]
+    """And of its block in the prompt."""
+    places: bytes
+
+
+class Finish(_Message, tag="finish"):
+    """A reservation is written, or given up: its memory is not written any more. Answer: nil."""
+
+    session: int
+    reservation: int
+    sealed: bool
+
+
+class Pin(_Message, tag="pin"):
+    """Pin or unpin blocks. Answer: how many."""
+
+    session: int
+    digests: bytes
+    stop: int | None
+    step: int
+
+
+class Drop(_Message, tag="drop"):
+    """Remove blocks for good. Answer: a number, for ``Ended``, which says how many there were."""
+
+    session: int
+    digests: bytes
+    start: int
+
+
+class Flush(_Message, tag="flush"):
+    """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
+
+
+class Statistics(_Message, tag="statistics"):
+    """Answer: the statistics of the node's store, as a map."""
+
+
+class Follow(_Message, tag="follow"):
+    """Send ``Stored`` and ``Removed``, or no longer. Answer: nil."""
+
+    on: bool
+
+
+Operation = (
+    Open
+    | Close
+    | Match
+    | Load
+    | Cancel
+    | Collect
+    | Release
+    | Reserve
+    | Finish
+    | Pin
+    | Drop
+    | Flush
+    | Statistics
+    | Follow
+)
+
+
+class Request(_Message):
+    number: int
+    operations: list[Operation]
+
+
+Answer = Matched | Collected | Reserved | Failure | int | dict[str, Any] | None
+
+
+class Reply(_Message):
+    number: int
+    answers: list[Answer]
+    segments: list[int] = []
+    """Segments whose descriptors come with this frame, in order."""
+
+
+# -- notices ------------------------------------------------------------------------------------------------
+
+
+class Ended(_Message, tag="ended"):
+    """A load, a drop or a flush is over; ``failure`` says why it did not go well."""
+
+    number: int
+    count: int = 0
+    failure: str = ""
+
+
+class Stored(_Message, tag="stored"):
+    tier: str
+    keys: list[bytes]
+
+
+class Removed(_Message, tag="removed"):
+    tier: str
+    keys: list[bytes]
+    reason: str
+
+
+class Gone(_Message, tag="gone"):
+    """Segments that will not be named again: unmap them when nothing in them is held any more."""
+
+    segments: list[int]
+
+
+Notice = Ended | Stored | Removed | Gone
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the socket."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def describe(layout: Layout) -> list[GroupFields]:
+    """A layout's groups, as ``Open`` carries them."""
+    return [
+        GroupFields(g.name, g.kind.value, g.layers, g.heads, g.head_dim, g.dtype, g.window, g.page, g.packing)
+        for g in layout.groups
+    ]
+
+
+def layout_of(groups: list[GroupFields], block_tokens: int) -> Layout:
+    """The layout that was described. Raises LayoutError or ValueError for what is none."""
+    return Layout(
+        tuple(
+            Group(g.name, Kind(g.kind), g.layers, g.heads, g.head_dim, g.dtype, g.window, g.page, g.packing)
+            for g in groups
+        ),
+        block_tokens,
+    )

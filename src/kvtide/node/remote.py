@@ -1,0 +1,299 @@
+"""The desk of a store that is behind a socket.
+
+Without a node every answer is that of an empty store: nothing is found, nothing is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvtide.block import BlockKey, Group, Layout, Span
+from kvtide.clock import Clock
+from kvtide.desk import Collected, Holding, Names
+from kvtide.errors import RightError, TierError
+from kvtide.index.keys import Chain, Model, Tenant
+from kvtide.index.lease import Reservation
+from kvtide.node import protocol as p
+from kvtide.node.line import Line, Lost
+from kvtide.plan.planner import Plan
+from kvtide.transfer.transfer import Transfer
+
+__all__ = ["Promise", "RemoteDesk", "give_up", "keep"]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+T = TypeVar("T", bound="Transfer | Promise")
+
+
+class Promise:
+    """Something that the node will say has ended."""
+
+    __slots__ = ("count", "event", "failure", "lost")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.count = 0
+        self.failure = ""
+        self.lost = False
+        """The node went away before."""
+
+
+def keep(promise: Transfer | Promise, ended: p.Ended) -> None:
+    """It has ended."""
+    if isinstance(promise, Transfer):
+        promise.finish([0], [True])
+    else:
+        promise.count, promise.failure = ended.count, ended.failure
+        promise.event.set()
+
+
+def give_up(promise: Transfer | Promise) -> None:
+    """The node is gone."""
+    if isinstance(promise, Transfer):
+        promise.finish([0], [False])
+    else:
+        promise.lost = True
+        promise.event.set()
+
+
+class Owner(Protocol):
+    """The client that a desk belongs to."""
+
+    clock: Clock
+    deadline: float
+
+    @property
+    def line(self) -> Line:
+        """The node that there is now. Raises Lost."""
+
+    def ask(self, line: Line, *operations: p.Operation) -> list[p.Answer]:
+        """Ask a node, in one message. Raises what it says is wrong, or Lost."""
+
+    def promised(self, line: Line, operation: p.Operation, promise: T) -> T:
+        """Ask for something whose end will be told to ``promise``."""
+
+
+class RemoteHolding(Holding):
+    """A holding of the node's, by its number."""
+
+    __slots__ = ("_desk", "collected", "line", "number")
+
+    def __init__(self, desk: RemoteDesk, line: Line | None, have: int, plan: Plan, matched: p.Matched | None) -> None:
+        groups = desk.layout.groups
+        counts = matched.counts if matched is not None else [0] * len(groups)
+        super().__init__(
+            plan,
+            have,
+            {g.name: n for g, n in zip(groups, counts, strict=True)},
+            matched is None or matched.ready,
+            matched is not None and matched.pending,
+        )
+        self._desk: RemoteDesk | None = desk
+        self.line = line
+        self.number = matched.holding if matched is not None else 0
+        self.collected: Collected | None = None
+
+    @property
+    def released(self) -> bool:
+        return self._desk is None
+
+    def release(self) -> None:
+        desk, self._desk, self.collected = self._desk, None, None
+        if desk is not None and self.line is not None:
+            desk.release(self)
+
+
+class _RemoteReservation(Reservation):
+    """A reservation of the node's, by its number; ``line`` is None when there is nothing to tell it any more."""
+
+    __slots__ = ("line", "number")
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        views: Sequence[Span],
+        depths: Sequence[int],
+        finish: Callable[[Reservation, bool], None],
+    ) -> None:
+        super().__init__(keys, _NO_ROWS, views, depths, [], finish)
+        self.line: Line | None = None
+        self.number = 0
+
+
+class RemoteDesk:
+    """The desk of a store that is behind a socket."""
+
+    def __init__(self, client: Owner, model: Model, tenant: Tenant) -> None:
+        self._client = client
+        self.layout: Layout = model.layout
+        self._opening = p.Open(p.describe(model.layout), model.layout.block_tokens, model.namespace(tenant), tenant.tag)
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._number = 0
+
+    @property
+    def largest(self) -> int:
+        try:
+            return self._client.line.welcome.largest
+        except Lost:
+            return 0
+
+    def _session(self) -> tuple[Line, int]:
+        """Our session at the node that there is now."""
+        line = self._client.line
+        with self._lock:
+            if line is not self._line:
+                (number,) = self._client.ask(line, self._opening)
+                assert isinstance(number, int)
+                self._line, self._number = line, number
+            return line, self._number
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(self, names: Names, have: int, prefill: float | None) -> RemoteHolding:
+        try:
+            line, session = self._session()
+            (found,) = self._client.ask(line, p.Match(session, _digests(names), have, prefill))
+        except Lost:
+            return RemoteHolding(self, None, have, Plan(min(have, names.blocks), 0.0, None), None)
+        assert isinstance(found, p.Matched)
+        plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
+        holding = RemoteHolding(self, line, have, plan, found)
+        if found.slots is not None:
+            holding.collected = self._collected(line, found.blocks, found.slots)
+        return holding
+
+    def _collected(self, line: Line, blocks: int, slots: list[p.Slots]) -> Collected:
+        first, spans = {}, {}
+        for group, found in zip(self.layout.groups, slots, strict=True):
+            first[group.name] = found.first
+            spans[group.name] = line.spans(found.places, self.layout.geometry[group.name].footprint)
+        return Collected(blocks, first, spans)
+
+    def release(self, holding: RemoteHolding) -> None:
+        with contextlib.suppress(Lost):
+            assert holding.line is not None
+            if holding.line is self._line:
+                holding.line.post(p.Release(self._number, [holding.number]))
+
+    def load(self, holding: RemoteHolding, deadline: float | None) -> Transfer:
+        seconds = self._client.deadline if deadline is None else deadline
+        clock = self._client.clock
+        transfer = Transfer(clock, clock.monotonic() + seconds if deadline is not None or seconds > 0 else None)
+        if holding.ready or holding.line is None:
+            transfer.started()
+            return transfer
+        try:
+            self._client.promised(holding.line, p.Load(self._number, holding.number, deadline), transfer)
+        except Lost:
+            transfer.cancel()
+        return transfer
+
+    def collect(self, holding: RemoteHolding) -> Collected:
+        if holding.released:
+            raise RightError("this match was released while its load was under way")
+        found = holding.collected
+        if found is None and holding.line is not None:
+            with contextlib.suppress(Lost):
+                (answer,) = self._client.ask(holding.line, p.Collect(self._number, holding.number))
+                assert isinstance(answer, p.Collected)
+                found = self._collected(holding.line, answer.blocks, answer.slots)
+        if found is None:
+            blocks = min(holding.have, holding.plan.blocks)
+            needs = {g.name: g.needs(blocks, self.layout.block_tokens) for g in self.layout.groups}
+            first = {name: max(need.start, holding.have) for name, need in needs.items()}
+            found = Collected(blocks, first, {name: [] for name in first})
+        return found
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: Names,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+    ) -> Reservation:
+        layout = self.layout
+        last = after if isinstance(after, _RemoteReservation) else None
+        try:
+            line, session = self._session()
+            tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
+            numbers = [layout.groups.index(g) for g in groups]
+            digests = _digests(names)[: 32 * stop]
+            sealed = last.number if last is not None and last.line is line else None
+            operation = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed)
+            (made,) = self._client.ask(line, operation)
+        except Lost:
+            nothing = _RemoteReservation([], [], [], self._finish)
+            nothing.refused = (stop - start) * len(groups)
+            return nothing
+        assert isinstance(made, p.Reserved)
+        if last is not None:
+            last.line = None  # the node has sealed it
+            last.seal()
+        footprints = [layout.geometry[g.name].footprint for g in layout.groups]
+        spans = line.spans(made.places, max(footprints))
+        views = [span[: footprints[g]] for span, g in zip(spans, made.groups, strict=True)]
+        keys = [
+            BlockKey(digests[32 * d : 32 * d + 32] + layout.groups[g].suffix)
+            for g, d in zip(made.groups, made.depths, strict=True)
+        ]
+        reservation = _RemoteReservation(keys, views, made.depths, self._finish)
+        reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
+        return reservation
+
+    def _finish(self, reservation: Reservation, sealed: bool) -> None:
+        assert isinstance(reservation, _RemoteReservation)
+        if reservation.line is not None and reservation.line is self._line:
+            with contextlib.suppress(Lost):  # then it is not stored, as if it had been evicted
+                self._client.ask(reservation.line, p.Finish(self._number, reservation.number, sealed))
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    def pin(self, names: Names, stop: int | None, step: int) -> int:
+        try:
+            line, session = self._session()
+            (count,) = self._client.ask(line, p.Pin(session, _digests(names), stop, step))
+        except Lost:
+            return 0
+        assert isinstance(count, int)
+        return count
+
+    def drop(self, names: Names, start: int, timeout: float | None) -> int:
+        gone = "the node went away before it said that the blocks are erased; drop them again when it is back"
+        try:
+            line, session = self._session()
+            promise = self._client.promised(line, p.Drop(session, _digests(names), start), Promise())
+        except Lost:
+            raise TierError(gone) from None
+        if not promise.event.wait(timeout):
+            blocks = names.blocks - start
+            raise TierError(f"dropping {blocks} blocks took longer than {timeout} s; it goes on in the background")
+        if promise.lost:
+            raise TierError(gone)
+        if promise.failure:
+            raise TierError(
+                f"{promise.failure} dropped blocks could not be erased from disk. They are not served, but may be "
+                "found again when the node is next started: see its log for the disk's error, then drop them again"
+            )
+        return promise.count
+
+    def close(self) -> None:
+        with contextlib.suppress(Lost), self._lock:
+            if self._line is not None and self._line.alive:
+                self._line.post(p.Close(self._number))
+            self._line = None
+
+
+def _digests(names: Names) -> bytes:
+    assert isinstance(names, Chain)
+    return b"".join(names.digests)

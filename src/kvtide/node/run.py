@@ -1,0 +1,129 @@
+"""Runs a node until it is told to stop, or is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtide.config import Config
+from kvtide.errors import ConfigError, KvtideError
+from kvtide.node.server import Node
+from kvtide.store import Store
+
+__all__ = ["detach", "serve"]
+
+log = logging.getLogger("kvtide.node")
+
+_PATIENCE = 60.0
+"""Seconds to wait for a predecessor that is writing down what it has."""
+
+
+def serve(
+    config: Config,
+    path: Path,
+    stop_seconds: float = 30.0,
+    idle_seconds: float | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve a store at ``path`` until SIGTERM or SIGINT, or until no client was there for ``idle_seconds``.
+
+    Then write down what is worth keeping, for ``stop_seconds`` at most. ``ready`` is called when clients may come.
+    """
+    asyncio.run(_serve(config, path, stop_seconds, idle_seconds, ready))
+
+
+async def _serve(
+    config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    with _alone(path):
+        store = Store(config, shared=True)
+        try:
+            node = Node(store, path)
+        except BaseException:
+            store.close()
+            raise
+        log.info("serving at %s", path)
+        ready()
+        _notify("READY=1")
+        if idle_seconds is not None:
+            node.when_idle(idle_seconds, stop.set)
+        await stop.wait()
+        _notify("STOPPING=1")
+        node.close()
+        closing = threading.Thread(target=store.close, name="kvtide-close", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, stop_seconds)
+        if closing.is_alive():
+            log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Be the only node of a socket. One that is just stopping is waited for; one that serves is not."""
+    end = time.monotonic() + _PATIENCE
+    with path.with_suffix(".alive").open("w") as alive:
+        while True:
+            try:
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if path.exists() or time.monotonic() > end:
+                    raise ConfigError(f"another node serves {path}; stop it, or give another socket") from None
+                time.sleep(0.02)
+        path.unlink(missing_ok=True)  # left behind by one that was killed
+        yield
+
+
+def detach(run: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``run`` go on in a process that is nobody's child; returns when it has called what it was given.
+
+    Call it before there are other threads. Raises KvtideError if it ends before.
+    """
+    ours, theirs = os.pipe()
+    if os.fork():
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as answer:
+            text = answer.read().decode()
+        if text != "ready":
+            raise KvtideError(text or "the node ended before it was ready")
+        return
+    os.close(ours)
+    os.setsid()
+    try:
+        run(lambda: _say(theirs, "ready"))
+    except BaseException as e:
+        with contextlib.suppress(OSError):  # it was ready before, and nobody listens any more
+            _say(theirs, str(e))
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _say(pipe: int, text: str) -> None:
+    os.write(pipe, text.encode())
+    os.close(pipe)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, if it started us."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)

@@ -1,0 +1,152 @@
+"""The node: one store for all processes of a host, behind a unix socket.
+
+One thread runs everything here, in an asyncio loop that reads and writes its sockets itself, because descriptors go
+with the bytes. Nothing in it blocks: a desk decides in microseconds, and what takes longer (loads, drops, flushes) ends
+with a notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvtide.errors import ConfigError
+from kvtide.node import protocol as p
+from kvtide.node.connection import Connection
+from kvtide.node.guest import Guest
+from kvtide.store import Store
+
+__all__ = ["Node"]
+
+log = logging.getLogger("kvtide.node")
+
+_FIRST = 30.0
+"""Seconds that a node waits for its first client at least."""
+
+
+class Node:
+    """Serves a store at ``path``. Make it and call everything here in its loop's thread."""
+
+    def __init__(self, store: Store, path: Path) -> None:
+        self.store = store
+        self.path = path
+        self.loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._guests: dict[str, Guest] = {}
+        self._idle: tuple[float, Callable[[], None]] | None = None
+        self._idling: asyncio.TimerHandle | None = None
+        self._hello = msgspec.msgpack.Decoder(p.Hello)
+        self._listener = self._bind()
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            old = os.umask(0o177)
+            try:
+                listener.bind(str(self.path))
+            finally:
+                os.umask(old)
+            listener.listen(128)
+        except OSError as e:
+            listener.close()
+            raise ConfigError(f"cannot listen on {self.path}: {e.strerror or e}. Give another socket") from e
+        return listener
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call in the loop, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(call)
+
+    def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call when no client was there for so long; the first one is given time to come."""
+        self._idle = seconds, call
+        self._idling = self.loop.call_later(max(seconds, _FIRST), call)
+
+    def left(self, guest: Guest) -> None:
+        """A client has ended, and holds nothing any more."""
+        del self._guests[guest.token]
+        if self._idle is not None and not self._guests:
+            seconds, call = self._idle
+            self._idling = self.loop.call_later(seconds, call)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as e:
+            log.warning("cannot take a connection: %s", e.strerror)
+            return
+        sock.setblocking(False)
+        connection = Connection(self.loop, sock)
+        self._connections.add(connection)
+        connection.receive = lambda body: self._greet(connection, body)
+        connection.lost = lambda: self._connections.discard(connection)
+        if connection.uid not in (os.getuid(), 0):
+            connection.close(f"user {connection.uid} is not ours")
+
+    def _greet(self, connection: Connection, body: bytes) -> None:
+        """The first frame of a connection."""
+        hello = self._hello.decode(body)
+        if not hello.oldest <= p.PROTOCOL <= hello.newest:
+            text = f"this node speaks protocol {p.PROTOCOL}, the client {hello.oldest} to {hello.newest}"
+            connection.send(p.Failure("VersionError", text))
+            connection.close(text)
+            return
+        if hello.token:
+            guest = self._guests.get(hello.token)
+            if guest is None or guest.notices is not None:
+                connection.close("its token is not known")
+                return
+            guest.notices = connection
+            connection.receive = lambda _: connection.close("notices go one way")
+        else:
+            pidfd = self._pidfd(connection)
+            if pidfd is None:
+                connection.close("no pidfd of its own process came with its hello")
+                return
+            guest = Guest(self, connection, secrets.token_hex(16), pidfd)
+            self._guests[guest.token] = guest
+            if self._idling is not None:
+                self._idling.cancel()
+        config = self.store.config
+        connection.send(
+            p.Welcome(
+                p.PROTOCOL,
+                "",
+                guest.token,
+                config.plan.deadline_seconds,
+                config.nvme.token_ids,
+                config.dram.budget // 8,
+            )
+        )
+
+    @staticmethod
+    def _pidfd(connection: Connection) -> int | None:
+        """The pidfd that came, if it is the one of the process at the other end."""
+        while connection.descriptors:
+            fd = connection.descriptors.pop()
+            try:
+                facts = Path(f"/proc/self/fdinfo/{fd}").read_text()
+            except OSError:
+                facts = ""
+            if f"\nPid:\t{connection.pid}\n" in facts:
+                return fd
+            os.close(fd)
+        return None
+
+    def close(self) -> None:
+        """Stop serving. What clients hold is given back: their mappings stay valid, the store is not."""
+        self.loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        for connection in list(self._connections):
+            connection.close()

@@ -1,0 +1,80 @@
+"""A node that starts by itself, serves everybody who has the same configuration, and goes when nobody is left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtide import config as configuration
+from kvtide.config import Config
+from kvtide.errors import ConfigError, TierError
+from kvtide.node.auto import open_node, place
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
+from tests.node.serving import eventually
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    nvme = {"path": str(tmp_path / "kv"), "budget": "64MiB", "segment": "8MiB"}
+    return configuration.read(None, {}, dram={"budget": "16MiB", "segment": "2MiB"}, nvme=nvme)
+
+
+def test_all_find_the_same_node_and_it_goes_when_they_have_gone(config: Config) -> None:
+    clients: list[Client] = []
+    openers = [threading.Thread(target=lambda: clients.append(open_node(config, idle=0.2))) for _ in range(4)]
+    for opener in openers:
+        opener.start()
+    for opener in openers:
+        opener.join()
+    assert len(clients) == 4
+    with clients[0].session(MODEL) as one, clients[3].session(MODEL) as other:
+        one.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert length(other, prompt(1, 2)) == 32
+    for client in clients:
+        client.close()
+    eventually(lambda: not place(config).exists())
+    with open_node(config, idle=0.2) as client, client.session(MODEL) as session:
+        assert length(session, prompt(1, 2)) == 32, "it wrote down what it had"
+    eventually(lambda: not place(config).exists())
+
+
+def test_it_is_nobodys_child(config: Config) -> None:
+    with open_node(config, idle=0.2):
+        nodes = [p for p in Path("/proc").glob("[0-9]*") if str(place(config)) in _command(p)]
+        (node,) = nodes
+        parent = int((node / "stat").read_text().rpartition(")")[2].split()[1])
+        assert parent != os.getpid()
+        assert os.getsid(int(node.name)) != os.getsid(0)
+    eventually(lambda: not place(config).exists())
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_other_settings_have_another_node(config: Config) -> None:
+    assert place(config) == place(config)
+    assert place(configuration.read(None, {}, dram={"budget": "1GiB"})) != place(config)
+
+
+def test_a_node_that_cannot_start_says_why(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file where a directory should be")
+    with pytest.raises(TierError, match="says why"):
+        open_node(config)
+    assert str(tmp_path / "kv") in place(config).with_suffix(".log").read_text()
+
+
+def test_a_folder_that_others_may_write_is_refused(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / f"kvtide-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="not ours alone"):
+        open_node(config)

@@ -1,0 +1,125 @@
+"""Nodes and clients that die, stop, or hang up: no wrong byte, no wait, nothing lost but what must be."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import TierError
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
+from tests.node.serving import Process, eventually
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+WRITER = """
+import sys, kvtide
+from kvtide.node.client import connect
+from kvtide.testing.interface import MODEL, PLAIN, data, prompt
+client = connect("unix:" + sys.argv[1])
+session = client.session(MODEL)
+reservation = session.reserve(prompt(7, 8))
+for view, block in zip(reservation.views, data(PLAIN, prompt(7, 8))):
+    view[: len(block) // 2] = block.data.cast("B")[: len(block) // 2]
+match = session.match(prompt(1, 2))
+held = client.statistics().held
+if "hang-up" in sys.argv:
+    client._line.close()
+print("ready", held, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def writer(node: Process, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a half-written reservation and a match."""
+    command = [sys.executable, "-c", WRITER, str(node.path), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready 4"), "two blocks to write, two to read"
+        yield process
+        process.kill()
+
+
+def test_without_a_node_everything_is_a_miss_and_it_comes_back(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        with session.match(prompt(1, 2)) as match:
+            loaded = session.load(match).wait()
+            node.kill()
+            eventually(lambda: not client.connected)
+            check(PLAIN, loaded, prompt(1, 2))  # what was handed out stays
+            assert length(session, prompt(1, 2)) == 0
+            assert session.store(prompt(3), data(PLAIN, prompt(3))).dropped == 1
+            assert session.pin(prompt(1)) == 0
+            assert session.reserve(prompt(5)).keys == []
+            with pytest.raises(TierError, match="went away"):
+                session.drop(prompt(1))
+            assert not client.flush(1)
+        node.start()
+        eventually(lambda: client.connected)
+        assert length(session, prompt(1, 2)) == 32, "from its disk"
+        assert session.store(prompt(3), data(PLAIN, prompt(3))).stored == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_rights_of_a_dead_client_are_given_back(node: Process, how: signal.Signals) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        with writer(node) as child:
+            assert client.statistics().held == 4
+            child.send_signal(how)
+            child.wait()
+            eventually(lambda: client.statistics().held == 0)
+            assert length(session, prompt(7, 8)) == 0, "half a block is no block"
+            assert session.store(prompt(7, 8), data(PLAIN, prompt(7, 8))).stored == 2
+
+
+def test_a_closed_socket_of_a_living_writer_frees_nothing(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        with writer(node, "hang-up") as child:
+            eventually(lambda: "wait for its death" in node.log)
+            assert client.statistics().held == 4
+            with session.match(prompt(7)) as match:
+                assert match.pending
+            child.kill()
+            child.wait()
+            eventually(lambda: client.statistics().held == 0)
+
+
+def test_a_stopped_writer_keeps_its_slots(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        with writer(node) as child:
+            child.send_signal(signal.SIGSTOP)
+            many = prompt(*range(100, 400))
+            done = session.store(many, data(PLAIN, many))
+            assert done.stored
+            assert client.statistics().held >= 4, "others want the room, and do not get it"
+            child.send_signal(signal.SIGCONT)
+            child.communicate("\n", timeout=30)
+            eventually(lambda: client.flush(30) and client.statistics().held == 0)
+
+
+def test_a_stop_keeps_what_is_worth_keeping(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        node.stop()
+        assert not node.path.exists()
+        node.start()
+        eventually(lambda: client.connected)
+        assert length(session, prompt(1, 2)) == 32

@@ -1,0 +1,187 @@
+"""Clients that lie, flood or babble: their connection is closed with a reason in the log, and nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.node import protocol as p
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
+from tests.node.serving import Thread, eventually
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thread]:
+    """One for all tests of this module: what one client does must not matter to the next.
+
+    With much room, because what a client holds that was sent away stays held as long as its process lives: this one.
+    """
+    path = tmp_path_factory.mktemp("node") / "node.sock"
+    thread = Thread(path, dram={"budget": "512MiB", "segment": "8MiB"})
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(node: Thread) -> Iterator[None]:
+    """The node serves well before and after."""
+    yield
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        assert length(session, prompt(1)) == 16
+        assert session.drop(prompt(1)) == 1
+
+
+@contextlib.contextmanager
+def dialled(node: Thread) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(str(node.path))
+        yield sock
+
+
+def greet(sock: socket.socket, hello: bytes = p.frame(p.Hello(1, 1, "test"))) -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    socket.send_fds(sock, [hello], [pidfd])
+    os.close(pidfd)
+
+
+def answer(sock: socket.socket) -> Any:
+    """The next frame, or None if the node has hung up."""
+    try:
+        size = sock.recv(4, socket.MSG_WAITALL)
+        body = sock.recv(p.LENGTH.unpack(size)[0], socket.MSG_WAITALL) if len(size) == 4 else b""
+    except ConnectionResetError:
+        return None
+    return msgspec.msgpack.decode(body) if body else None
+
+
+def packed(value: Any) -> bytes:
+    body = msgspec.msgpack.encode(value)
+    return p.LENGTH.pack(len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
+        (p.LENGTH.pack(p.LARGEST + 1), "a frame of"),
+        (packed("hello"), "not understood"),
+        (packed(["hello", 1]), "not understood"),
+        (packed(["hello", 1, 1, "", "no such token"]), "token"),
+        (packed(["hello", 1, 1, ""]), "no pidfd"),
+        (packed([[]] * 3) + bytes([0x91] * 100), "not understood"),
+        (p.LENGTH.pack(100_000) + b"\x91" * 100_000, "not understood"),
+    ],
+)
+def test_who_does_not_say_hello_is_sent_away(
+    node: Thread, sent: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvtide.node"), dialled(node) as sock:
+        sock.sendall(sent)
+        assert answer(sock) is None
+        assert reason in caplog.text
+
+
+def test_another_protocol_is_told_so(node: Thread) -> None:
+    with dialled(node) as sock:
+        greet(sock, p.frame(p.Hello(7, 9, "99.0")))
+        kind, _, text = answer(sock)
+        assert kind == "failure"
+        assert "speaks protocol 1, the client 7 to 9" in text
+        assert answer(sock) is None
+
+
+def test_the_pidfd_of_another_process_is_none(node: Thread) -> None:
+    with dialled(node) as sock:
+        pidfd = os.pidfd_open(1)
+        socket.send_fds(sock, [p.frame(p.Hello(1, 1, ""))], [pidfd])
+        os.close(pidfd)
+        assert answer(sock) is None
+
+
+def test_many_descriptors_are_closed_again(node: Thread) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with dialled(node) as sock:
+        socket.send_fds(sock, [b"x"], [0] * 50)
+        assert answer(sock) is None
+    eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+
+
+def test_who_never_reads_is_sent_away(node: Thread) -> None:
+    with dialled(node) as sock:
+        greet(sock)
+        assert answer(sock)[0] == "welcome"
+        asked = packed([1, [["statistics"]] * 1000])
+        flood = asked * 10_000
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            sock.sendall(flood)
+
+
+numbers = st.one_of(st.integers(-2, 5), st.integers(-(2**63), 2**64 - 1))
+fields = st.one_of(
+    numbers,
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=100),
+    st.builds(lambda n: os.urandom(32 * n), st.integers(0, 3)),
+    st.lists(numbers, max_size=3),
+)
+GROUPS = [list(msgspec.structs.astuple(g)) for g in p.describe(PLAIN)]
+opened = st.builds(
+    lambda where, what: ["open", [[*GROUPS[0][:where], what, *GROUPS[0][where + 1 :]]], 16, bytes(32), bytes(16)],
+    st.integers(0, 9),
+    st.one_of(fields, st.integers(1, 2**40)),
+)
+TAGS = ["open", "close", "match", "load", "cancel", "collect", "release", "reserve", "finish", "pin", "drop"]
+TAGS += ["flush", "statistics", "follow", "nonsense"]
+operations = st.one_of(
+    st.builds(lambda tag, rest: [tag, *rest], st.sampled_from(TAGS), st.lists(fields, max_size=9)),
+    opened,
+    st.builds(lambda have: ["match", 1, os.urandom(64), have, None], numbers),
+    st.builds(
+        lambda groups, start, stop, priority: ["reserve", 1, groups, os.urandom(96), start, stop, None, priority, b""],
+        st.lists(st.integers(-1, 1), max_size=2),
+        st.integers(-1, 4),
+        st.integers(-1, 4),
+        st.integers(-101, 101),
+    ),
+    st.builds(lambda n, sealed: ["finish", 1, n, sealed], st.integers(0, 9), st.booleans()),
+)
+
+
+@given(st.lists(st.lists(operations, max_size=4), max_size=6), st.binary(max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_asked_is_answered_or_ends_the_connection(
+    node: Thread, requests: list[list[Any]], rubbish: bytes
+) -> None:
+    with dialled(node) as sock:
+        greet(sock)
+        assert answer(sock)[0] == "welcome"
+        try:
+            sock.sendall(packed([0, [["open", GROUPS, 16, bytes(32), bytes(16)]]]))
+            for number, request in enumerate(requests, 1):
+                sock.sendall(packed([number, request]))
+            sock.sendall(rubbish)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert answer(sock) == [0, [1], []]
+        for number, request in enumerate(requests, 1):
+            found = answer(sock)
+            if found is None:
+                return
+            assert found[0] == number
+            assert len(found[1]) == len(request)
