@@ -31,16 +31,14 @@ _IDLE = 60.0
 
 
 @overload
-def open_anywhere(file: str | Path | None = None, /, *, node: None = None, **settings: Any) -> Store: ...
-
-
-@overload
 def open_anywhere(file: str | Path | None = None, /, *, node: Literal["auto"], **settings: Any) -> Client: ...
 
 
-def open_anywhere(
-    file: str | Path | None = None, /, *, node: Literal["auto"] | None = None, **settings: Any
-) -> Store | Client:
+@overload
+def open_anywhere(file: str | Path | None = None, /, **settings: Any) -> Store: ...
+
+
+def open_anywhere(file: str | Path | None = None, /, *, node: Any = None, **settings: Any) -> Store | Client:
     """Open a store with the settings of ``file`` (``kvtide.toml``), the environment and the arguments.
 
     >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})

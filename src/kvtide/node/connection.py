@@ -101,6 +101,9 @@ class Connection:
                 self.close(f"not understood: {e}")
             except RecursionError:
                 self.close("not understood: nested too deeply")
+            except Exception:  # a fault of ours costs this client its connection, and nobody else anything
+                log.exception("client %d asked for what we could not do", self.pid)
+                self.close("its request failed")
         del received[:at]
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
