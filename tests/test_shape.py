@@ -33,7 +33,7 @@ LONGER = {
 
 RANKS = [
     ["errors", "canonical", "clock"],
-    ["block", "config"],
+    ["block", "config", "door"],
     ["events", "tiers", "index"],
     ["plan"],
     ["transfer"],

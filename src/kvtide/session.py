@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvtide.block import Geometry, Span
 from kvtide.desk import Desk
+from kvtide.door import Door
 from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
@@ -46,7 +47,7 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._home.door:
+        with session._home.door, session._door:
             return verb(session, *args, **kwargs)
 
     return inside
@@ -78,6 +79,7 @@ class Session:
         self._rights: set[Match | Reservation] = set()
         """Strong: views may be in use though their match or reservation was forgotten."""
         self._closed = False
+        self._door = Door("this session is closed; open a new one with store.session(model)")
 
     def __repr__(self) -> str:
         return f"<Session {self.model.weights}{' closed' if self._closed else ''}>"
@@ -131,9 +133,6 @@ class Session:
 
     def _own(self, right: Match | Reservation) -> None:
         self._rights.add(right)
-        if self._closed:  # by another thread, which may have missed this one
-            self.close()
-            self._check_open()
 
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
@@ -300,8 +299,9 @@ class Session:
     # -- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release every match and abort every reservation of this session."""
+        """Release every match and abort every reservation of this session, when no call of it is under way any more."""
         self._closed = True
+        self._door.shut()
         for right in list(self._rights):
             if isinstance(right, Match):
                 right.release()

@@ -16,6 +16,7 @@ from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
 from kvtide.desk import LocalDesk
+from kvtide.door import Door
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index.index import DRAM, SEALED, Index
@@ -57,32 +58,6 @@ class Statistics:
     """What happened to blocks, by name."""
 
 
-class Door:
-    """Lets calls in until it is shut; shutting it waits for those that are inside."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._open = True
-        self._left = threading.Condition()
-
-    def __enter__(self) -> None:
-        with self._left:
-            if not self._open:
-                raise ClosedError("this store is closed; open it again with kvtide.open(...)")
-            self._inside += 1
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        with self._left:
-            self._inside -= 1
-            if not self._inside:
-                self._left.notify_all()
-
-    def shut(self) -> None:
-        with self._left:
-            self._open = False
-            self._left.wait_for(lambda: not self._inside)
-
-
 class Store:
     """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
 
@@ -101,7 +76,7 @@ class Store:
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)
         self._sessions: set[Session] = set()
-        self.door = Door()
+        self.door = Door("this store is closed; open it again with kvtide.open(...)")
         self._next_expiry = float("inf")
         self._colds: list[Cold] = []
         self.closed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.block import Layout
 from kvtide.errors import TierError
+from kvtide.index.keys import Model
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Process, eventually
@@ -123,3 +126,41 @@ def test_a_stop_keeps_what_is_worth_keeping(node: Process) -> None:
         node.start()
         eventually(lambda: client.connected)
         assert length(session, prompt(1, 2)) == 32
+
+
+def test_a_child_that_was_forked_has_no_line_to_the_node(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        with session.match(prompt(1, 2)) as match:
+            if (child := os.fork()) == 0:
+                missed = session.match(prompt(1)).tokens == 0
+                client._line.close()  # type: ignore[union-attr]
+                os._exit(0 if missed else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert client.connected, "the parent's goes on"
+            check(PLAIN, session.load(match).wait(), prompt(1, 2))
+            assert client.statistics().held == 2
+        assert length(session, prompt(1, 2)) == 32
+
+
+def test_a_client_maps_any_number_of_segments_and_lets_go_of_them(tmp_path: Path) -> None:
+    """Two models whose blocks waste each other's segments take turns: what the node gave back, its client does too."""
+    settings = {"KVTIDE_DRAM_BUDGET": "96MiB", "KVTIDE_DRAM_SEGMENT": "1MiB", "KVTIDE_NVME_PATH": ""}
+    node = Process(tmp_path, **settings)
+    other = Layout.attention(layers=1, heads=3, head_dim=400, block_tokens=16, dtype="float32")
+    many = prompt(*range(3000))
+    try:
+        with Client(node.path) as client, Client(node.path) as fresh:
+            for layout in (PLAIN, other, PLAIN):
+                model = Model(layout, "given:turns")
+                with client.session(model) as session:
+                    nbytes = layout.geometry["full"].nbytes
+                    done = session.store(many, [bytes(nbytes)] * 3000)
+                    assert done.stored > 66, "in more segments than descriptors go with one message"
+                    with fresh.session(model) as late, late.match(many) as match:
+                        assert len(late.load(match).wait().blocks) == match.blocks
+            client.statistics()  # each answer says what is gone
+            assert client._line is not None
+            assert sum(len(memory) for memory in client._line._segments.values()) <= 97 << 20
+    finally:
+        node.kill()

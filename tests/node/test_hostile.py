@@ -178,7 +178,7 @@ def test_whatever_is_asked_is_answered_or_ends_the_connection(
             sock.sendall(rubbish)
         except (BrokenPipeError, ConnectionResetError):
             return
-        assert answer(sock) == [0, [1], []]
+        assert answer(sock)[:2] == [0, [1]]
         for number, request in enumerate(requests, 1):
             found = answer(sock)
             if found is None:

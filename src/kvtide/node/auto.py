@@ -67,6 +67,9 @@ def place(config: Config) -> Path:
 
 def open_node(config: Config, idle: float = _IDLE) -> Client:
     """A client of the node with that configuration; it is started if there is none."""
+    if config.nvme.path:  # the node has another working directory, and another program's "kv" is not ours
+        nvme = msgspec.structs.replace(config.nvme, path=str(Path(config.nvme.path).absolute()))
+        config = msgspec.structs.replace(config, nvme=nvme)
     path = place(config)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # else two that come first would start two

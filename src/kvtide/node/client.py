@@ -23,6 +23,7 @@ import msgspec
 from kvtide import errors
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
+from kvtide.door import Door
 from kvtide.errors import ClosedError, KvtideError, TierError
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
@@ -31,7 +32,7 @@ from kvtide.node import protocol as p
 from kvtide.node.line import Line, Lost
 from kvtide.node.remote import Promise, RemoteDesk, give_up, keep
 from kvtide.session import Session
-from kvtide.store import Door, Statistics
+from kvtide.store import Statistics
 from kvtide.tiers.copier import Copier
 from kvtide.transfer.transfer import Transfer
 
@@ -52,7 +53,7 @@ class Client:
         self.path = path
         self.clock: Clock = SystemClock()
         self.copier = Copier()
-        self.door = Door()
+        self.door = Door("this store is closed; connect again with kvtide.connect(...)")
         self.closed = False
         self._feed = Feed()
         self._sessions: set[Session] = set()
@@ -66,6 +67,9 @@ class Client:
         except OSError as e:
             self.copier.close()
             raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
+        except BaseException:
+            self.copier.close()
+            raise
         self.deadline = self._line.welcome.deadline
         self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
         self._listener.start()
@@ -128,9 +132,13 @@ class Client:
         while not self._closing.is_set():
             line = self._line
             if line is not None:
-                with contextlib.suppress(Lost):
+                try:
                     while True:
                         self._heard(line.hear())
+                except Lost:
+                    pass
+                except Exception:
+                    log.exception("the node said what cannot be understood; hanging up")
                 self._lost(line)
             if self._closing.is_set():
                 return
@@ -138,7 +146,7 @@ class Client:
                 fresh = Line(self.path)
                 if self._feed.followed:
                     fresh.post(p.Follow(True))
-            except (OSError, KvtideError, Lost):
+            except (OSError, KvtideError, msgspec.MsgspecError, Lost):
                 self._closing.wait(pause)
                 pause = min(2.0, 2 * pause)
                 continue
@@ -150,6 +158,7 @@ class Client:
 
     def _lost(self, line: Line) -> None:
         line.close()
+        line.forget()
         with self._lock:
             self._line = None
             promises, self._promises = self._promises, {}
@@ -175,8 +184,6 @@ class Client:
             case p.Removed():
                 keys = tuple(BlockKey(k) for k in notice.keys)
                 self._feed.publish([BlockRemoved(notice.tier, keys, notice.reason)])
-            case p.Gone():
-                pass
 
     # -- for everybody ------------------------------------------------------------------------------------
 

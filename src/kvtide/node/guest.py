@@ -59,6 +59,8 @@ class _Names:
         if len(digests) % 32:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
         self._digests = [digests[i : i + 32] for i in range(0, len(digests), 32)]
+        if len(set(self._digests)) != len(self._digests):
+            raise LayoutError("a prompt cannot have one block twice")
         self._tokens = tokens
         self._size = size
 
@@ -96,18 +98,18 @@ class _Session:
             raise RightError(f"there is no holding {number}") from None
 
     def reservation(self, number: int) -> Reservation:
-        """Take one that ends now."""
         try:
-            return self.reservations.pop(number)
+            return self.reservations[number]
         except KeyError:
             raise RightError(f"there is no reservation {number}") from None
 
     def end(self) -> None:
         """Give everything back: nobody looks at the memory any more."""
-        for holding in self.holdings.values():
-            holding.release()
-        for reservation in self.reservations.values():
-            reservation.abort()
+        for give_back in [h.release for h in self.holdings.values()] + [r.abort for r in self.reservations.values()]:
+            try:
+                give_back()
+            except Exception:  # the others must not suffer
+                log.exception("a right could not be given back")
         self.holdings.clear()
         self.reservations.clear()
         self.desk.close()
@@ -130,6 +132,7 @@ class Guest:
         self._known: set[int] = set()
         """Segments whose descriptors it has."""
         self._new: list[int] = []
+        self._removals = 0
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._unfollow: Callable[[], None] | None = None
         connection.receive = self._receive
@@ -145,9 +148,17 @@ class Guest:
         request = self._decoder.decode(body)
         self._new = []
         answers = [self._answer(operation) for operation in request.operations]
-        reply = p.Reply(request.number, answers, self._new)
-        descriptors = [self._store.dram.descriptor(serial) for serial in self._new]
-        self._connection.send(reply, descriptors)
+        new, dram = self._new, self._store.dram
+        gone: list[int] = []
+        if dram.removals != self._removals:
+            self._removals = dram.removals
+            gone = sorted(self._known - dram.serials)
+            self._known.difference_update(gone)
+        while len(new) > _DESCRIPTORS:
+            first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
+            self._connection.send(p.Reply(0, [], first), [dram.descriptor(serial) for serial in first])
+        reply = p.Reply(request.number, answers, new, gone)
+        self._connection.send(reply, [dram.descriptor(serial) for serial in new])
 
     def _answer(self, operation: p.Operation) -> p.Answer:
         try:
@@ -208,8 +219,6 @@ class Guest:
         for serial in set((found >> np.uint64(40)).tolist()) - self._known:
             self._known.add(serial)
             self._new.append(serial)
-        if len(self._new) > _DESCRIPTORS:
-            raise RightError(f"an answer needs more than {_DESCRIPTORS} new segments; ask for less at a time")
         return found.tobytes()
 
     def _load(self, o: p.Load) -> int:
@@ -253,6 +262,8 @@ class Guest:
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         made = session.desk.reserve(groups, names, o.start, o.stop, o.ttl, o.priority, after)
+        if o.after is not None:
+            del session.reservations[o.after]
         number = next(self._numbers)
         session.reservations[number] = made
         suffixes = {g.suffix: i for i, g in enumerate(layout.groups)}
@@ -267,6 +278,7 @@ class Guest:
             reservation.seal()
         else:
             reservation.abort()
+        del self._session(o.session).reservations[o.reservation]
 
     def _pin(self, o: p.Pin) -> int:
         return self._session(o.session).desk.pin(_Names(o.digests), o.stop, 1 if o.step > 0 else -1)

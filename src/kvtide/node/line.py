@@ -34,6 +34,7 @@ class Line:
 
     def __init__(self, path: Path) -> None:
         self._requests = self._notices = None
+        self._process = os.getpid()
         try:
             self._requests = self._dial(path)
             pidfd = os.pidfd_open(os.getpid())
@@ -87,9 +88,14 @@ class Line:
         self.alive = False
         for sock in (self._requests, self._notices):
             if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                if os.getpid() == self._process:  # else it is our parent's line too, which goes on
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
                 sock.close()
+
+    def forget(self) -> None:
+        """Let go of the memory, but for what views of it are still in use."""
+        self._segments = {}
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -108,7 +114,8 @@ class Line:
 
     def _send(self, operations: list[p.Operation]) -> int:
         assert self._requests is not None
-        if not self.alive:
+        # A line cannot be shared with a child: each would take the other's answers.
+        if not self.alive or os.getpid() != self._process:
             raise Lost
         number = next(self._numbers)
         try:
@@ -133,10 +140,16 @@ class Line:
                 raise Lost
             received += data
         end = 4 + p.LENGTH.unpack_from(received)[0]
-        reply = self._replies.decode(memoryview(received)[4:end])
+        try:
+            reply = self._replies.decode(bytes(memoryview(received)[4:end]))
+            for serial in reply.segments:
+                self._segments[serial] = _mapped(self._descriptors.pop(0))
+        except (msgspec.MsgspecError, TierError, OSError, IndexError) as e:
+            self.close()
+            raise Lost from e
         del received[:end]
-        for serial in reply.segments:
-            self._segments[serial] = _mapped(self._descriptors.pop(0))
+        for serial in reply.gone:
+            self._segments.pop(serial, None)
         return reply
 
     def spans(self, addresses: bytes, nbytes: int) -> list[Span]:
@@ -144,7 +157,10 @@ class Line:
         segments, found = self._segments, []
         for address in np.frombuffer(addresses, np.uint64).tolist():
             start = address & 0xFFFFFFFFFF
-            found.append(segments[address >> 40][start : start + nbytes])
+            segment = segments.get(address >> 40)
+            if segment is None:
+                raise Lost
+            found.append(segment[start : start + nbytes])
         return found
 
     # -- notices ------------------------------------------------------------------------------------------

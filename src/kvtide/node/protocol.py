@@ -36,7 +36,6 @@ __all__ = [
     "Finish",
     "Flush",
     "Follow",
-    "Gone",
     "GroupFields",
     "Hello",
     "Load",
@@ -304,7 +303,9 @@ class Reply(_Message):
     number: int
     answers: list[Answer]
     segments: list[int] = []
-    """Segments whose descriptors come with this frame, in order."""
+    """Segments whose descriptors come with this frame, in order. A reply of number 0 brings more of them."""
+    gone: list[int] = []
+    """Segments that will not be named again: unmap them."""
 
 
 # -- notices ------------------------------------------------------------------------------------------------
@@ -329,13 +330,7 @@ class Removed(_Message, tag="removed"):
     reason: str
 
 
-class Gone(_Message, tag="gone"):
-    """Segments that will not be named again: unmap them when nothing in them is held any more."""
-
-    segments: list[int]
-
-
-Notice = Ended | Stored | Removed | Gone
+Notice = Ended | Stored | Removed
 
 
 def frame(message: msgspec.Struct) -> bytes:

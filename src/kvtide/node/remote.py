@@ -291,7 +291,6 @@ class RemoteDesk:
         with contextlib.suppress(Lost), self._lock:
             if self._line is not None and self._line.alive:
                 self._line.post(p.Close(self._number))
-            self._line = None
 
 
 def _digests(names: Names) -> bytes:

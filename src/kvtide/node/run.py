@@ -84,7 +84,8 @@ def _alone(path: Path) -> Iterator[None]:
                 if path.exists() or time.monotonic() > end:
                     raise ConfigError(f"another node serves {path}; stop it, or give another socket") from None
                 time.sleep(0.02)
-        path.unlink(missing_ok=True)  # left behind by one that was killed
+        if path.is_socket():
+            path.unlink()  # left behind by one that was killed
         yield
 
 
@@ -103,21 +104,24 @@ def detach(run: Callable[[Callable[[], None]], None]) -> None:
         return
     os.close(ours)
     os.setsid()
+    listening = True
+
+    def say(text: str) -> None:
+        nonlocal listening
+        if listening:
+            listening = False
+            os.write(theirs, text.encode())
+            os.close(theirs)
+
     try:
-        run(lambda: _say(theirs, "ready"))
+        run(lambda: say("ready"))
     except BaseException as e:
-        with contextlib.suppress(OSError):  # it was ready before, and nobody listens any more
-            _say(theirs, str(e))
+        say(str(e))
         raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
-
-
-def _say(pipe: int, text: str) -> None:
-    os.write(pipe, text.encode())
-    os.close(pipe)
 
 
 def _notify(state: str) -> None:

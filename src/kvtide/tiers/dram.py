@@ -116,6 +116,8 @@ class Dram:
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, _Memory] = {}
         self._serials = itertools.count()
+        self.removals = 0
+        """How often memory was given back to the system."""
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._read = self._written = self._failed_reads = self._failed_writes = 0
@@ -159,6 +161,7 @@ class Dram:
                         return True
                     self._segments.remove(spare)
                     self._memory.pop(spare.number).close()
+                    self.removals += 1
                     return True
                 slots = self._segments.fit(size)
                 if not slots:

@@ -201,6 +201,8 @@ class Pipeline:
 
     def _take(self, size: int, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Slots in DRAM for as many as can be had, by evicting too, but not by growing. Under the lock."""
+        if ladder(size) > self._dram.segments.budget:
+            return []  # nothing that could leave would make room for it
         places = self._dram.take_many(size, count, owners)
         while (left := count - len(places)) and not self._dram.growable(size):
             if not self._make_room(ladder(size), left, events):
