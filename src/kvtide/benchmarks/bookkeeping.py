@@ -84,7 +84,9 @@ def _costs_at(blocks: int, costs: dict[str, list[list[float]]]) -> float:
     slot = TINY.geometry["full"].footprint
     given = [np.zeros(TINY.geometry["full"].nbytes, np.uint8)] * CHAIN
     base = np.arange(CHAIN * TINY.block_tokens, dtype=np.uint32)
-    with kvtide.open(dram={"budget": max(blocks * slot, MIB), "segment": "64MiB"}, nvme={"path": ""}) as store:
+    sizes: Any = {"dram": {"budget": max(blocks * slot, MIB), "segment": "64MiB"}, "nvme": {"path": ""}}
+    # Shared: then the blocks themselves are not among our private memory.
+    with kvtide.Store(configuration.read(None, **sizes), shared=True) as store:
         session = store.session(kvtide.Model(TINY, "bench"))
         chains = blocks // CHAIN
         every = chains // 200 + 1
