@@ -163,15 +163,16 @@ class Group:
         pairs = 1 if self.kind in (Kind.MLA, Kind.STATE) else 2
         return Geometry(self.layers * pairs, self.heads * self.head_bytes(tokens))
 
-    def needs(self, blocks: int, tokens: int) -> range:
-        """Which blocks a prefix of ``blocks`` blocks of ``tokens`` tokens needs of this group."""
+    def needs(self, blocks: int, tokens: int, have: int = 0) -> range:
+        """Which of its blocks a prefix of ``blocks`` blocks of ``tokens`` tokens needs, after the first ``have``."""
         match self.kind:
             case Kind.WINDOW:
-                return range(max(0, blocks - -(-self.window // tokens)), blocks)
+                first = blocks - -(-self.window // tokens)
             case Kind.STATE:
-                return range(max(0, blocks - 1), blocks)
+                first = blocks - 1
             case _:
-                return range(blocks)
+                first = 0
+        return range(max(0, have, first), blocks)
 
     def slices(self, ranks: int) -> tuple[Slice, ...]:
         """Who writes which heads when ``ranks`` ranks share the model: one writer for each slice.

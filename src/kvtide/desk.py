@@ -26,7 +26,7 @@ from kvtide.transfer.transfer import Transfer
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "identities"]
+__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
 
 
 class Names(Protocol):
@@ -112,16 +112,6 @@ class Desk(Protocol):
         """The session has ended, and has given back its rights."""
 
 
-def identities(layout: Layout, namespace: bytes, tenant: bytes) -> dict[str, Identity]:
-    """What the tiers must know of each group's blocks."""
-    return {
-        g.name: Identity(
-            namespace, tenant, layout.digest, g.suffix, layout.block_tokens, layout.geometry[g.name], DTYPES[g.dtype]
-        )
-        for g in layout.groups
-    }
-
-
 class LocalHolding(Holding):
     """Rows of the index under a lease."""
 
@@ -146,8 +136,19 @@ class LocalDesk:
         self._index = store.index
         self._pipeline = store.pipeline
         self._layout = layout
-        self._identities = identities(layout, namespace, tenant)
-        self.largest = store.config.dram.budget // 8
+        self._identities = {
+            g.name: Identity(
+                namespace,
+                tenant,
+                layout.digest,
+                g.suffix,
+                layout.block_tokens,
+                layout.geometry[g.name],
+                DTYPES[g.dtype],
+            )
+            for g in layout.groups
+        }
+        self.largest = store.largest_part
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -166,7 +167,8 @@ class LocalDesk:
             plan = self._store.planner.plan(
                 layout, rows, usable, have, speed, self._store.read_bytes_queued, self._store.config.dram.budget
             )
-            needed = {g.name: self._needed(g, rows[g.name], plan.blocks, have) for g in layout.groups}
+            wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
+            needed = {name: rows[name][need.start : need.stop] for name, need in wanted.items()}
             for g in layout.groups:
                 if not g.required:
                     needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
@@ -184,15 +186,8 @@ class LocalDesk:
         lacking = [rows[g.name][block] for g in self._layout.groups if g.required and not whole[g.name][block]]
         return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
 
-    def _needed(self, group: Group, rows: Rows, blocks: int, have: int) -> Rows:
-        needs = group.needs(blocks, self._layout.block_tokens)
-        return rows[max(needs.start, have) : needs.stop]
-
     def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
-        seconds = self._store.config.plan.deadline_seconds if deadline is None else deadline
-        clock = self._store.clock
-        limit = clock.monotonic() + seconds if deadline is not None or seconds > 0 else None
-        transfer = Transfer(clock, limit)
+        transfer = Transfer.within(self._store.clock, deadline, self._store.config.plan.deadline_seconds)
         if holding.ready:
             transfer.started()
         else:
@@ -215,7 +210,7 @@ class LocalDesk:
             for g in layout.groups:
                 mask = np.zeros(blocks, np.bool_)
                 mask[: holding.have] = True
-                start = max(g.needs(blocks, layout.block_tokens).start, holding.have)
+                start = g.needs(blocks, layout.block_tokens, holding.have).start
                 rows = holding.rows[g.name]
                 mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
                 whole[g.name], first[g.name] = mask, start
@@ -247,9 +242,8 @@ class LocalDesk:
         now = self._store.sweep()
         expiry = float("inf") if ttl is None else now + ttl
         with contextlib.ExitStack() as stack:
-            kept = [self._keep(names, group, stop, priority) for group in groups]
-            for _, lease in kept:
-                stack.push(lease)
+            for group in groups:
+                stack.push(self._keep(names, group, stop, priority))
             if after is not None:
                 after.followed = True
                 after.seal()
@@ -276,28 +270,26 @@ class LocalDesk:
             if reservation.sealed and not reservation.followed:
                 with self._index.lock:
                     for group in groups:
-                        self._stored(names, group, stop, priority)
+                        self._pipeline.stored(self._raised(names, group, stop, priority))
             leases.close()
 
         reservation.on_end.append(ended)
         return reservation
 
-    def _rows(self, names: Names, group: Group, stop: int) -> Rows:
+    def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
         rows = self._index.rows(names.keys(group.suffix)[:stop])
         return rows[rows > 0]
 
-    def _keep(self, names: Names, group: Group, stop: int, priority: int) -> tuple[Rows, Lease]:
-        with self._index.lock:
-            rows = self._rows(names, group, stop)
-            self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-            return rows, self._pipeline.keep(rows)
-
-    def _stored(self, names: Names, group: Group, stop: int, priority: int) -> None:
-        """A prompt's blocks up to ``stop`` are stored: they are the newest, and a parent outlasts its children."""
+    def _raised(self, names: Names, group: Group, stop: int, priority: int) -> Rows:
+        """The same, of at least that priority from now on: a parent outlasts its children."""
         rows = self._rows(names, group, stop)
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
-        self._pipeline.stored(rows)
+        return rows
+
+    def _keep(self, names: Names, group: Group, stop: int, priority: int) -> Lease:
+        with self._index.lock:
+            return self._pipeline.keep(self._raised(names, group, stop, priority))
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
@@ -306,8 +298,7 @@ class LocalDesk:
         count = 0
         with index.lock:
             for group in self._layout.groups:
-                rows = index.rows(names.keys(group.suffix)[:stop])
-                rows = rows[rows > 0]
+                rows = self._rows(names, group, stop)
                 if step < 0:
                     rows = rows[index.pins[rows] > 0]
                 index.pins[rows] = index.pins[rows].astype(np.int64) + step

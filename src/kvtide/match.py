@@ -88,7 +88,7 @@ class Match:
         return {
             g.name: range(start, start + self.holding.counts[g.name])
             for g in self.session.layout.groups
-            for start in [max(g.needs(self.blocks, self.chain.block_tokens).start, self.have)]
+            for start in [g.needs(self.blocks, self.chain.block_tokens, self.have).start]
         }
 
     def release(self) -> None:

@@ -155,6 +155,11 @@ class Store:
         self._sessions.discard(session)
 
     @property
+    def largest_part(self) -> int:
+        """Bytes that one reservation should have at most, so that others can make room for it."""
+        return self.config.dram.budget // 8
+
+    @property
     def read_bytes_queued(self) -> int:
         return sum(c.lane.read_bytes for c in self._colds)
 

@@ -317,12 +317,10 @@ class Guest:
 
     def _happened(self, event: Event) -> None:
         keys = [bytes(k) for k in event.keys]
-        notice = p.Stored(event.tier, keys) if isinstance(event, BlockStored) else None
-        if notice is None:
-            assert not isinstance(event, BlockStored)
-            self._host.soon(lambda: self.tell(p.Removed(event.tier, keys, event.reason)))
-        else:
-            self._host.soon(lambda: self.tell(notice))
+        notice: p.Notice = (
+            p.Stored(event.tier, keys) if isinstance(event, BlockStored) else p.Removed(event.tier, keys, event.reason)
+        )
+        self._host.soon(lambda: self.tell(notice))
 
     def tell(self, notice: p.Notice) -> None:
         if self.notices is not None:

@@ -73,7 +73,7 @@ class Line:
         hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
-        while len(body) < 4 or len(body) < 4 + p.LENGTH.unpack_from(body)[0]:
+        while not p.whole(body):
             data = sock.recv(4096)
             if not data:
                 raise TierError("the node closed the connection at once; its log says why")
@@ -128,7 +128,7 @@ class Line:
     def _receive(self) -> p.Reply:
         received = self._received
         assert self._requests is not None
-        while len(received) < 4 or len(received) < 4 + p.LENGTH.unpack_from(received)[0]:
+        while not (end := p.whole(received)):
             try:
                 data, fds, _, _ = socket.recv_fds(self._requests, 1 << 18, 64)
             except OSError as e:
@@ -139,7 +139,6 @@ class Line:
                 self.close()
                 raise Lost
             received += data
-        end = 4 + p.LENGTH.unpack_from(received)[0]
         try:
             reply = self._replies.decode(bytes(memoryview(received)[4:end]))
             for serial in reply.segments:
@@ -169,7 +168,7 @@ class Line:
         """Wait for the next notice."""
         heard = self._heard
         assert self._notices is not None
-        while len(heard) < 4 or len(heard) < 4 + p.LENGTH.unpack_from(heard)[0]:
+        while not (end := p.whole(heard)):
             try:
                 data = self._notices.recv(1 << 18)
             except OSError as e:
@@ -177,7 +176,6 @@ class Line:
             if not data:
                 raise Lost
             heard += data
-        end = 4 + p.LENGTH.unpack_from(heard)[0]
         notice: p.Notice = self._tidings.decode(memoryview(heard)[4:end])
         del heard[:end]
         return notice

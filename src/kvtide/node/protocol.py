@@ -58,6 +58,7 @@ __all__ = [
     "describe",
     "frame",
     "layout_of",
+    "whole",
 ]
 
 PROTOCOL: Final = 1
@@ -337,6 +338,14 @@ def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over the socket."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def whole(received: bytes | bytearray, at: int = 0) -> int:
+    """Where the frame that starts at ``at`` ends; 0 if not all of it is there."""
+    if len(received) < at + LENGTH.size:
+        return 0
+    end = at + LENGTH.size + int(LENGTH.unpack_from(received, at)[0])
+    return end if len(received) >= end else 0
 
 
 def describe(layout: Layout) -> list[GroupFields]:

@@ -159,13 +159,13 @@ class RemoteDesk:
         try:
             line, session = self._session()
             (found,) = self._client.ask(line, p.Match(session, _digests(names), have, prefill))
+            assert isinstance(found, p.Matched)
+            plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
+            holding = RemoteHolding(self, line, have, plan, found)
+            if found.slots is not None:
+                holding.collected = self._collected(line, found.blocks, found.slots)
         except Lost:
             return RemoteHolding(self, None, have, Plan(min(have, names.blocks), 0.0, None), None)
-        assert isinstance(found, p.Matched)
-        plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
-        holding = RemoteHolding(self, line, have, plan, found)
-        if found.slots is not None:
-            holding.collected = self._collected(line, found.blocks, found.slots)
         return holding
 
     def _collected(self, line: Line, blocks: int, slots: list[p.Slots]) -> Collected:
@@ -182,9 +182,7 @@ class RemoteDesk:
                 holding.line.post(p.Release(self._number, [holding.number]))
 
     def load(self, holding: RemoteHolding, deadline: float | None) -> Transfer:
-        seconds = self._client.deadline if deadline is None else deadline
-        clock = self._client.clock
-        transfer = Transfer(clock, clock.monotonic() + seconds if deadline is not None or seconds > 0 else None)
+        transfer = Transfer.within(self._client.clock, deadline, self._client.deadline)
         if holding.ready or holding.line is None:
             transfer.started()
             return transfer
@@ -205,8 +203,8 @@ class RemoteDesk:
                 found = self._collected(holding.line, answer.blocks, answer.slots)
         if found is None:
             blocks = min(holding.have, holding.plan.blocks)
-            needs = {g.name: g.needs(blocks, self.layout.block_tokens) for g in self.layout.groups}
-            first = {name: max(need.start, holding.have) for name, need in needs.items()}
+            tokens = self.layout.block_tokens
+            first = {g.name: g.needs(blocks, tokens, holding.have).start for g in self.layout.groups}
             found = Collected(blocks, first, {name: [] for name in first})
         return found
 
@@ -232,16 +230,16 @@ class RemoteDesk:
             sealed = last.number if last is not None and last.line is line else None
             operation = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed)
             (made,) = self._client.ask(line, operation)
+            assert isinstance(made, p.Reserved)
+            footprints = [layout.geometry[g.name].footprint for g in layout.groups]
+            spans = line.spans(made.places, max(footprints))
         except Lost:
             nothing = _RemoteReservation([], [], [], self._finish)
             nothing.refused = (stop - start) * len(groups)
             return nothing
-        assert isinstance(made, p.Reserved)
         if last is not None:
             last.line = None  # the node has sealed it
             last.seal()
-        footprints = [layout.geometry[g.name].footprint for g in layout.groups]
-        spans = line.spans(made.places, max(footprints))
         views = [span[: footprints[g]] for span, g in zip(spans, made.groups, strict=True)]
         keys = [
             BlockKey(digests[32 * d : 32 * d + 32] + layout.groups[g].suffix)

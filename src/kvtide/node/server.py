@@ -124,7 +124,7 @@ class Node:
                 guest.token,
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
-                config.dram.budget // 8,
+                self.store.largest_part,
             )
         )
 

@@ -36,6 +36,13 @@ class Transfer:
         self._event = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
 
+    @classmethod
+    def within(cls, clock: Clock, seconds: float | None, usual: float) -> Transfer:
+        """With a deadline so many seconds from now; None: the ``usual`` ones, of which 0 means whenever."""
+        if seconds is None:
+            seconds = usual or None
+        return cls(clock, None if seconds is None else clock.monotonic() + seconds)
+
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"{len(self._waiting)} under way"
         return f"<Transfer {len(self.arrived)} arrived, {len(self.failed)} failed, {state}>"
