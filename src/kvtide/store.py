@@ -62,15 +62,21 @@ class Store:
     """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
 
     def __init__(
-        self, config: Config, *, clock: Clock | None = None, disk: Disk | None = None, shared: bool = False
+        self,
+        config: Config,
+        *,
+        clock: Clock | None = None,
+        disk: Disk | None = None,
+        shared: bool = False,
+        aside: int = 0,
     ) -> None:
-        """``shared``: other processes will map its memory."""
+        """``shared``: other processes will map its memory, and have ``aside`` bytes of its budget already."""
         self.config = config
         self.clock = clock or SystemClock()
         self.index = Index(tiers=2 if config.nvme.path else 1)
         self.feed = Feed()
         memory = config.dram
-        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared)
+        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared, aside)
         self.copier = Copier()
         self._uses = Uses(self.index)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
 from kvtide.node.line import Line, Lost
+from kvtide.node.mapping import Mappings
 from kvtide.node.remote import Promise, RemoteDesk, give_up, keep
 from kvtide.session import Session
 from kvtide.store import Statistics
@@ -62,8 +64,10 @@ class Client:
         self._early: dict[int, p.Ended] = {}
         """Ends of what nobody has asked for yet: the notice overtook the reply."""
         self._closing = threading.Event()
+        self._name = secrets.token_hex(16)
+        self._mappings = Mappings()
         try:
-            self._line: Line | None = Line(path)
+            self._line: Line | None = Line(path, self._name, self._mappings)
         except OSError as e:
             self.copier.close()
             raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
@@ -73,6 +77,8 @@ class Client:
         self.deadline = self._line.welcome.deadline
         self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
         self._listener.start()
+        self._reporter = threading.Thread(target=self._report, name="kvtide-unmapped", daemon=True)
+        self._reporter.start()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "without a node"
@@ -143,7 +149,7 @@ class Client:
             if self._closing.is_set():
                 return
             try:
-                fresh = Line(self.path)
+                fresh = Line(self.path, self._name, self._mappings)
                 if self._feed.followed:
                     fresh.post(p.Follow(True))
             except (OSError, KvtideError, msgspec.MsgspecError, Lost):
@@ -153,8 +159,16 @@ class Client:
             pause = 0.05
             log.info("connected to the node at %s again", self.path)
             self._line = fresh
+            for name in set(fresh.offered) - set(self._mappings.names):
+                self._mappings.ended.put(name)  # it ended while there was nobody to be told
             if self._closing.is_set():
                 fresh.close()
+
+    def _report(self) -> None:
+        """Tell the node what memory we have let go."""
+        while (name := self._mappings.ended.get()) is not None:
+            with contextlib.suppress(Lost):  # its successor asks for all that we have
+                self.line.post(p.Unmapped([name]))
 
     def _lost(self, line: Line) -> None:
         line.close()
@@ -234,6 +248,10 @@ class Client:
         for session in list(self._sessions):
             session.close()
         self.door.shut()
+        if (line := self._line) is not None:
+            line.forget()
+        self._mappings.ended.put(None)
+        self._reporter.join()
         with contextlib.suppress(Lost):
             self.ask(self.line)  # when it answers, it knows of all that was given back
         self._closing.set()

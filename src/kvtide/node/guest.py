@@ -26,6 +26,7 @@ from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
+from kvtide.node.ledger import Ledger
 from kvtide.store import Store
 from kvtide.transfer.transfer import Transfer
 
@@ -44,6 +45,7 @@ class Host(Protocol):
 
     store: Store
     loop: asyncio.AbstractEventLoop
+    ledger: Ledger
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the loop, from any thread."""
@@ -118,11 +120,13 @@ class _Session:
 class Guest:
     """A client: a process, what it may do, and what it holds."""
 
-    def __init__(self, host: Host, connection: Connection, token: str, pidfd: int) -> None:
+    def __init__(self, host: Host, connection: Connection, name: str, token: str, pidfd: int) -> None:
         self._host = host
         self._store = host.store
         self._connection = connection
         self._forget = connection.lost
+        self.name = name
+        """What it calls itself, in all its lives' nodes."""
         self.token = token
         self._pidfd = pidfd
         self.notices: Connection | None = None
@@ -154,6 +158,8 @@ class Guest:
             self._removals = dram.removals
             gone = sorted(self._known - dram.serials)
             self._known.difference_update(gone)
+        if new:
+            self._host.ledger.lent(self.name, self._connection.pid, new, [dram.nbytes(serial) for serial in new])
         while len(new) > _DESCRIPTORS:
             first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
             self._connection.send(p.Reply(0, [], first), [dram.descriptor(serial) for serial in first])
@@ -315,6 +321,9 @@ class Guest:
             self._unfollow()
             self._unfollow = None
 
+    def _unmapped(self, o: p.Unmapped) -> None:
+        self._host.ledger.unmapped(self.name, o.names)
+
     def _happened(self, event: Event) -> None:
         keys = [bytes(k) for k in event.keys]
         notice: p.Notice = (
@@ -353,6 +362,7 @@ class Guest:
             session.end()
         self._sessions.clear()
         os.close(self._pidfd)
+        self._host.ledger.left(self.name)
         self._host.left(self)
 
 
@@ -371,4 +381,5 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Flush: Guest._flush,
     p.Statistics: Guest._statistics,
     p.Follow: Guest._follow,
+    p.Unmapped: Guest._unmapped,
 }

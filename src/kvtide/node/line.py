@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import mmap
 import os
 import socket
 import threading
@@ -17,12 +15,12 @@ import numpy as np
 from kvtide.block import Span
 from kvtide.errors import TierError
 from kvtide.node import protocol as p
+from kvtide.node.mapping import Mappings
 
 __all__ = ["Line", "Lost"]
 
 _PATIENCE = 10.0
 """Seconds after which a node that does not answer counts as dead."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
@@ -32,8 +30,12 @@ class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
 class Line:
     """The two connections to one life of a node, and its memory as far as we have mapped it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str, mappings: Mappings) -> None:
         self._requests = self._notices = None
+        self._name = name
+        self._mappings = mappings
+        self.offered = mappings.names
+        """Memory of earlier nodes that the node was told we have."""
         self._process = os.getpid()
         try:
             self._requests = self._dial(path)
@@ -70,7 +72,7 @@ class Line:
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token))
+        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token, self._name, self.offered))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):
@@ -142,7 +144,8 @@ class Line:
         try:
             reply = self._replies.decode(bytes(memoryview(received)[4:end]))
             for serial in reply.segments:
-                self._segments[serial] = _mapped(self._descriptors.pop(0))
+                name = f"{self.welcome.life}-{serial}"
+                self._segments[serial] = self._mappings.map(self._descriptors.pop(0), name)
         except (msgspec.MsgspecError, TierError, OSError, IndexError) as e:
             self.close()
             raise Lost from e
@@ -179,13 +182,3 @@ class Line:
         notice: p.Notice = self._tidings.decode(memoryview(heard)[4:end])
         del heard[:end]
         return notice
-
-
-def _mapped(fd: int) -> Span:
-    """A segment in our memory. It cannot shrink under us: that was sealed."""
-    try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise TierError("the node sent memory that is not sealed")
-        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED))
-    finally:
-        os.close(fd)

@@ -54,6 +54,7 @@ __all__ = [
     "Slots",
     "Statistics",
     "Stored",
+    "Unmapped",
     "Welcome",
     "describe",
     "frame",
@@ -82,6 +83,10 @@ class Hello(_Message, tag="hello"):
     version: str
     token: str = ""
     """Empty for a new client; that of its client for a connection for notices."""
+    client: str = ""
+    """What the client calls itself, at this node and its successors: something random."""
+    mapped: list[str] = []
+    """Memory of earlier nodes that it still has, by name."""
 
 
 class Welcome(_Message, tag="welcome"):
@@ -96,6 +101,8 @@ class Welcome(_Message, tag="welcome"):
     """Whether ``Reserve`` should bring token ids."""
     largest: int
     """Bytes that one reservation should have at most."""
+    life: str = ""
+    """Of this node. Its memory is called ``life-segment`` in ``Hello`` and ``Unmapped``, by its successors too."""
 
 
 class Failure(_Message, tag="failure"):
@@ -264,6 +271,12 @@ class Flush(_Message, tag="flush"):
     """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
 
 
+class Unmapped(_Message, tag="unmapped"):
+    """The client has let go of memory, of this node or an earlier one, by name. Answer: nil."""
+
+    names: list[str]
+
+
 class Statistics(_Message, tag="statistics"):
     """Answer: the statistics of the node's store, as a map."""
 
@@ -289,6 +302,7 @@ Operation = (
     | Flush
     | Statistics
     | Follow
+    | Unmapped
 )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
+from kvtide.node.ledger import Ledger
 from kvtide.node.server import Node
 from kvtide.store import Store
 
@@ -50,9 +51,10 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     with _alone(path):
-        store = Store(config, shared=True)
+        ledger = Ledger(path.with_suffix(".lent"))
+        store = Store(config, shared=True, aside=ledger.elsewhere)
         try:
-            node = Node(store, path)
+            node = Node(store, path, ledger)
         except BaseException:
             store.close()
             raise

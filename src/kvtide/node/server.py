@@ -22,6 +22,7 @@ from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import Guest
+from kvtide.node.ledger import Ledger
 from kvtide.store import Store
 
 __all__ = ["Node"]
@@ -35,10 +36,11 @@ _FIRST = 30.0
 class Node:
     """Serves a store at ``path``. Make it and call everything here in its loop's thread."""
 
-    def __init__(self, store: Store, path: Path) -> None:
+    def __init__(self, store: Store, path: Path, ledger: Ledger | None = None) -> None:
         self.store = store
         self.path = path
         self.loop = asyncio.get_running_loop()
+        self.ledger = ledger or Ledger(path.with_suffix(".lent"))
         self._connections: set[Connection] = set()
         self._guests: dict[str, Guest] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
@@ -46,6 +48,7 @@ class Node:
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._listener = self._bind()
         self.loop.add_reader(self._listener.fileno(), self._accept)
+        self.ledger.attach(self.loop, store.dram)
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -112,7 +115,12 @@ class Node:
             if pidfd is None:
                 connection.close("no pidfd of its own process came with its hello")
                 return
-            guest = Guest(self, connection, secrets.token_hex(16), pidfd)
+            name = hello.client or secrets.token_hex(16)
+            if not self.ledger.arrived(name, connection.pid, hello.mapped):
+                os.close(pidfd)
+                connection.close("it calls itself by another process's name")
+                return
+            guest = Guest(self, connection, name, secrets.token_hex(16), pidfd)
             self._guests[guest.token] = guest
             if self._idling is not None:
                 self._idling.cancel()
@@ -125,6 +133,7 @@ class Node:
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
                 self.store.largest_part,
+                self.ledger.life,
             )
         )
 
@@ -150,3 +159,4 @@ class Node:
             self.path.unlink()
         for connection in list(self._connections):
             connection.close()
+        self.ledger.close()

@@ -20,7 +20,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,11 @@ class _Memory:
             flags |= _MAP_HUGETLB | _MAP_HUGE_2MB
         return mmap.mmap(-1, nbytes, flags)
 
+    def empty(self) -> None:
+        """Give the pages back to the system, though others may still have them mapped: nobody has a right to them."""
+        if self.fd >= 0:
+            self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Give the memory back; a view that a caller still has keeps the mapping alive until it goes."""
         with contextlib.suppress(BufferError):
@@ -109,13 +114,17 @@ class Dram:
         huge_pages: str = "transparent",
         prefault: bool = False,
         shared: bool = True,
+        aside: int = 0,
     ) -> None:
         self._huge_pages = huge_pages
         self._shared = shared
         self._closed = False
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, _Memory] = {}
+        self._segments.aside = aside
         self._serials = itertools.count()
+        self.removed: Callable[[int], None] = lambda serial: None
+        """Called when memory was given back to the system; must not wait."""
         self.removals = 0
         """How often memory was given back to the system."""
         self._lock = threading.Lock()
@@ -159,9 +168,7 @@ class Dram:
                     if wasted * 16 <= spare.nbytes:
                         self._segments.recut(spare, size)
                         return True
-                    self._segments.remove(spare)
-                    self._memory.pop(spare.number).close()
-                    self.removals += 1
+                    self._remove(spare)
                     return True
                 slots = self._segments.fit(size)
                 if not slots:
@@ -169,6 +176,20 @@ class Dram:
                 segment = self._segments.add(size, slots)
                 self._segments.drain(segment)
             return self._fill(segment)
+
+    def _remove(self, segment: Segment) -> None:
+        """Give an empty segment's memory back."""
+        self._segments.remove(segment)
+        memory = self._memory.pop(segment.number)
+        memory.empty()
+        memory.close()
+        self.removals += 1
+        self.removed(memory.serial)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Leave so many bytes of the budget alone: memory of an earlier life that others still have."""
+        with self._lock:
+            self._segments.aside = nbytes
 
     def wait_prefault(self) -> None:
         """Wait until the whole budget is taken, if that was asked for."""
@@ -255,6 +276,11 @@ class Dram:
         """The memfd with that serial number, to be passed to a process that may map it."""
         with self._lock:
             return next(memory.fd for memory in self._memory.values() if memory.serial == serial)
+
+    def nbytes(self, serial: int) -> int:
+        """The size of the memory with that serial number."""
+        with self._lock:
+            return next(len(memory.view) for memory in self._memory.values() if memory.serial == serial)
 
     @property
     def serials(self) -> set[int]:

@@ -114,6 +114,8 @@ class Segments:
         self.per_slot = per_slot
         self.taken = 0
         """Bytes of all segments."""
+        self.aside = 0
+        """Bytes of the budget that are not to be had now: somebody else has them."""
         self.used = 0
         """Bytes of all slots that are not free."""
         self.slots = 0
@@ -142,9 +144,10 @@ class Segments:
 
     def fit(self, size: int) -> int:
         """How many slots a segment that could be added for ``size`` now would have; 0 if there is no room."""
-        room = (self.budget - self.taken - self.header) // (size + self.per_slot)
+        left = self.budget - self.taken - self.aside
+        room = (left - self.header) // (size + self.per_slot)
         slots = max(0, min(room, max(1, self.nominal // size)))
-        while slots and self._bytes(size, slots) + slots * self.per_slot > self.budget - self.taken:
+        while slots and self._bytes(size, slots) + slots * self.per_slot > left:
             slots -= 1
         return slots
 

@@ -1,0 +1,170 @@
+"""Who has mapped which memory: what the next node must know, should this one die.
+
+A client's mappings outlive the node, so that what it was handed stays readable. Until it lets go, that memory is still
+taken from the host, and a new node that took its whole budget beside it would exceed it. So a node writes down, beside
+its socket and before it hands memory out, which process gets it. The next one sets as many bytes aside until the client
+has come back and said that it has let go, or its process is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvtide.tiers.dram import Dram
+
+__all__ = ["Ledger"]
+
+log = logging.getLogger("kvtide.node")
+
+
+class _Entry(msgspec.Struct):
+    """A client's process, and the memory that it has: bytes by name."""
+
+    pid: int
+    started: int
+    """When, in the kernel's ticks: a number of a process is given again."""
+    memory: dict[str, int]
+
+
+class Ledger:
+    """Call everything in the node's loop once it is attached."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.life = secrets.token_hex(8)
+        self._entries: dict[str, _Entry] = {}
+        self._watched: dict[str, int] = {}
+        self._dram: Dram | None = None
+        try:
+            entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
+            self._entries = {c: e for c, e in entries.items() if e.memory and _started(e.pid) == e.started}
+        except FileNotFoundError:
+            pass
+        except (msgspec.MsgspecError, OSError) as e:
+            log.warning("%s is unreadable (%s): memory that clients still have is not counted", path, e)
+
+    @property
+    def elsewhere(self) -> int:
+        """Bytes of earlier nodes that their clients still have."""
+        found = {n: size for e in self._entries.values() for n, size in e.memory.items() if not self._ours(n)}
+        return sum(found.values())
+
+    def attach(self, loop: asyncio.AbstractEventLoop, dram: Dram) -> None:
+        """Begin to watch the clients of earlier nodes, and to keep ``dram``'s account."""
+        self._loop, self._dram = loop, dram
+        dram.set_aside(self.elsewhere)
+        dram.removed = self._given_up
+        for client, entry in list(self._entries.items()):
+            self._watch(client, entry)
+
+    def name(self, serial: int) -> str:
+        """What the memory with that serial number is called in all nodes' lives."""
+        return f"{self.life}-{serial}"
+
+    def _ours(self, name: str) -> bool:
+        return name.startswith(f"{self.life}-")
+
+    # -- what clients do ----------------------------------------------------------------------------------
+
+    def arrived(self, client: str, pid: int, mapped: Iterable[str]) -> bool:
+        """A client is here, and of what it had before it still has ``mapped``. False if its name is another's."""
+        entry = self._entry(client, pid)
+        if entry.pid != pid:
+            return False
+        self.unmapped(client, entry.memory.keys() - set(mapped))
+        return True
+
+    def lent(self, client: str, pid: int, serials: Sequence[int], sizes: Sequence[int]) -> None:
+        """A client is about to get memory of ours."""
+        entry = self._entry(client, pid)
+        entry.memory |= {self.name(s): size for s, size in zip(serials, sizes, strict=True)}
+        self._watch(client, entry)
+        self._write()
+
+    def unmapped(self, client: str, names: Iterable[str]) -> None:
+        """A client has let go of memory."""
+        memory = self._entries[client].memory if client in self._entries else {}
+        if gone := memory.keys() & set(names):
+            for name in gone:
+                del memory[name]
+            self._settle()
+
+    def left(self, client: str) -> None:
+        """A client has hung up. What it has not let go of stays written down until its process is dead."""
+        entry = self._entries.get(client)
+        if entry is not None and not entry.memory:
+            self._forget(client)
+
+    def _entry(self, client: str, pid: int) -> _Entry:
+        return self._entries.setdefault(client, _Entry(pid, _started(pid), {}))
+
+    # -- the account --------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Memory was let go."""
+        assert self._dram is not None
+        self._dram.set_aside(self.elsewhere)
+        self._write()
+
+    def _given_up(self, serial: int) -> None:
+        """Memory of ours has no pages any more, whoever has mapped it. Any thread says so."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._strike, self.name(serial))
+
+    def _strike(self, name: str) -> None:
+        for entry in self._entries.values():
+            entry.memory.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        fresh = self._path.with_suffix(".lent-new")
+        try:
+            fresh.write_bytes(msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory}))
+            fresh.replace(self._path)
+        except OSError as e:
+            log.warning("cannot write %s (%s): should the node die, its successor may take too much memory", fresh, e)
+
+    def _watch(self, client: str, entry: _Entry) -> None:
+        """Wait for the death of a client's process."""
+        if client in self._watched:
+            return
+        try:
+            pidfd = os.pidfd_open(entry.pid)
+        except ProcessLookupError:
+            self._forget(client)
+            return
+        self._watched[client] = pidfd
+        self._loop.add_reader(pidfd, self._forget, client)
+
+    def _forget(self, client: str) -> None:
+        pidfd = self._watched.pop(client, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        if self._entries.pop(client, None) is not None:
+            self._settle()
+
+    def close(self) -> None:
+        """Stop watching. The book stays, while clients have memory of ours."""
+        for pidfd in self._watched.values():
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._watched.clear()
+        if not any(entry.memory for entry in self._entries.values()):
+            self._path.unlink(missing_ok=True)
+
+
+def _started(pid: int) -> int:
+    """When a process was started; -1 if it is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return -1

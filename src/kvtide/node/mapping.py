@@ -1,0 +1,51 @@
+"""A client's view of a node's memory: what it has mapped, and when it has let go.
+
+Views keep their mapping alive, whatever became of the node. When the last view of a segment is gone so is the mapping,
+and the node, or its successor, is told: until then it counts the memory as ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import queue
+import weakref
+
+from kvtide.block import Span
+from kvtide.errors import TierError
+
+__all__ = ["Mappings"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Mappings:
+    """All memory that a client has mapped, of this node and of earlier ones."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self.ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """Names of what is not mapped any more, for whoever tells the node."""
+
+    def map(self, fd: int, name: str) -> Span:
+        """The memory behind a descriptor, which is closed. It cannot shrink under us: that was sealed."""
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise TierError("the node sent memory that is not sealed")
+            memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
+        finally:
+            os.close(fd)
+        self._names.add(name)
+        # A finalizer runs wherever the last view happens to die: it may only do what needs no lock.
+        weakref.finalize(memory, self._unmapped, name).atexit = False
+        return memoryview(memory)
+
+    def _unmapped(self, name: str) -> None:
+        self._names.discard(name)
+        self.ended.put(name)
+
+    @property
+    def names(self) -> list[str]:
+        """What is mapped now."""
+        return list(self._names)

@@ -1,0 +1,145 @@
+"""Memory that clients keep beyond a node's death is counted by its successor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtide.block import Layout
+from kvtide.index.keys import Model
+from kvtide.match import Match
+from kvtide.node.client import Client
+from kvtide.session import Session
+from tests.node.serving import Process, eventually
+
+SEGMENT = 2 << 20
+BUDGET = 4 * SEGMENT
+LAYOUT = Layout.attention(layers=4, heads=2, head_dim=64)
+BLOCKS = BUDGET // LAYOUT.geometry["full"].footprint
+TOKENS = np.arange(BLOCKS * LAYOUT.block_tokens, dtype=np.uint32)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    settings = {"DRAM_BUDGET": str(BUDGET), "DRAM_SEGMENT": str(SEGMENT), "DRAM_PREFAULT": "true", "NVME_PATH": ""}
+    process = Process(tmp_path, **{f"KVTIDE_{name}": value for name, value in settings.items()})
+    yield process
+    process.kill()
+
+
+def host_memory(node: Process) -> int:
+    """Bytes of all memory of nodes that this process or the node has mapped, each counted once."""
+    found: dict[str, int] = {}
+    for pid in (os.getpid(), node.process.pid):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/memfd:kvtide-" in line:
+                start, stop = (int(x, 16) for x in line.split()[0].split("-"))
+                found[line.split()[4]] = stop - start
+    return sum(found.values())
+
+
+def store(session: Session) -> int:
+    blocks = [np.full(LAYOUT.geometry["full"].nbytes, i + 1, np.uint8) for i in range(BLOCKS)]
+    return session.store(TOKENS, blocks).stored
+
+
+def held(session: Session) -> Match:
+    match = session.match(TOKENS)
+    assert match.tokens == len(TOKENS)
+    return match
+
+
+def _length(session: Session) -> int:
+    with session.match(TOKENS) as match:
+        return match.tokens // LAYOUT.block_tokens
+
+
+def test_a_new_node_leaves_room_for_what_clients_still_have(node: Process) -> None:
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        assert store(session) == BLOCKS
+        with held(session) as match:
+            kept = session.load(match).wait().views["full"][: BLOCKS // 2]
+        for _ in range(3):
+            node.kill()
+            node.start()
+            eventually(lambda: client.connected)
+            assert store(session) <= BLOCKS // 2, "the other half is not free"
+            assert host_memory(node) <= BUDGET + SEGMENT
+        assert [v[0] for v in kept] == list(range(1, BLOCKS // 2 + 1)), "what was handed out stays readable"
+        del kept
+        eventually(lambda: store(session) + _length(session) == BLOCKS)
+        assert host_memory(node) <= BUDGET
+
+
+def test_the_memory_of_a_dead_client_is_free_for_the_next_node(node: Process) -> None:
+    holder = (
+        "import sys; from kvtide.node.client import Client; from kvtide.index.keys import Model;"
+        "from tests.node.test_ledger import LAYOUT, held, store;"
+        "from pathlib import Path; c = Client(Path(sys.argv[1])); s = c.session(Model(LAYOUT, 'test'));"
+        "store(s); v = s.load(held(s)).wait(); print('ready', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", holder, str(node.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)  # it can say nothing
+        node.kill()
+        node.start()
+        with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+            assert store(session) == 0, "all memory is still the stopped process's"
+            process.kill()
+            process.wait()
+            eventually(lambda: store(session) == BLOCKS)
+    assert "unreadable" not in node.log
+
+
+def test_a_broken_book_is_told_and_does_no_harm(node: Process) -> None:
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        store(session)
+    node.kill()
+    node.path.with_suffix(".lent").write_bytes(b'{"who": ["knows"')
+    node.start()
+    assert "unreadable" in node.log
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        assert store(session) == BLOCKS
+
+
+def test_memory_that_is_given_up_is_free_though_clients_have_it_mapped(node: Process) -> None:
+    """A segment that suits no other size is given back to the system, and taken anew."""
+    wide = Layout.attention(layers=5, heads=4, head_dim=64)
+    block = np.zeros(wide.geometry["full"].nbytes, np.uint8)
+
+    def resident() -> int:
+        """Bytes of shared memory that the two processes have, each page counted once."""
+        facts = [Path(f"/proc/{pid}/smaps").read_text() for pid in (os.getpid(), node.process.pid)]
+        found: dict[str, int] = {}
+        for part in "".join(facts).split("/memfd:kvtide-")[1:]:
+            name, size = part.split(maxsplit=1)[0], int(part.split("Rss:")[1].split()[0])
+            found[name] = max(found.get(name, 0), size << 10)
+        return sum(found.values())
+
+    with Client(node.path) as client:
+        with client.session(Model(LAYOUT, "test")) as session:
+            assert store(session) == BLOCKS
+            match = held(session)
+            stale = session.load(match).wait().views["full"]
+            match.release()
+            with client.session(Model(wide, "test")) as other:
+                for i in range(2 * BLOCKS):
+                    assert other.store(np.full(wide.block_tokens, i, np.uint32), [block]).stored == 1
+                assert resident() <= BUDGET, "though every old segment is still mapped here"
+        assert len(stale) == BLOCKS
+
+
+def test_a_node_that_ends_in_good_order_leaves_no_book(node: Process) -> None:
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        store(session)
+    node.stop()
+    assert sorted(p.name for p in node.folder.iterdir()) == ["log", "node.alive", "ready.sock"]
