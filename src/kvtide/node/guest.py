@@ -17,16 +17,17 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from kvtide.block import BlockKey, Layout
+from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.events import BlockStored, Event
 from kvtide.index.index import DRAM
-from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
+from kvtide.node.booked import Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.ledger import Ledger
+from kvtide.node.team import Member, Team
 from kvtide.store import Store
 from kvtide.transfer.transfer import Transfer
 
@@ -46,75 +47,14 @@ class Host(Protocol):
     store: Store
     loop: asyncio.AbstractEventLoop
     ledger: Ledger
+    teams: dict[str, Team]
+    """By the token of the session that they belong to."""
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the loop, from any thread."""
 
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
-
-
-class _Names:
-    """A prompt's blocks, as they came over the socket."""
-
-    def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> None:
-        if len(digests) % 32:
-            raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        self._digests = [digests[i : i + 32] for i in range(0, len(digests), 32)]
-        if len(set(self._digests)) != len(self._digests):
-            raise LayoutError("a prompt cannot have one block twice")
-        self._tokens = tokens
-        self._size = size
-
-    @property
-    def blocks(self) -> int:
-        return len(self._digests)
-
-    def keys(self, suffix: bytes) -> list[BlockKey]:
-        return [BlockKey(d + suffix) for d in self._digests]
-
-    def parent(self, block: int) -> bytes:
-        return self._digests[block - 1] if block else ROOT
-
-    def tokens_of(self, block: int) -> bytes:
-        return self._tokens[block * self._size : (block + 1) * self._size]
-
-
-class _Session:
-    """A session of a client: its desk, and what it holds."""
-
-    def __init__(self, layout: Layout, desk: LocalDesk) -> None:
-        self.layout = layout
-        self.desk = desk
-        self.holdings: dict[int, LocalHolding] = {}
-        self.reservations: dict[int, Reservation] = {}
-
-    @property
-    def rights(self) -> int:
-        return len(self.holdings) + len(self.reservations)
-
-    def holding(self, number: int) -> LocalHolding:
-        try:
-            return self.holdings[number]
-        except KeyError:
-            raise RightError(f"there is no holding {number}") from None
-
-    def reservation(self, number: int) -> Reservation:
-        try:
-            return self.reservations[number]
-        except KeyError:
-            raise RightError(f"there is no reservation {number}") from None
-
-    def end(self) -> None:
-        """Give everything back: nobody looks at the memory any more."""
-        for give_back in [h.release for h in self.holdings.values()] + [r.abort for r in self.reservations.values()]:
-            try:
-                give_back()
-            except Exception:  # the others must not suffer
-                log.exception("a right could not be given back")
-        self.holdings.clear()
-        self.reservations.clear()
-        self.desk.close()
 
 
 class Guest:
@@ -131,7 +71,8 @@ class Guest:
         self._pidfd = pidfd
         self.notices: Connection | None = None
         self._numbers = itertools.count(1)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Booked] = {}
+        self._members: dict[int, Member] = {}
         self._loads: dict[int, Transfer] = {}
         self._known: set[int] = set()
         """Segments whose descriptors it has."""
@@ -144,7 +85,7 @@ class Guest:
 
     @property
     def rights(self) -> int:
-        return sum(s.rights for s in self._sessions.values())
+        return sum(s.rights for s in self._sessions.values()) + sum(len(m.visits) for m in self._members.values())
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -175,7 +116,7 @@ class Guest:
         except KvtideError as e:
             return p.Failure(type(e).__name__, str(e))
 
-    def _session(self, number: int) -> _Session:
+    def _session(self, number: int) -> Booked:
         try:
             return self._sessions[number]
         except KeyError:
@@ -189,18 +130,23 @@ class Guest:
         if (len(o.namespace), len(o.tenant)) != (32, 16):
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16")
         number = next(self._numbers)
-        self._sessions[number] = _Session(layout, LocalDesk(self._store, layout, o.namespace, o.tenant))
+        self._sessions[number] = Booked(layout, LocalDesk(self._store, layout, o.namespace, o.tenant))
         return number
 
     def _close(self, o: p.Close) -> None:
-        self._session(o.session).end()
+        self._end_session(self._session(o.session))
         del self._sessions[o.session]
+
+    def _end_session(self, session: Booked) -> None:
+        session.end()
+        if session.team is not None:
+            del self._host.teams[session.team.token]
 
     def _match(self, o: p.Match) -> p.Matched:
         session = self._session(o.session)
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(_Names(o.digests), o.have, o.prefill)
+        found = session.desk.match(Names(o.digests), o.have, o.prefill)
         number = next(self._numbers)
         session.holdings[number] = found
         plan = found.plan
@@ -212,13 +158,13 @@ class Guest:
             [found.counts[g.name] for g in session.layout.groups],
             found.ready,
             found.pending,
-            self._slots(session, found).slots if found.ready else None,
+            self._slots(session.layout, session.desk, found).slots if found.ready else None,
         )
 
-    def _slots(self, session: _Session, holding: LocalHolding) -> p.Collected:
-        blocks, first, places = session.desk.places(holding)
-        groups = session.layout.groups
-        return p.Collected(blocks, [p.Slots(first[g.name], self._addresses(places[g.name])) for g in groups])
+    def _slots(self, layout: Layout, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
+        blocks, first, places = desk.places(holding)
+        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in layout.groups]
+        return p.Collected(blocks, slots)
 
     def _addresses(self, places: list[int]) -> bytes:
         found = self._store.dram.addresses(np.array(places, np.int64))
@@ -249,36 +195,46 @@ class Guest:
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
-        return self._slots(session, session.holding(o.holding))
+        return self._slots(session.layout, session.desk, session.holding(o.holding))
 
     def _release(self, o: p.Release) -> None:
-        holdings = self._session(o.session).holdings
+        session = self._session(o.session)
         for number in o.holdings:
-            if (holding := holdings.pop(number, None)) is not None:
-                holding.release()
+            session.release(number)
 
     def _reserve(self, o: p.Reserve) -> p.Reserved:
         session = self._session(o.session)
         layout = session.layout
-        names = _Names(o.digests, o.tokens, 4 * layout.block_tokens)
+        names = Names(o.digests, o.tokens, 4 * layout.block_tokens)
         if not 0 <= o.start <= o.stop <= names.blocks or any(not 0 <= g < len(layout.groups) for g in o.groups):
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
         if not -100 <= o.priority <= 100 or (o.ttl is not None and not o.ttl > 0):
             raise LayoutError(f"priority {o.priority} or ttl {o.ttl} is out of range")
+        if o.writers and (session.team is None or any(not 0 <= w < session.team.ranks for w in o.writers)):
+            raise LayoutError(f"ranks {o.writers} are not among those that were invited to this session")
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         made = session.desk.reserve(groups, names, o.start, o.stop, o.ttl, o.priority, after)
         if o.after is not None:
             del session.reservations[o.after]
         number = next(self._numbers)
-        session.reservations[number] = made
+        if o.writers:
+            assert session.team is not None
+            session.team.delegate(number, made, o.writers)
+        else:
+            session.reservations[number] = made
+        return self._reserved(number, made, layout, addressed=not o.writers)
+
+    def _reserved(self, number: int, made: Reservation, layout: Layout, addressed: bool = True) -> p.Reserved:
         suffixes = {g.suffix: i for i, g in enumerate(layout.groups)}
-        places = self._store.index.place[DRAM][made.rows].tolist()
-        return p.Reserved(
-            number, made.refused, [suffixes[k[32:]] for k in made.keys], list(made.depths), self._addresses(places)
-        )
+        groups = [suffixes[k[32:]] for k in made.keys]
+        places = self._store.index.place[DRAM][made.rows].tolist() if addressed else []
+        return p.Reserved(number, made.refused, groups, list(made.depths), self._addresses(places))
 
     def _finish(self, o: p.Finish) -> None:
+        team = self._session(o.session).team
+        if team is not None and not o.sealed and team.abort(o.reservation):
+            return
         reservation = self._session(o.session).reservation(o.reservation)
         if o.sealed:
             reservation.seal()
@@ -286,12 +242,58 @@ class Guest:
             reservation.abort()
         del self._session(o.session).reservations[o.reservation]
 
+    # -- an engine of several processes -------------------------------------------------------------------
+
+    def _invite(self, o: p.Invite) -> None:
+        session = self._session(o.session)
+        if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
+            raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
+        session.team = Team(session.layout, session.desk, session.holdings, o.token, o.ranks)
+        self._host.teams[o.token] = session.team
+
+    def _join(self, o: p.Join) -> p.Joined:
+        team = self._host.teams.get(o.token)
+        if team is None:
+            raise RightError("no session has this token; its scheduler is not here, or has ended it")
+        number = next(self._numbers)
+        self._members[number] = team.join(o.rank)
+        return p.Joined(number, team.ranks, p.describe(team.layout), team.layout.block_tokens)
+
+    def _member(self, number: int) -> Member:
+        try:
+            return self._members[number]
+        except KeyError:
+            raise RightError(f"there is no worker {number}") from None
+
+    def _visit(self, o: p.Visit) -> p.Collected:
+        member = self._member(o.member)
+        holding = member.team.holding(o.holding)
+        member.visit(o.holding)
+        return self._slots(member.team.layout, member.team.desk, holding)
+
+    def _fill(self, o: p.Fill) -> p.Reserved:
+        member = self._member(o.member)
+        made = member.team.reservation(o.reservation)
+        member.visit(o.reservation)
+        return self._reserved(o.reservation, made, member.team.layout)
+
+    def _leave(self, o: p.Leave) -> None:
+        member = self._member(o.member)
+        for number in o.rights:
+            member.leave(number, o.good)
+
+    def _resign(self, o: p.Resign) -> None:
+        self._member(o.member).end()
+        del self._members[o.member]
+
+    # -- keeping, removing, watching ----------------------------------------------------------------------
+
     def _pin(self, o: p.Pin) -> int:
-        return self._session(o.session).desk.pin(_Names(o.digests), o.stop, 1 if o.step > 0 else -1)
+        return self._session(o.session).desk.pin(Names(o.digests), o.stop, 1 if o.step > 0 else -1)
 
     def _drop(self, o: p.Drop) -> int:
         session, number = self._session(o.session), next(self._numbers)
-        names = _Names(o.digests)
+        names = Names(o.digests)
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         found = 0
 
@@ -347,6 +349,9 @@ class Guest:
             transfer.cancel()
         if self.notices is not None:
             self.notices.close()
+        for team in [s.team for s in self._sessions.values()] + [m.team for m in self._members.values()]:
+            if team is not None:
+                team.fail()
         if not self.rights:
             self._end()
             return
@@ -358,8 +363,11 @@ class Guest:
         self._end()
 
     def _end(self) -> None:
+        for member in self._members.values():
+            member.end()
+        self._members.clear()
         for session in self._sessions.values():
-            session.end()
+            self._end_session(session)
         self._sessions.clear()
         os.close(self._pidfd)
         self._host.ledger.left(self.name)
@@ -382,4 +390,10 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Statistics: Guest._statistics,
     p.Follow: Guest._follow,
     p.Unmapped: Guest._unmapped,
+    p.Invite: Guest._invite,
+    p.Join: Guest._join,
+    p.Visit: Guest._visit,
+    p.Fill: Guest._fill,
+    p.Leave: Guest._leave,
+    p.Resign: Guest._resign,
 }

@@ -33,11 +33,16 @@ __all__ = [
     "Drop",
     "Ended",
     "Failure",
+    "Fill",
     "Finish",
     "Flush",
     "Follow",
     "GroupFields",
     "Hello",
+    "Invite",
+    "Join",
+    "Joined",
+    "Leave",
     "Load",
     "Match",
     "Matched",
@@ -51,10 +56,12 @@ __all__ = [
     "Request",
     "Reserve",
     "Reserved",
+    "Resign",
     "Slots",
     "Statistics",
     "Stored",
     "Unmapped",
+    "Visit",
     "Welcome",
     "describe",
     "frame",
@@ -228,6 +235,8 @@ class Reserve(_Message, tag="reserve"):
     priority: int
     tokens: bytes = b""
     after: int | None = None
+    writers: list[int] = []
+    """Ranks of workers. If there are any they fill it, not the client, and it is sealed when each has said so."""
 
 
 class Reserved(_Message, tag="reserved"):
@@ -248,6 +257,64 @@ class Finish(_Message, tag="finish"):
     session: int
     reservation: int
     sealed: bool
+
+
+# An engine of several processes: see team.py.
+
+
+class Invite(_Message, tag="invite"):
+    """Let workers with this token, which the client has chosen, join a session of ``ranks`` ranks. Answer: nil."""
+
+    session: int
+    token: str
+    ranks: int
+
+
+class Join(_Message, tag="join"):
+    """Become a worker of another client's session. Answer: ``Joined``."""
+
+    token: str
+    rank: int
+
+
+class Joined(_Message, tag="joined"):
+    """The number of the worker, and what it is to work on."""
+
+    member: int
+    ranks: int
+    groups: list[GroupFields]
+    block_tokens: int
+
+
+class Visit(_Message, tag="visit"):
+    """A worker is going to read a holding of its session. Answer: ``Collected``."""
+
+    member: int
+    holding: int
+
+
+class Fill(_Message, tag="fill"):
+    """A worker is going to write its slice of a reservation of its session. Answer: ``Reserved``."""
+
+    member: int
+    reservation: int
+
+
+class Leave(_Message, tag="leave"):
+    """A worker does not use these holdings and reservations any more; ``good``: what it was to write is written.
+
+    Answer: nil.
+    """
+
+    member: int
+    rights: list[int]
+    good: bool
+
+
+class Resign(_Message, tag="resign"):
+    """A worker leaves its session. Answer: nil."""
+
+    member: int
 
 
 class Pin(_Message, tag="pin"):
@@ -303,6 +370,12 @@ Operation = (
     | Statistics
     | Follow
     | Unmapped
+    | Invite
+    | Join
+    | Visit
+    | Fill
+    | Leave
+    | Resign
 )
 
 
@@ -311,7 +384,7 @@ class Request(_Message):
     operations: list[Operation]
 
 
-Answer = Matched | Collected | Reserved | Failure | int | dict[str, Any] | None
+Answer = Matched | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None
 
 
 class Reply(_Message):

@@ -23,6 +23,7 @@ from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import Guest
 from kvtide.node.ledger import Ledger
+from kvtide.node.team import Team
 from kvtide.store import Store
 
 __all__ = ["Node"]
@@ -43,6 +44,7 @@ class Node:
         self.ledger = ledger or Ledger(path.with_suffix(".lent"))
         self._connections: set[Connection] = set()
         self._guests: dict[str, Guest] = {}
+        self.teams: dict[str, Team] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._idling: asyncio.TimerHandle | None = None
         self._hello = msgspec.msgpack.Decoder(p.Hello)

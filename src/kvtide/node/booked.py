@@ -1,0 +1,89 @@
+"""A client's session at the node: its desk, and what it holds."""
+
+from __future__ import annotations
+
+import logging
+
+from kvtide.block import BlockKey, Layout
+from kvtide.desk import LocalDesk, LocalHolding
+from kvtide.errors import LayoutError, RightError
+from kvtide.index.keys import ROOT
+from kvtide.index.lease import Reservation
+from kvtide.node.team import Team
+
+__all__ = ["Booked", "Names"]
+
+log = logging.getLogger("kvtide.node")
+
+
+class Names:
+    """A prompt's blocks, as they came over the socket."""
+
+    def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> None:
+        if len(digests) % 32:
+            raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
+        self._digests = [digests[i : i + 32] for i in range(0, len(digests), 32)]
+        if len(set(self._digests)) != len(self._digests):
+            raise LayoutError("a prompt cannot have one block twice")
+        self._tokens = tokens
+        self._size = size
+
+    @property
+    def blocks(self) -> int:
+        return len(self._digests)
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        return [BlockKey(d + suffix) for d in self._digests]
+
+    def parent(self, block: int) -> bytes:
+        return self._digests[block - 1] if block else ROOT
+
+    def tokens_of(self, block: int) -> bytes:
+        return self._tokens[block * self._size : (block + 1) * self._size]
+
+
+class Booked:
+    """A session of a client: its desk, and what it holds."""
+
+    def __init__(self, layout: Layout, desk: LocalDesk) -> None:
+        self.layout = layout
+        self.desk = desk
+        self.holdings: dict[int, LocalHolding] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.team: Team | None = None
+
+    @property
+    def rights(self) -> int:
+        return len(self.holdings) + len(self.reservations) + (self.team.rights if self.team is not None else 0)
+
+    def holding(self, number: int) -> LocalHolding:
+        try:
+            return self.holdings[number]
+        except KeyError:
+            raise RightError(f"there is no holding {number}") from None
+
+    def reservation(self, number: int) -> Reservation:
+        try:
+            return self.reservations[number]
+        except KeyError:
+            raise RightError(f"there is no reservation {number}") from None
+
+    def release(self, number: int) -> None:
+        """A holding is not looked at any more, by its client at least."""
+        holding = self.holdings.pop(number, None)
+        if holding is not None and self.team is not None:
+            self.team.when_free(number, holding.release)
+        elif holding is not None:
+            holding.release()
+
+    def end(self) -> None:
+        """Give everything back: the client does not look at the memory any more."""
+        releases = [h.release for h in self.holdings.values()] if self.team is None else [self.team.end]
+        for give_back in releases + [r.abort for r in self.reservations.values()]:
+            try:
+                give_back()
+            except Exception:  # the others must not suffer
+                log.exception("a right could not be given back")
+        self.holdings.clear()
+        self.reservations.clear()
+        self.desk.close()

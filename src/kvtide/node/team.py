@@ -1,0 +1,158 @@
+"""An engine of several processes: a scheduler that decides, and workers that move the bytes.
+
+The scheduler's session matches and reserves. Workers have connections of their own and join the session with its token
+and a rank; then they may use what it holds. To *visit* a holding or a reservation is to be told its slots.
+
+What a worker was told it may be using: its slots are given to nobody else before it has left, or its process is dead,
+whatever the scheduler says or does meanwhile. A reservation for a team names its writers, each of which fills its
+slice of every block. It is sealed when each has left it in good order; if one fails, or is lost, it never is.
+
+Numbers of holdings and reservations are never given twice in a node's life, so that they stand for the generations of
+their slots too: a late acknowledgement finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvtide.block import Layout
+from kvtide.desk import LocalDesk, LocalHolding
+from kvtide.errors import RightError
+from kvtide.index.lease import Reservation
+
+__all__ = ["Member", "Team"]
+
+
+class Team:
+    """The workers of one session, and what they use."""
+
+    def __init__(
+        self, layout: Layout, desk: LocalDesk, holdings: dict[int, LocalHolding], token: str, ranks: int
+    ) -> None:
+        self.layout = layout
+        self.desk = desk
+        self.token = token
+        self.ranks = ranks
+        self._holdings = holdings
+        self._members: dict[int, Member] = {}
+        self._visitors: dict[int, set[Member]] = {}
+        self._when_free: dict[int, Callable[[], None]] = {}
+        self._pledged: dict[int, Reservation] = {}
+        self._writers: dict[int, set[int]] = {}
+        """By reservation: the ranks that have not written yet."""
+        self.over = False
+
+    @property
+    def rights(self) -> int:
+        return len(self._pledged)
+
+    # -- the scheduler ------------------------------------------------------------------------------------
+
+    def delegate(self, number: int, reservation: Reservation, writers: Iterable[int]) -> None:
+        """Let workers fill a reservation."""
+        self._pledged[number] = reservation
+        self._writers[number] = set(writers)
+
+    def abort(self, number: int) -> bool:
+        """Give a reservation of the team up; False if there is none of that number."""
+        reservation = self._pledged.pop(number, None)
+        if reservation is None:
+            return False
+        del self._writers[number]
+        self.when_free(number, reservation.abort)
+        return True
+
+    def when_free(self, number: int, call: Callable[[], None]) -> None:
+        """Call when nobody visits that right any more: now, or when the last has left."""
+        if self._visitors.get(number):
+            self._when_free[number] = call
+        else:
+            call()
+
+    def fail(self) -> None:
+        """One of the team is lost: nothing that is open will be whole."""
+        for number in list(self._pledged):
+            self.abort(number)
+
+    def end(self) -> None:
+        """The session has ended."""
+        self.over = True
+        self.fail()
+        for number, holding in self._holdings.items():
+            self.when_free(number, holding.release)
+
+    # -- the workers --------------------------------------------------------------------------------------
+
+    def join(self, rank: int) -> Member:
+        if self.over:
+            raise RightError("this session has ended")
+        if not 0 <= rank < self.ranks:
+            raise RightError(f"rank {rank} is not one of this session's {self.ranks}")
+        if rank in self._members:
+            raise RightError(f"rank {rank} has joined already; it must leave first, or its process end")
+        self._members[rank] = member = Member(self, rank)
+        return member
+
+    def left(self, member: Member) -> None:
+        if self._members.get(member.rank) is member:
+            del self._members[member.rank]
+
+    def holding(self, number: int) -> LocalHolding:
+        if number not in self._holdings or self.over:
+            raise RightError(f"there is no holding {number}; it was released")
+        return self._holdings[number]
+
+    def reservation(self, number: int) -> Reservation:
+        if number not in self._pledged:
+            raise RightError(f"there is no reservation {number} for workers; it was given up")
+        return self._pledged[number]
+
+    def came(self, number: int, member: Member) -> None:
+        self._visitors.setdefault(number, set()).add(member)
+
+    def done(self, number: int, member: Member, good: bool) -> None:
+        """A worker does not use the slots of a right any more."""
+        visitors = self._visitors.get(number, set())
+        visitors.discard(member)
+        if not visitors:
+            self._visitors.pop(number, None)
+        if number in self._pledged:
+            if good:
+                self._wrote(number, member.rank)
+            else:
+                self.abort(number)
+        if not visitors and (call := self._when_free.pop(number, None)) is not None:
+            call()
+
+    def _wrote(self, number: int, rank: int) -> None:
+        missing = self._writers[number]
+        missing.discard(rank)
+        if not missing and not self._visitors.get(number):
+            del self._writers[number]
+            self._pledged.pop(number).seal()
+
+
+class Member:
+    """A worker of a team."""
+
+    def __init__(self, team: Team, rank: int) -> None:
+        self.team = team
+        self.rank = rank
+        self.visits: set[int] = set()
+
+    def visit(self, number: int) -> None:
+        """It is about to be told the slots of a right."""
+        self.visits.add(number)
+        self.team.came(number, self)
+
+    def leave(self, number: int, good: bool) -> None:
+        """It does not use them any more."""
+        self.visits.discard(number)
+        self.team.done(number, self, good)
+
+    def end(self) -> None:
+        """It has left the team, or its process is dead."""
+        self.team.fail()
+        for number in list(self.visits):
+            self.leave(number, good=False)
+        self.team.left(self)
