@@ -10,7 +10,7 @@ import pytest
 
 from kvtide import BlockRemoved, BlockStored, Store
 from kvtide.block import BlockKey
-from kvtide.events import Event, Feed
+from kvtide.events import Backlog, Event, EventsLost, Feed
 from tests.plan.small import MODEL, SLOTS, Clock, keep, length, open_store, prompt, right
 
 ONE = BlockStored("dram", (BlockKey(b"one"),))
@@ -95,6 +95,7 @@ class Ledger:
         store.follow(self._on)
 
     def _on(self, event: Event) -> None:
+        assert not isinstance(event, EventsLost)
         with self._lock:
             known = self.where[event.tier]
             if isinstance(event, BlockStored):
@@ -123,3 +124,27 @@ def test_events_alone_tell_what_is_where(tmp_path: Path) -> None:
         assert {tier: len(keys) for tier, keys in ledger.where.items()} == {
             tier: statistics.tiers[tier].blocks for tier in ("dram", "nvme")
         }
+
+
+def numbered(*numbers: int) -> tuple[BlockKey, ...]:
+    return tuple(BlockKey(b"%d" % n) for n in numbers)
+
+
+def test_what_waits_is_joined_in_order_and_what_has_no_room_is_counted() -> None:
+    backlog = Backlog(most=5)
+    woken = [backlog.put(BlockStored("dram", numbered(n))) for n in (1, 2)]
+    woken.append(backlog.put(BlockRemoved("dram", numbered(1), "evicted")))
+    woken.append(backlog.put(BlockRemoved("dram", numbered(2), "dropped")))
+    assert woken == [True, False, False, False], "one call empties it"
+    for n in (3, 4, 5):
+        backlog.put(BlockStored("nvme", numbered(n)))
+    found = [backlog.take() for _ in range(5)]
+    assert found == [
+        BlockStored("dram", numbered(1, 2)),
+        BlockRemoved("dram", numbered(1), "evicted"),
+        BlockRemoved("dram", numbered(2), "dropped"),
+        BlockStored("nvme", numbered(3)),
+        EventsLost(2),
+    ]
+    assert backlog.put(BlockStored("nvme", numbered(6))), "there is room again"
+    assert (backlog.take(), backlog.take()) == (BlockStored("nvme", numbered(6)), None)

@@ -38,7 +38,7 @@ from kvtide import config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.desk import LocalHolding
 from kvtide.errors import TierError
-from kvtide.events import BlockStored, Event
+from kvtide.events import BlockStored, Event, EventsLost
 from kvtide.index.index import SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
@@ -187,7 +187,7 @@ class Machine(RuleBasedStateMachine):
         self.hidden.clear()
 
     def happened(self, event: Event) -> None:
-        if event.tier == "nvme":
+        if not isinstance(event, EventsLost) and event.tier == "nvme":
             change = self.written.update if isinstance(event, BlockStored) else self.written.difference_update
             change(event.keys)
 

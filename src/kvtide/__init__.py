@@ -13,7 +13,7 @@
 """
 
 from kvtide.block import Group, Kind, Layout
-from kvtide.events import BlockRemoved, BlockStored
+from kvtide.events import BlockRemoved, BlockStored, EventsLost
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
@@ -29,6 +29,7 @@ __all__ = [
     "BlockStored",
     "Chain",
     "Client",
+    "EventsLost",
     "Extra",
     "Group",
     "Kind",

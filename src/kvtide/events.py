@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtide.block import BlockKey
 
-__all__ = ["BlockRemoved", "BlockStored", "Event", "Feed"]
+__all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Feed"]
 
 log = logging.getLogger("kvtide.events")
+
+_TOGETHER = 1000
+"""Keys that one event has at most when it had to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,17 @@ class BlockRemoved:
     reason: str
 
 
-Event = BlockStored | BlockRemoved
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """So many events could not be passed on; 0: nobody knows how many. What was learned from events may be outdated.
+
+    A node's client is told so when it was too slow, or after its node was away; a store in this process never says it.
+    """
+
+    count: int
+
+
+Event = BlockStored | BlockRemoved | EventsLost
 
 
 class Feed:
@@ -68,3 +82,52 @@ class Feed:
                     follower(event)
                 except Exception:
                     log.exception("a follower of events failed on %r", event)
+
+
+class Backlog:
+    """Events that wait for somebody slow: those alike are joined, and what there is no room for is counted as lost."""
+
+    def __init__(self, most: int = 100_000) -> None:
+        self._most = most
+        """Keys that may wait."""
+        self._keys = 0
+        self._events: deque[Event] = deque()
+        self._lock = threading.Lock()
+
+    def put(self, event: Event) -> bool:
+        """Let it wait. True if nothing else did: then somebody must be told to ``take``."""
+        with self._lock:
+            first = not self._events
+            if isinstance(event, EventsLost):
+                self._lose(event.count)
+            elif self._keys + len(event.keys) > self._most:
+                self._lose(1)
+            else:
+                self._keys += len(event.keys)
+                for start in range(0, len(event.keys), _TOGETHER):
+                    self._join(replace(event, keys=event.keys[start : start + _TOGETHER]))
+        return first
+
+    def _lose(self, count: int) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, EventsLost):
+            self._events[-1] = EventsLost(last.count + count)
+        else:
+            self._events.append(EventsLost(count))
+
+    def _join(self, event: BlockStored | BlockRemoved) -> None:
+        last = self._events[-1] if self._events else None
+        if last is None or isinstance(last, EventsLost) or len(last.keys) + len(event.keys) > _TOGETHER:
+            self._events.append(event)
+        elif replace(event, keys=()) == replace(last, keys=()):
+            self._events[-1] = replace(last, keys=last.keys + event.keys)
+        else:
+            self._events.append(event)
+
+    def take(self) -> Event | None:
+        """The next event, or None."""
+        with self._lock:
+            event = self._events.popleft() if self._events else None
+            if isinstance(event, BlockStored | BlockRemoved):
+                self._keys -= len(event.keys)
+            return event

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,32 @@ def test_a_folder_that_others_may_write_is_refused(config: Config, tmp_path: Pat
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="not ours alone"):
         open_node(config)
+
+
+def nodes(config: Config) -> list[int]:
+    """The processes of the node with that configuration."""
+    return [int(p.name) for p in Path("/proc").glob("[0-9]*") if str(place(config)) in _command(p)]
+
+
+def test_a_node_that_was_killed_is_started_again(config: Config) -> None:
+    with open_node(config, idle=0.2) as client, open_node(config, idle=0.2), client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        (old,) = nodes(config)
+        os.kill(old, signal.SIGKILL)
+        eventually(lambda: not client.connected)
+        eventually(lambda: client.connected)
+        (new,) = nodes(config)
+        assert new != old
+        assert length(session, prompt(1, 2)) == 32, "from its disk"
+    eventually(lambda: not place(config).exists())
+
+
+def test_whoever_comes_while_a_node_goes_has_one(config: Config) -> None:
+    for _ in range(5):
+        for pause in (0.0, 0.001, 0.01):
+            open_node(config, idle=pause).close()
+            time.sleep(pause)
+            with open_node(config, idle=0.0) as client:
+                eventually(lambda: client.connected)
+    eventually(lambda: not place(config).exists())

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtide.block import BlockKey
+from kvtide.events import BlockStored
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
@@ -127,6 +129,28 @@ def test_who_never_reads_is_sent_away(node: Thread) -> None:
         flood = asked * 10_000
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             sock.sendall(flood)
+
+
+def test_who_does_not_read_events_loses_some_and_nothing_else(node: Thread) -> None:
+    keys = tuple(BlockKey(os.urandom(33)) for _ in range(1000))
+    with dialled(node) as sock, dialled(node) as notices:
+        greet(sock)
+        notices.sendall(packed(["hello", 1, 1, "", answer(sock)[3]]))
+        assert answer(notices)[0] == "welcome"
+        sock.sendall(packed([1, [["follow", True]]]))
+        assert answer(sock)[1] == [None]
+        for _ in range(500):
+            node.store.feed.publish([BlockStored("dram", keys)])
+        sock.sendall(packed([2, [["flush"]]]))
+        assert answer(sock)[0] == 2, "it is served"
+        told = lost = 0
+        while told + 1000 * lost < 500_000:
+            match answer(notices):
+                case ["stored", "dram", some]:
+                    told += len(some)
+                case ["lost", count]:
+                    lost += count
+        assert lost
 
 
 numbers = st.one_of(st.integers(-2, 5), st.integers(-(2**63), 2**64 - 1))

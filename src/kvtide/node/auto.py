@@ -8,6 +8,7 @@ its last client has gone it writes down what is worth keeping and goes too.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from kvtide import config as configuration
 from kvtide.config import Config
 from kvtide.errors import ConfigError, TierError
 from kvtide.node.client import Client
+from kvtide.node.line import Line
+from kvtide.node.mapping import Mappings
 from kvtide.store import Store
 
 __all__ = ["open_anywhere", "open_node", "place"]
@@ -66,18 +69,22 @@ def place(config: Config) -> Path:
 
 
 def open_node(config: Config, idle: float = _IDLE) -> Client:
-    """A client of the node with that configuration; it is started if there is none."""
+    """A client of the node with that configuration; it is started whenever there is none."""
     if config.nvme.path:  # the node has another working directory, and another program's "kv" is not ours
         nvme = msgspec.structs.replace(config.nvme, path=str(Path(config.nvme.path).absolute()))
         config = msgspec.structs.replace(config, nvme=nvme)
     path = place(config)
+    return Client(path, functools.partial(_reach, config, path, idle))
+
+
+def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mappings) -> Line:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # else two that come first would start two
         try:
-            return Client(path)
-        except TierError:
+            return Line(path, name, mappings)
+        except (OSError, TierError):  # there is none, or it is just going
             _start(config, path, idle)
-        return Client(path)
+        return Line(path, name, mappings)
 
 
 def _start(config: Config, path: Path, idle: float) -> None:

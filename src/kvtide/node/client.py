@@ -2,15 +2,18 @@
 
 A client has two connections. Over the first the calling thread itself sends a request and reads the reply, so that no
 other thread must wake for it. Over the second a thread of ours hears what happens in its own time: ends of loads and
-drops, events, and the node's death.
+drops, events, and the node's death. Followers and callbacks are called on a third thread, where they may do what
+they like.
 
 When the node dies everything is a miss at once: no call waits for it, blocks that were handed out stay readable (the
-mapping is ours), and the thread tries to reach its successor.
+mapping is ours), and the thread tries to reach its successor. If the node was not dead at all, it still keeps for us
+what we held: it is told to forget that when nothing of it is in use any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -26,13 +29,15 @@ from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.door import Door
 from kvtide.errors import ClosedError, KvtideError, TierError
-from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
+from kvtide.node.calls import Calls
 from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
-from kvtide.node.remote import Promise, RemoteDesk, give_up, keep
+from kvtide.node.promises import Promise
+from kvtide.node.remote import RemoteDesk
 from kvtide.session import Session
 from kvtide.store import Statistics
 from kvtide.tiers.copier import Copier
@@ -44,6 +49,11 @@ log = logging.getLogger("kvtide.client")
 
 T = TypeVar("T", bound="Transfer | Promise")
 
+_SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
+"""Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
+_CLOSING = 5.0
+"""Seconds that closing waits for a callback, or for an attempt to reach the node."""
+
 
 class Client:
     """A node's store, with the interface of ``Store``. Made by ``kvtide.connect``; close it, or use it in a ``with``.
@@ -51,23 +61,25 @@ class Client:
     Safe from any thread.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dial: Callable[[str, Mappings], Line] | None = None) -> None:
+        """``dial`` reaches the node, and may start it; it is given our name and mappings."""
         self.path = path
+        self._dial = dial or functools.partial(Line, path)
         self.clock: Clock = SystemClock()
         self.copier = Copier()
         self.door = Door("this store is closed; connect again with kvtide.connect(...)")
         self.closed = False
         self._feed = Feed()
+        self._backlog = Backlog()
+        self._following = threading.Lock()
         self._sessions: set[Session] = set()
-        self._lock = threading.Lock()
-        self._promises: dict[int, Transfer | Promise] = {}
-        self._early: dict[int, p.Ended] = {}
-        """Ends of what nobody has asked for yet: the notice overtook the reply."""
+        self._past: set[Line] = set()
+        """Lines that were lost, while the node may still keep for us what they gave."""
         self._closing = threading.Event()
         self._name = secrets.token_hex(16)
         self._mappings = Mappings()
         try:
-            self._line: Line | None = Line(path, self._name, self._mappings)
+            self._line: Line | None = self._dial(self._name, self._mappings)
         except OSError as e:
             self.copier.close()
             raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
@@ -75,6 +87,7 @@ class Client:
             self.copier.close()
             raise
         self.deadline = self._line.welcome.deadline
+        self.calls = Calls("kvtide-client-calls")
         self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
         self._listener.start()
         self._reporter = threading.Thread(target=self._report, name="kvtide-unmapped", daemon=True)
@@ -113,56 +126,30 @@ class Client:
             promise.expect([0])
         (number,) = self.ask(line, operation)
         assert isinstance(number, int)
-        with self._lock:
-            ended = self._early.pop(number, None)
-            if ended is None and line is self._line:
-                self._promises[number] = promise
-        if ended is not None:
-            keep(promise, ended)
-        elif line is not self._line:
-            give_up(promise)
-        elif isinstance(promise, Transfer):
+        line.promises.add(number, promise)
+        if isinstance(promise, Transfer):
             promise.on_end(lambda: self._over(line, number))
         return promise
 
     def _over(self, line: Line, number: int) -> None:
         """A transfer ended; if the node does not know that, tell it."""
-        with self._lock:
-            known = self._promises.pop(number, None) is None
-        if not known:
+        if line.promises.withdraw(number):
             with contextlib.suppress(Lost):
                 line.post(p.Cancel(number))
 
     def _listen(self) -> None:
-        pause = 0.05
+        pause = _SOON
         while not self._closing.is_set():
             line = self._line
             if line is not None:
-                try:
-                    while True:
-                        self._heard(line.hear())
-                except Lost:
-                    pass
-                except Exception:
-                    log.exception("the node said what cannot be understood; hanging up")
-                self._lost(line)
-            if self._closing.is_set():
-                return
-            try:
-                fresh = Line(self.path, self._name, self._mappings)
-                if self._feed.followed:
-                    fresh.post(p.Follow(True))
-            except (OSError, KvtideError, msgspec.MsgspecError, Lost):
-                self._closing.wait(pause)
-                pause = min(2.0, 2 * pause)
+                self._hear(line)
+                pause = _SOON
                 continue
-            pause = 0.05
-            log.info("connected to the node at %s again", self.path)
-            self._line = fresh
-            for name in set(fresh.offered) - set(self._mappings.names):
-                self._mappings.ended.put(name)  # it ended while there was nobody to be told
-            if self._closing.is_set():
-                fresh.close()
+            try:
+                self._connect(self._dial(self._name, self._mappings))
+            except (OSError, KvtideError, msgspec.MsgspecError) as e:
+                self._closing.wait(pause)
+                pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
 
     def _report(self) -> None:
         """Tell the node what memory we have let go."""
@@ -170,34 +157,62 @@ class Client:
             with contextlib.suppress(Lost):  # its successor asks for all that we have
                 self.line.post(p.Unmapped([name]))
 
-    def _lost(self, line: Line) -> None:
+    def _hear(self, line: Line) -> None:
+        """Hear the node until it is gone."""
+        try:
+            while True:
+                self._heard(line, line.hear())
+        except Lost:
+            pass
+        except Exception:
+            log.exception("the node said what cannot be understood; hanging up")
         line.close()
-        line.forget()
-        with self._lock:
-            self._line = None
-            promises, self._promises = self._promises, {}
-            self._early.clear()
+        line.unmap()
+        self._past.add(line)
+        self._line = None
         if not self._closing.is_set():
             log.warning("the node at %s is gone; everything is a miss until it is back", self.path)
-        for promise in promises.values():
-            give_up(promise)
+        line.promises.give_up()
 
-    def _heard(self, notice: p.Notice) -> None:
+    def _connect(self, line: Line) -> None:
+        """There is a node again."""
+        self._line = line
+        if self._closing.is_set():
+            line.close()
+            return
+        log.info("connected to the node at %s again", self.path)
+        for name in set(line.offered) - set(self._mappings.names):
+            self._mappings.ended.put(name)  # it ended while there was nobody to be told
+        self.settle()
+        if self._feed.followed:
+            self._follow()
+            self._happened(EventsLost(0))
+
+    def settle(self) -> None:
+        """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
+        for past in [line for line in list(self._past) if line.finish()]:
+            with contextlib.suppress(Lost):
+                self.line.post(p.Forget(past.welcome.token))
+                self._past.discard(past)
+
+    def _heard(self, line: Line, notice: p.Notice) -> None:
         match notice:
             case p.Ended():
-                with self._lock:
-                    promise = self._promises.pop(notice.number, None)
-                    if promise is None:
-                        self._early[notice.number] = notice
-                        while len(self._early) > 1000:  # of loads that were given up: nobody will ask
-                            del self._early[next(iter(self._early))]
-                if promise is not None:
-                    keep(promise, notice)
+                line.promises.ended(notice)
             case p.Stored():
-                self._feed.publish([BlockStored(notice.tier, tuple(BlockKey(k) for k in notice.keys))])
+                self._happened(BlockStored(notice.tier, tuple(BlockKey(k) for k in notice.keys)))
             case p.Removed():
-                keys = tuple(BlockKey(k) for k in notice.keys)
-                self._feed.publish([BlockRemoved(notice.tier, keys, notice.reason)])
+                self._happened(BlockRemoved(notice.tier, tuple(BlockKey(k) for k in notice.keys), notice.reason))
+            case p.EventsLost():
+                self._happened(EventsLost(notice.count))
+
+    def _happened(self, event: Event) -> None:
+        if self._backlog.put(event):
+            self.calls.put(self._publish)
+
+    def _publish(self) -> None:
+        while (event := self._backlog.take()) is not None:
+            self._feed.publish([event])
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -218,11 +233,24 @@ class Client:
         return identify(path, weights_id, "")
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed at the node. The answer, called, ends that."""
-        unfollow = self._feed.follow(follower)
-        with contextlib.suppress(Lost):
-            self.ask(self.line, p.Follow(True))
+        """Call ``follower`` for every block stored or removed at the node. The answer, called, ends that.
+
+        It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
+        slow, or the node was away, it gets ``EventsLost``.
+        """
+        leave = self._feed.follow(follower)
+        self._follow()
+
+        def unfollow() -> None:
+            leave()
+            self._follow()
+
         return unfollow
+
+    def _follow(self) -> None:
+        """Let the node tell events if, and only if, somebody follows."""
+        with self._following, contextlib.suppress(Lost):
+            self.ask(self.line, p.Follow(self._feed.followed))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
@@ -249,7 +277,7 @@ class Client:
             session.close()
         self.door.shut()
         if (line := self._line) is not None:
-            line.forget()
+            line.unmap()
         self._mappings.ended.put(None)
         self._reporter.join()
         with contextlib.suppress(Lost):
@@ -257,7 +285,8 @@ class Client:
         self._closing.set()
         if (line := self._line) is not None:
             line.close()
-        self._listener.join()
+        self._listener.join(_CLOSING)
+        self.calls.close(_CLOSING)
         self.copier.close()
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ log = logging.getLogger("kvtide.node")
 _READ = 1 << 18
 _UNSENT = 8 << 20
 """A client that lets more than this pile up does not read, and is sent away."""
+_BEHIND = 1 << 20
 _GIVEN = 4
 """Descriptors that a client may send."""
 
@@ -40,8 +41,12 @@ class Connection:
         """That came and were not asked for yet."""
         self.receive: Callable[[bytes], None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
+        self.drained: Callable[[], None] = lambda: None
+        """Called when the client has read everything."""
         self.open = True
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid: int
+        self.uid: int
         self.pid, self.uid, _ = struct.unpack("3i", credentials)
         loop.add_reader(sock.fileno(), self._readable)
 
@@ -106,6 +111,11 @@ class Connection:
                 self.close("its request failed")
         del received[:at]
 
+    @property
+    def behind(self) -> bool:
+        """Whether the client reads slower than we write: what can wait should."""
+        return self._unsent_bytes > _BEHIND
+
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """Send a frame, now or when the client reads. The descriptors are copied."""
         if not self.open:
@@ -142,3 +152,4 @@ class Connection:
                 self._loop.add_writer(self._sock.fileno(), self._writable)
             else:
                 self._loop.remove_writer(self._sock.fileno())
+                self.drained()

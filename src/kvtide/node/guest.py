@@ -20,7 +20,6 @@ import numpy as np
 from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
-from kvtide.events import BlockStored, Event
 from kvtide.index.index import DRAM
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
@@ -28,6 +27,7 @@ from kvtide.node.booked import Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.ledger import Ledger
 from kvtide.node.team import Member, Team
+from kvtide.node.tidings import Tidings
 from kvtide.store import Store
 from kvtide.transfer.transfer import Transfer
 
@@ -56,6 +56,9 @@ class Host(Protocol):
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
 
+    def forget(self, token: str, process: int) -> None:
+        """A process says that it uses nothing of an earlier client of its own any more."""
+
 
 class Guest:
     """A client: a process, what it may do, and what it holds."""
@@ -69,7 +72,7 @@ class Guest:
         """What it calls itself, in all its lives' nodes."""
         self.token = token
         self._pidfd = pidfd
-        self.notices: Connection | None = None
+        self.tidings = Tidings(host.store.feed, host.soon)
         self._numbers = itertools.count(1)
         self._sessions: dict[int, Booked] = {}
         self._members: dict[int, Member] = {}
@@ -79,9 +82,13 @@ class Guest:
         self._new: list[int] = []
         self._removals = 0
         self._decoder = msgspec.msgpack.Decoder(p.Request)
-        self._unfollow: Callable[[], None] | None = None
+        self._ended = False
         connection.receive = self._receive
         connection.lost = self._lost
+
+    @property
+    def process(self) -> int:
+        return self._connection.pid
 
     @property
     def rights(self) -> int:
@@ -184,7 +191,7 @@ class Guest:
 
         def ended() -> None:
             self._loads.pop(number, None)
-            self.tell(p.Ended(number))
+            self.tidings.tell(p.Ended(number))
 
         transfer.on_end(lambda: self._host.soon(ended))
         return number
@@ -298,7 +305,7 @@ class Guest:
         found = 0
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: self.tell(p.Ended(number, found, f"{failed}" if failed else "")))
+            self._host.soon(lambda: self.tidings.tell(p.Ended(number, found, f"{failed}" if failed else "")))
 
         found = self._store.pipeline.drop(keys, done)
         return number
@@ -308,7 +315,7 @@ class Guest:
 
         def flush() -> None:
             self._store.flush()
-            self._host.soon(lambda: self.tell(p.Ended(number)))
+            self._host.soon(lambda: self.tidings.tell(p.Ended(number)))
 
         self._host.loop.run_in_executor(None, flush)
         return number
@@ -317,38 +324,23 @@ class Guest:
         return msgspec.to_builtins(self._store.statistics())
 
     def _follow(self, o: p.Follow) -> None:
-        if o.on and self._unfollow is None:
-            self._unfollow = self._store.follow(self._happened)
-        elif not o.on and self._unfollow is not None:
-            self._unfollow()
-            self._unfollow = None
+        self.tidings.follow(o.on)
 
     def _unmapped(self, o: p.Unmapped) -> None:
         self._host.ledger.unmapped(self.name, o.names)
 
-    def _happened(self, event: Event) -> None:
-        keys = [bytes(k) for k in event.keys]
-        notice: p.Notice = (
-            p.Stored(event.tier, keys) if isinstance(event, BlockStored) else p.Removed(event.tier, keys, event.reason)
-        )
-        self._host.soon(lambda: self.tell(notice))
-
-    def tell(self, notice: p.Notice) -> None:
-        if self.notices is not None:
-            self.notices.send(notice)
+    def _forget_other(self, o: p.Forget) -> None:
+        if o.token != self.token:
+            self._host.forget(o.token, self.process)
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def _lost(self) -> None:
         """The socket was closed: the rights stay until the process cannot use them any more."""
         self._forget()
-        if self._unfollow is not None:
-            self._unfollow()
-            self._unfollow = None
         for transfer in list(self._loads.values()):
             transfer.cancel()
-        if self.notices is not None:
-            self.notices.close()
+        self.tidings.close()
         for team in [s.team for s in self._sessions.values()] + [m.team for m in self._members.values()]:
             if team is not None:
                 team.fail()
@@ -356,13 +348,17 @@ class Guest:
             self._end()
             return
         log.info("client %d is gone with %d rights; they wait for its death", self._connection.pid, self.rights)
-        self._host.loop.add_reader(self._pidfd, self._died)
+        self._host.loop.add_reader(self._pidfd, self.over)
 
-    def _died(self) -> None:
-        self._host.loop.remove_reader(self._pidfd)
-        self._end()
+    def over(self) -> None:
+        """Its process is dead, or says that it uses nothing of it any more."""
+        self._connection.close()
+        if not self._ended:
+            self._host.loop.remove_reader(self._pidfd)
+            self._end()
 
     def _end(self) -> None:
+        self._ended = True
         for member in self._members.values():
             member.end()
         self._members.clear()
@@ -396,4 +392,5 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Fill: Guest._fill,
     p.Leave: Guest._leave,
     p.Resign: Guest._resign,
+    p.Forget: Guest._forget_other,
 }

@@ -16,6 +16,7 @@ from kvtide.block import Span
 from kvtide.errors import TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
+from kvtide.node.promises import Promises
 
 __all__ = ["Line", "Lost"]
 
@@ -58,6 +59,10 @@ class Line:
         self._replies = msgspec.msgpack.Decoder(p.Reply)
         self._tidings = msgspec.msgpack.Decoder(p.Notice)
         self._segments: dict[int, Span] = {}
+        self.promises = Promises()
+        self._rights: set[int] = set()
+        self._rights_lock = threading.Lock()
+        self._finished = False
         self.alive = True
 
     @staticmethod
@@ -95,9 +100,28 @@ class Line:
                         sock.shutdown(socket.SHUT_RDWR)
                 sock.close()
 
-    def forget(self) -> None:
+    def unmap(self) -> None:
         """Let go of the memory, but for what views of it are still in use."""
         self._segments = {}
+
+    # -- rights -------------------------------------------------------------------------------------------
+
+    def own(self, right: int) -> None:
+        """We have that right, until ``disown``."""
+        with self._rights_lock:
+            if self._finished:
+                raise Lost
+            self._rights.add(right)
+
+    def disown(self, right: int) -> None:
+        """The memory of that right is not looked at any more."""
+        self._rights.discard(right)
+
+    def finish(self) -> bool:
+        """For a line that was lost: whether nothing that it gave us is in use, nor ever will be."""
+        with self._rights_lock:
+            self._finished = not self._rights
+            return self._finished
 
     # -- requests -----------------------------------------------------------------------------------------
 

@@ -32,11 +32,13 @@ __all__ = [
     "Collected",
     "Drop",
     "Ended",
+    "EventsLost",
     "Failure",
     "Fill",
     "Finish",
     "Flush",
     "Follow",
+    "Forget",
     "GroupFields",
     "Hello",
     "Invite",
@@ -349,9 +351,15 @@ class Statistics(_Message, tag="statistics"):
 
 
 class Follow(_Message, tag="follow"):
-    """Send ``Stored`` and ``Removed``, or no longer. Answer: nil."""
+    """Send ``Stored``, ``Removed`` and ``EventsLost``, or no longer. Answer: nil."""
 
     on: bool
+
+
+class Forget(_Message, tag="forget"):
+    """Nothing that was held over an earlier connection of this process is used any more. Answer: nil."""
+
+    token: str
 
 
 Operation = (
@@ -376,6 +384,7 @@ Operation = (
     | Fill
     | Leave
     | Resign
+    | Forget
 )
 
 
@@ -418,7 +427,13 @@ class Removed(_Message, tag="removed"):
     reason: str
 
 
-Notice = Ended | Stored | Removed
+class EventsLost(_Message, tag="lost"):
+    """So many events were not sent: the client read too slowly."""
+
+    count: int
+
+
+Notice = Ended | Stored | Removed | EventsLost
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -19,46 +19,17 @@ from kvtide.errors import RightError, TierError
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
+from kvtide.node.calls import Calls
 from kvtide.node.line import Line, Lost
+from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
 from kvtide.transfer.transfer import Transfer
 
-__all__ = ["Promise", "RemoteDesk", "give_up", "keep"]
+__all__ = ["RemoteDesk"]
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 T = TypeVar("T", bound="Transfer | Promise")
-
-
-class Promise:
-    """Something that the node will say has ended."""
-
-    __slots__ = ("count", "event", "failure", "lost")
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.count = 0
-        self.failure = ""
-        self.lost = False
-        """The node went away before."""
-
-
-def keep(promise: Transfer | Promise, ended: p.Ended) -> None:
-    """It has ended."""
-    if isinstance(promise, Transfer):
-        promise.finish([0], [True])
-    else:
-        promise.count, promise.failure = ended.count, ended.failure
-        promise.event.set()
-
-
-def give_up(promise: Transfer | Promise) -> None:
-    """The node is gone."""
-    if isinstance(promise, Transfer):
-        promise.finish([0], [False])
-    else:
-        promise.lost = True
-        promise.event.set()
 
 
 class Owner(Protocol):
@@ -66,6 +37,7 @@ class Owner(Protocol):
 
     clock: Clock
     deadline: float
+    calls: Calls
 
     @property
     def line(self) -> Line:
@@ -76,6 +48,9 @@ class Owner(Protocol):
 
     def promised(self, line: Line, operation: p.Operation, promise: T) -> T:
         """Ask for something whose end will be told to ``promise``."""
+
+    def settle(self) -> None:
+        """A right of a line that was lost is not used any more."""
 
 
 class RemoteHolding(Holding):
@@ -164,6 +139,7 @@ class RemoteDesk:
             holding = RemoteHolding(self, line, have, plan, found)
             if found.slots is not None:
                 holding.collected = self._collected(line, found.blocks, found.slots)
+            line.own(found.holding)
         except Lost:
             return RemoteHolding(self, None, have, Plan(min(have, names.blocks), 0.0, None), None)
         return holding
@@ -176,13 +152,20 @@ class RemoteDesk:
         return Collected(blocks, first, spans)
 
     def release(self, holding: RemoteHolding) -> None:
-        with contextlib.suppress(Lost):
-            assert holding.line is not None
-            if holding.line is self._line:
-                holding.line.post(p.Release(self._number, [holding.number]))
+        assert holding.line is not None
+        self._give_back(holding.line, holding.number, lambda line: line.post(p.Release(self._number, [holding.number])))
+
+    def _give_back(self, line: Line, right: int, tell: Callable[[Line], object]) -> None:
+        line.disown(right)
+        try:
+            if line is not self._line:
+                raise Lost
+            tell(line)
+        except Lost:
+            self._client.settle()
 
     def load(self, holding: RemoteHolding, deadline: float | None) -> Transfer:
-        transfer = Transfer.within(self._client.clock, deadline, self._client.deadline)
+        transfer = Transfer.within(self._client.clock, deadline, self._client.deadline, self._client.calls.put)
         if holding.ready or holding.line is None:
             transfer.started()
             return transfer
@@ -233,12 +216,15 @@ class RemoteDesk:
             assert isinstance(made, p.Reserved)
             footprints = [layout.geometry[g.name].footprint for g in layout.groups]
             spans = line.spans(made.places, max(footprints))
+            line.own(made.reservation)
         except Lost:
             nothing = _RemoteReservation([], [], [], self._finish)
             nothing.refused = (stop - start) * len(groups)
             return nothing
         if last is not None:
-            last.line = None  # the node has sealed it
+            if last.line is line:
+                line.disown(last.number)
+                last.line = None  # the node has sealed it
             last.seal()
         views = [span[: footprints[g]] for span, g in zip(spans, made.groups, strict=True)]
         keys = [
@@ -251,9 +237,9 @@ class RemoteDesk:
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)
-        if reservation.line is not None and reservation.line is self._line:
-            with contextlib.suppress(Lost):  # then it is not stored, as if it had been evicted
-                self._client.ask(reservation.line, p.Finish(self._number, reservation.number, sealed))
+        finish = p.Finish(self._number, reservation.number, sealed)
+        if reservation.line is not None:  # without a node it is not stored, as if it had been evicted
+            self._give_back(reservation.line, reservation.number, lambda line: self._client.ask(line, finish))
 
     # -- keeping and removing -----------------------------------------------------------------------------
 

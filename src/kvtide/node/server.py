@@ -83,6 +83,12 @@ class Node:
             seconds, call = self._idle
             self._idling = self.loop.call_later(seconds, call)
 
+    def forget(self, token: str, process: int) -> None:
+        """A process says that it uses nothing of an earlier client of its own any more."""
+        guest = self._guests.get(token)
+        if guest is not None and guest.process == process:
+            guest.over()
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
@@ -107,10 +113,9 @@ class Node:
             return
         if hello.token:
             guest = self._guests.get(hello.token)
-            if guest is None or guest.notices is not None:
+            if guest is None or guest.tidings.connection is not None:
                 connection.close("its token is not known")
                 return
-            guest.notices = connection
             connection.receive = lambda _: connection.close("notices go one way")
         else:
             pidfd = self._pidfd(connection)
@@ -138,6 +143,8 @@ class Node:
                 self.ledger.life,
             )
         )
+        if hello.token:
+            guest.tidings.connect(connection)
 
     @staticmethod
     def _pidfd(connection: Connection) -> int | None:

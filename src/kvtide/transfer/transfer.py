@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -23,8 +24,12 @@ class Transfer:
     is first; blocks that come later are kept in the store, but this transfer no longer knows of them.
     """
 
-    def __init__(self, clock: Clock, deadline: float | None = None) -> None:
+    def __init__(
+        self, clock: Clock, deadline: float | None = None, run: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
+        """``run`` calls callbacks; without it, the thread that ends the transfer does."""
         self._clock = clock
+        self._run = run
         self.deadline = deadline
         """On the monotonic clock; None: whenever."""
         self.arrived: set[int] = set()
@@ -37,11 +42,17 @@ class Transfer:
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
-    def within(cls, clock: Clock, seconds: float | None, usual: float) -> Transfer:
+    def within(
+        cls,
+        clock: Clock,
+        seconds: float | None,
+        usual: float,
+        run: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Transfer:
         """With a deadline so many seconds from now; None: the ``usual`` ones, of which 0 means whenever."""
         if seconds is None:
             seconds = usual or None
-        return cls(clock, None if seconds is None else clock.monotonic() + seconds)
+        return cls(clock, None if seconds is None else clock.monotonic() + seconds, run)
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else f"{len(self._waiting)} under way"
@@ -109,7 +120,14 @@ class Transfer:
         return self._ended
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it ends, on whatever thread ends it; at once if it has."""
+        """Call ``callback`` when it ends; at once if it has.
+
+        On whatever thread ends it, which may be one of the store's own: it must be quick and wait for nothing. A
+        node's client has a thread for such calls, where it may do what it likes.
+        """
+        self._at_end(callback if self._run is None else functools.partial(self._run, callback))
+
+    def _at_end(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -128,7 +146,7 @@ class Transfer:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
-        self.on_end(wake)
+        self._at_end(wake)
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         try:
             async with asyncio.timeout(left):

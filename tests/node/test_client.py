@@ -1,0 +1,185 @@
+"""What a client promises its users when lines break, nodes come and go, and callbacks do as they please."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide import BlockStored, EventsLost
+from kvtide.events import Event
+from kvtide.node import protocol as p
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
+from tests.node.serving import Process, Thread, eventually
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+def void(_: object) -> None:
+    """For lambdas that must answer nothing."""
+
+
+def break_line(client: Client) -> None:
+    """The connection breaks; the node lives on, and the client comes back."""
+    line = client._line
+    assert line is not None
+    line.close()
+    eventually(lambda: client._line is not line and client.connected)
+
+
+# -- what a node keeps for a line that was lost -------------------------------------------------------------
+
+
+def test_a_living_node_forgets_what_a_lost_line_held_when_nothing_of_it_is_used(node: Process) -> None:
+    with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        match = session.match(prompt(1, 2))
+        loaded = session.load(match).wait()
+        reservation = session.reserve(prompt(7, 8))
+        assert other.statistics().held == 4
+        break_line(client)
+        assert other.statistics().held == 4, "they may still be read and written"
+        for view, block in zip(reservation.views, data(PLAIN, prompt(7, 8)), strict=True):
+            view[:] = block.data.cast("B")
+        reservation.seal()
+        assert length(session, prompt(7, 8)) == 0, "it was asked over a line that is gone"
+        assert other.statistics().held == 4
+        check(PLAIN, loaded, prompt(1, 2))
+        match.release()
+        eventually(lambda: other.statistics().held == 0)
+        assert session.store(prompt(7, 8), data(PLAIN, prompt(7, 8))).stored == 2
+
+
+def test_what_nothing_is_known_of_any_more_is_forgotten_at_once(node: Process) -> None:
+    """The node gave rights in a reply that never came."""
+    with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        line, number = session._desk._session()  # type: ignore[attr-defined]
+        line.post(p.Match(number, b"".join(session.chain(prompt(1, 2)).digests), 0))
+        eventually(lambda: other.statistics().held == 2)
+        break_line(client)
+        eventually(lambda: other.statistics().held == 0)
+
+
+def test_another_process_cannot_let_rights_be_forgotten(tmp_path: Path) -> None:
+    node = Process(tmp_path)
+    try:
+        with Client(node.path) as client, client.session(MODEL) as session:
+            session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+            with session.match(prompt(1, 2)):
+                token = client.line.welcome.token
+                if (child := os.fork()) == 0:
+                    with Client(node.path) as stranger:
+                        stranger.ask(stranger.line, p.Forget(token))
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                assert client.connected
+                assert client.statistics().held == 2
+    finally:
+        node.kill()
+
+
+def test_a_number_of_the_old_node_means_nothing_at_the_new_one(node: Process) -> None:
+    """An end that was told early, or late, ends nothing that another life of the node has promised."""
+    with Client(node.path) as client, client.session(MODEL) as session:
+        line = client.line
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        for number in range(200):  # told by the old node, asked for by nobody
+            line.promises.ended(p.Ended(number, count=77))
+        node.kill()
+        eventually(lambda: not client.connected)
+        node.start()
+        eventually(lambda: client.connected)
+        session.store(prompt(3, 4, 5), data(PLAIN, prompt(3, 4, 5)))
+        assert session.drop(prompt(3, 4, 5)) == 3
+
+
+# -- callbacks ----------------------------------------------------------------------------------------------
+
+
+def test_a_follower_may_use_and_close_the_store(node: Process) -> None:
+    client = Client(node.path)
+    session = client.session(MODEL)
+    done: list[object] = []
+
+    def follower(event: Event) -> None:
+        if isinstance(event, BlockStored) and event.tier == "dram" and not done:
+            done.append(session.drop(prompt(1)))
+            done.append(client.flush())
+            client.close()
+            done.append("closed")
+
+    client.follow(follower)
+    session.store(prompt(1), data(PLAIN, prompt(1)))
+    eventually(lambda: done == [1, True, "closed"])
+    assert not client.connected
+
+
+def test_a_callback_at_the_end_of_a_load_may_wait_for_the_node(tmp_path: Path) -> None:
+    node = Process(tmp_path, KVTIDE_DRAM_BUDGET="2MiB", KVTIDE_DRAM_SEGMENT="1MiB")
+    try:
+        with Client(node.path) as client, client.session(MODEL) as session:
+            many = prompt(*range(200))
+            session.store(many, data(PLAIN, many))
+            assert client.flush(60)
+            other = prompt(*range(500, 800))
+            session.store(other, data(PLAIN, other))
+            with session.match(many) as match:
+                assert not match.ready
+                dropped: list[int] = []
+                load = session.load(match)
+                load.transfer.on_end(lambda: dropped.append(session.drop(prompt(900))))
+                load.wait()
+                eventually(lambda: dropped == [0])
+    finally:
+        node.kill()
+
+
+def test_a_follower_that_hangs_holds_up_nothing_else(node: Process) -> None:
+    free = threading.Event()
+    with Client(node.path) as client, client.session(MODEL) as session:
+        client.follow(lambda event: void(free.wait()))
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        assert session.drop(prompt(1, 2)) == 2
+        free.set()
+
+
+# -- events -------------------------------------------------------------------------------------------------
+
+
+def test_a_node_tells_events_only_while_somebody_follows(tmp_path: Path) -> None:
+    node = Thread(tmp_path / "node.sock", dram={"budget": "8MiB", "segment": "1MiB"})
+    try:
+        with Client(node.path) as client:
+            stop, stop_too = client.follow(lambda event: None), client.follow(lambda event: None)
+            assert node.store.feed.followed
+            stop()
+            assert node.store.feed.followed
+            stop_too()
+            assert not node.store.feed.followed
+    finally:
+        node.close()
+
+
+def test_followers_go_on_at_a_new_node_and_know_that_they_missed_some(node: Process) -> None:
+    seen: list[Event] = []
+    with Client(node.path) as client, client.session(MODEL) as session:
+        client.follow(seen.append)
+        node.kill()
+        eventually(lambda: not client.connected)
+        client.follow(seen.append)  # while there is none
+        node.start()
+        eventually(lambda: seen == [EventsLost(0)] * 2)
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        eventually(lambda: sum(isinstance(e, BlockStored) and e.tier == "dram" for e in seen) == 2)
