@@ -15,7 +15,7 @@ __all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Fee
 log = logging.getLogger("kvtide.events")
 
 _TOGETHER = 1000
-"""Keys that one event has at most when it had to wait."""
+"""Keys that one event has at most after it had to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Feed:
 
 
 class Backlog:
-    """Events that wait for somebody slow: those alike are joined, and what there is no room for is counted as lost."""
+    """Events that wait for somebody slow. When many do, those alike are joined; when too many, they are counted."""
 
     def __init__(self, most: int = 100_000) -> None:
         self._most = most
@@ -117,7 +117,8 @@ class Backlog:
 
     def _join(self, event: BlockStored | BlockRemoved) -> None:
         last = self._events[-1] if self._events else None
-        if last is None or isinstance(last, EventsLost) or len(last.keys) + len(event.keys) > _TOGETHER:
+        few = len(self._events) < self._most // _TOGETHER
+        if few or last is None or isinstance(last, EventsLost) or len(last.keys) + len(event.keys) > _TOGETHER:
             self._events.append(event)
         elif replace(event, keys=()) == replace(last, keys=()):
             self._events[-1] = replace(last, keys=last.keys + event.keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -20,15 +19,13 @@ from kvtide.events import BlockStored
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
+from tests.node.raw import answer, dialled, greet, packed
 from tests.node.serving import Thread, eventually
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thread]:
-    """One for all tests of this module: what one client does must not matter to the next.
-
-    With much room, because what a client holds that was sent away stays held as long as its process lives: this one.
-    """
+    """One for all tests of this module: what one client does must not matter to the next."""
     path = tmp_path_factory.mktemp("node") / "node.sock"
     thread = Thread(path, dram={"budget": "512MiB", "segment": "8MiB"})
     yield thread
@@ -43,35 +40,6 @@ def unharmed(node: Thread) -> Iterator[None]:
         session.store(prompt(1), data(PLAIN, prompt(1)))
         assert length(session, prompt(1)) == 16
         assert session.drop(prompt(1)) == 1
-
-
-@contextlib.contextmanager
-def dialled(node: Thread) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(30)
-        sock.connect(str(node.path))
-        yield sock
-
-
-def greet(sock: socket.socket, hello: bytes = p.frame(p.Hello(1, 1, "test"))) -> None:
-    pidfd = os.pidfd_open(os.getpid())
-    socket.send_fds(sock, [hello], [pidfd])
-    os.close(pidfd)
-
-
-def answer(sock: socket.socket) -> Any:
-    """The next frame, or None if the node has hung up."""
-    try:
-        size = sock.recv(4, socket.MSG_WAITALL)
-        body = sock.recv(p.LENGTH.unpack(size)[0], socket.MSG_WAITALL) if len(size) == 4 else b""
-    except ConnectionResetError:
-        return None
-    return msgspec.msgpack.decode(body) if body else None
-
-
-def packed(value: Any) -> bytes:
-    body = msgspec.msgpack.encode(value)
-    return p.LENGTH.pack(len(body)) + body
 
 
 @pytest.mark.parametrize(
@@ -90,14 +58,14 @@ def packed(value: Any) -> bytes:
 def test_who_does_not_say_hello_is_sent_away(
     node: Thread, sent: bytes, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "kvtide.node"), dialled(node) as sock:
+    with caplog.at_level(logging.WARNING, "kvtide.node"), dialled(node.path) as sock:
         sock.sendall(sent)
         assert answer(sock) is None
         assert reason in caplog.text
 
 
 def test_another_protocol_is_told_so(node: Thread) -> None:
-    with dialled(node) as sock:
+    with dialled(node.path) as sock:
         greet(sock, p.frame(p.Hello(7, 9, "99.0")))
         kind, _, text = answer(sock)
         assert kind == "failure"
@@ -106,7 +74,7 @@ def test_another_protocol_is_told_so(node: Thread) -> None:
 
 
 def test_the_pidfd_of_another_process_is_none(node: Thread) -> None:
-    with dialled(node) as sock:
+    with dialled(node.path) as sock:
         pidfd = os.pidfd_open(1)
         socket.send_fds(sock, [p.frame(p.Hello(1, 1, ""))], [pidfd])
         os.close(pidfd)
@@ -115,14 +83,14 @@ def test_the_pidfd_of_another_process_is_none(node: Thread) -> None:
 
 def test_many_descriptors_are_closed_again(node: Thread) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with dialled(node) as sock:
+    with dialled(node.path) as sock:
         socket.send_fds(sock, [b"x"], [0] * 50)
         assert answer(sock) is None
     eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
 
 
 def test_who_never_reads_is_sent_away(node: Thread) -> None:
-    with dialled(node) as sock:
+    with dialled(node.path) as sock:
         greet(sock)
         assert answer(sock)[0] == "welcome"
         asked = packed([1, [["statistics"]] * 1000])
@@ -133,7 +101,7 @@ def test_who_never_reads_is_sent_away(node: Thread) -> None:
 
 def test_who_does_not_read_events_loses_some_and_nothing_else(node: Thread) -> None:
     keys = tuple(BlockKey(os.urandom(33)) for _ in range(1000))
-    with dialled(node) as sock, dialled(node) as notices:
+    with dialled(node.path) as sock, dialled(node.path) as notices:
         greet(sock)
         notices.sendall(packed(["hello", 1, 1, "", answer(sock)[3]]))
         assert answer(notices)[0] == "welcome"
@@ -187,22 +155,29 @@ operations = st.one_of(
 )
 
 
+TOKENS: list[str] = []
+"""Of the client before, which may have left rights behind."""
+
+
 @given(st.lists(st.lists(operations, max_size=4), max_size=6), st.binary(max_size=20))
 @settings(max_examples=300, deadline=None)
 def test_whatever_is_asked_is_answered_or_ends_the_connection(
     node: Thread, requests: list[list[Any]], rubbish: bytes
 ) -> None:
-    with dialled(node) as sock:
+    with dialled(node.path) as sock:
         greet(sock)
-        assert answer(sock)[0] == "welcome"
+        welcome = answer(sock)
+        assert welcome[0] == "welcome"
+        forget = [["forget", token] for token in TOKENS]
+        TOKENS[:] = [welcome[3]]
         try:
-            sock.sendall(packed([0, [["open", GROUPS, 16, bytes(32), bytes(16)]]]))
+            sock.sendall(packed([0, [*forget, ["open", GROUPS, 16, bytes(32), bytes(16)]]]))
             for number, request in enumerate(requests, 1):
                 sock.sendall(packed([number, request]))
             sock.sendall(rubbish)
         except (BrokenPipeError, ConnectionResetError):
             return
-        assert answer(sock)[:2] == [0, [1]]
+        assert answer(sock)[:2] == [0, [None] * len(forget) + [1]]
         for number, request in enumerate(requests, 1):
             found = answer(sock)
             if found is None:

@@ -29,7 +29,6 @@ from kvtide.node.ledger import Ledger
 from kvtide.node.team import Member, Team
 from kvtide.node.tidings import Tidings
 from kvtide.store import Store
-from kvtide.transfer.transfer import Transfer
 
 __all__ = ["Guest", "Host"]
 
@@ -37,6 +36,7 @@ log = logging.getLogger("kvtide.node")
 
 _MOST = 10_000
 """Rights that one client may have at a time."""
+_SESSIONS = 256
 _DESCRIPTORS = 64
 """That go with one frame."""
 
@@ -56,6 +56,9 @@ class Host(Protocol):
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
 
+    def flush(self, done: Callable[[], None]) -> None:
+        """Call when colder tiers have what they were given."""
+
     def forget(self, token: str, process: int) -> None:
         """A process says that it uses nothing of an earlier client of its own any more."""
 
@@ -72,11 +75,10 @@ class Guest:
         """What it calls itself, in all its lives' nodes."""
         self.token = token
         self._pidfd = pidfd
-        self.tidings = Tidings(host.store.feed, host.soon)
         self._numbers = itertools.count(1)
+        self.tidings = Tidings(host.store.feed, host.soon, self._numbers)
         self._sessions: dict[int, Booked] = {}
         self._members: dict[int, Member] = {}
-        self._loads: dict[int, Transfer] = {}
         self._known: set[int] = set()
         """Segments whose descriptors it has."""
         self._new: list[int] = []
@@ -136,6 +138,8 @@ class Guest:
             raise LayoutError(str(e)) from e
         if (len(o.namespace), len(o.tenant)) != (32, 16):
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16")
+        if len(self._sessions) >= _SESSIONS:
+            raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
         self._sessions[number] = Booked(layout, LocalDesk(self._store, layout, o.namespace, o.tenant))
         return number
@@ -182,23 +186,12 @@ class Guest:
 
     def _load(self, o: p.Load) -> int:
         session = self._session(o.session)
-        transfer = session.desk.load(session.holding(o.holding), o.deadline)
-        return self._promise(transfer)
-
-    def _promise(self, transfer: Transfer) -> int:
-        number = next(self._numbers)
-        self._loads[number] = transfer
-
-        def ended() -> None:
-            self._loads.pop(number, None)
-            self.tidings.tell(p.Ended(number))
-
-        transfer.on_end(lambda: self._host.soon(ended))
+        holding, number = session.holding(o.holding), self.tidings.promise()
+        self.tidings.follow_load(number, session.desk.load(holding, o.deadline))
         return number
 
     def _cancel(self, o: p.Cancel) -> None:
-        if (transfer := self._loads.get(o.load)) is not None:
-            transfer.cancel()
+        self.tidings.cancel(o.load)
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
@@ -299,25 +292,19 @@ class Guest:
         return self._session(o.session).desk.pin(Names(o.digests), o.stop, 1 if o.step > 0 else -1)
 
     def _drop(self, o: p.Drop) -> int:
-        session, number = self._session(o.session), next(self._numbers)
-        names = Names(o.digests)
+        session, names, number = self._session(o.session), Names(o.digests), self.tidings.promise()
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         found = 0
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: self.tidings.tell(p.Ended(number, found, f"{failed}" if failed else "")))
+            self._host.soon(lambda: self.tidings.keep(number, found, f"{failed}" if failed else ""))
 
         found = self._store.pipeline.drop(keys, done)
         return number
 
     def _flush(self, _: p.Flush) -> int:
-        number = next(self._numbers)
-
-        def flush() -> None:
-            self._store.flush()
-            self._host.soon(lambda: self.tidings.tell(p.Ended(number)))
-
-        self._host.loop.run_in_executor(None, flush)
+        number = self.tidings.promise()
+        self._host.flush(lambda: self.tidings.keep(number))
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:
@@ -338,8 +325,6 @@ class Guest:
     def _lost(self) -> None:
         """The socket was closed: the rights stay until the process cannot use them any more."""
         self._forget()
-        for transfer in list(self._loads.values()):
-            transfer.cancel()
         self.tidings.close()
         for team in [s.team for s in self._sessions.values()] + [m.team for m in self._members.values()]:
             if team is not None:

@@ -15,7 +15,7 @@ neighbouring versions understand each other. Nothing is ever unpickled.
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -24,6 +24,7 @@ from kvtide.block import Group, Kind, Layout
 __all__ = [
     "LARGEST",
     "LENGTH",
+    "OPERATIONS",
     "PROTOCOL",
     "Answer",
     "Cancel",
@@ -75,6 +76,8 @@ PROTOCOL: Final = 1
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
 """A longer frame closes the connection."""
+OPERATIONS: Final = 1000
+"""So does one with more operations."""
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):
@@ -390,7 +393,7 @@ Operation = (
 
 class Request(_Message):
     number: int
-    operations: list[Operation]
+    operations: Annotated[list[Operation], msgspec.Meta(max_length=OPERATIONS)]
 
 
 Answer = Matched | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None

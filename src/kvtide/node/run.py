@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ async def _serve(
     config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
 ) -> None:
     stop = asyncio.Event()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +34,15 @@ log = logging.getLogger("kvtide.node")
 
 _FIRST = 30.0
 """Seconds that a node waits for its first client at least."""
+_HELLO = 5.0
+"""Seconds that a connection has to say hello."""
+_STRANGERS = 64
+"""Connections that have not yet; the oldest must go for another."""
+_CONNECTIONS = 2048
+_CLIENTS = 100
+"""Of one process, those included that are gone while it may still use what they held."""
+_PAUSE = 0.5
+"""Seconds without new connections when there are no descriptors for them."""
 
 
 class Node:
@@ -43,14 +54,21 @@ class Node:
         self.loop = asyncio.get_running_loop()
         self.ledger = ledger or Ledger(path.with_suffix(".lent"))
         self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self._flushing: list[Callable[[], None]] = []
+        self._flushes: list[Callable[[], None]] = []
         self._guests: dict[str, Guest] = {}
         self.teams: dict[str, Team] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._idling: asyncio.TimerHandle | None = None
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._listener = self._bind()
-        self.loop.add_reader(self._listener.fileno(), self._accept)
+        self._pause: asyncio.TimerHandle | None = None
+        self._listen()
         self.ledger.attach(self.loop, store.dram)
+
+    def _listen(self) -> None:
+        self.loop.add_reader(self._listener.fileno(), self._accept)
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -70,6 +88,29 @@ class Node:
         """Call in the loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(call)
+
+    def flush(self, done: Callable[[], None]) -> None:
+        """Call when colder tiers have what they were given."""
+        self._flushes.append(done)
+        if not self._flushing:
+            self._flush()
+
+    def _flush(self) -> None:
+        """One thread waits for all; it must not hold up the end of the process, whatever the disk does."""
+
+        def wait() -> None:
+            self.store.flush()
+            self.soon(self._flushed)
+
+        self._flushing, self._flushes = self._flushes, []
+        threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
+
+    def _flushed(self) -> None:
+        done, self._flushing = self._flushing, []
+        for call in done:
+            call()
+        if self._flushes:
+            self._flush()
 
     def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
         """Call when no client was there for so long; the first one is given time to come."""
@@ -94,22 +135,45 @@ class Node:
             sock, _ = self._listener.accept()
         except OSError as e:
             log.warning("cannot take a connection: %s", e.strerror)
+            if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.loop.remove_reader(self._listener.fileno())  # else it would be readable all the time
+                self._pause = self.loop.call_later(_PAUSE, self._listen)
             return
         sock.setblocking(False)
         connection = Connection(self.loop, sock)
         self._connections.add(connection)
+        late = self.loop.call_later(_HELLO, connection.close, f"it said no hello within {_HELLO:g} seconds")
+        self._strangers[connection] = late
         connection.receive = lambda body: self._greet(connection, body)
-        connection.lost = lambda: self._connections.discard(connection)
+        connection.lost = lambda: self._lost(connection)
         if connection.uid not in (os.getuid(), 0):
             connection.close(f"user {connection.uid} is not ours")
+        elif len(self._strangers) > _STRANGERS:
+            next(iter(self._strangers)).close("others wait to say hello, and it does not")
+
+    def _lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._known(connection)
+
+    def _known(self, connection: Connection) -> None:
+        """It is no stranger any more."""
+        if (late := self._strangers.pop(connection, None)) is not None:
+            late.cancel()
+
+    def _refuse(self, connection: Connection, kind: str, text: str) -> None:
+        connection.send(p.Failure(kind, text))
+        connection.close(text)
 
     def _greet(self, connection: Connection, body: bytes) -> None:
         """The first frame of a connection."""
         hello = self._hello.decode(body)
+        self._known(connection)
         if not hello.oldest <= p.PROTOCOL <= hello.newest:
             text = f"this node speaks protocol {p.PROTOCOL}, the client {hello.oldest} to {hello.newest}"
-            connection.send(p.Failure("VersionError", text))
-            connection.close(text)
+            self._refuse(connection, "VersionError", text)
+            return
+        if len(self._connections) > _CONNECTIONS:
+            self._refuse(connection, "TierError", f"this node has {_CONNECTIONS} connections; close some")
             return
         if hello.token:
             guest = self._guests.get(hello.token)
@@ -117,6 +181,9 @@ class Node:
                 connection.close("its token is not known")
                 return
             connection.receive = lambda _: connection.close("notices go one way")
+        elif sum(g.process == connection.pid for g in self._guests.values()) >= _CLIENTS:
+            self._refuse(connection, "TierError", f"this process has {_CLIENTS} clients; close some")
+            return
         else:
             pidfd = self._pidfd(connection)
             if pidfd is None:
@@ -162,6 +229,8 @@ class Node:
 
     def close(self) -> None:
         """Stop serving. What clients hold is given back: their mappings stay valid, the store is not."""
+        if self._pause is not None:
+            self._pause.cancel()
         self.loop.remove_reader(self._listener.fileno())
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):

@@ -6,22 +6,29 @@ many, and loses nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from kvtide.errors import RightError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, Feed
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
+from kvtide.transfer.transfer import Transfer
 
 __all__ = ["Tidings"]
+
+_UNDER_WAY = 1000
+"""Loads, drops and flushes of one client at a time."""
 
 
 class Tidings:
     """What one client is told. All in the node's loop, but for events, which come on any thread."""
 
-    def __init__(self, feed: Feed, soon: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, feed: Feed, soon: Callable[[Callable[[], None]], None], numbers: Iterator[int]) -> None:
         """``soon`` makes a call in the loop."""
         self._feed = feed
         self._soon = soon
+        self._numbers = numbers
+        self._under_way: dict[int, Transfer | None] = {}
         self._backlog = Backlog()
         self._unfollow: Callable[[], None] | None = None
         self.connection: Connection | None = None
@@ -35,6 +42,33 @@ class Tidings:
     def tell(self, notice: p.Notice) -> None:
         if self.connection is not None:
             self.connection.send(notice)
+
+    # -- ends ---------------------------------------------------------------------------------------------
+
+    def promise(self) -> int:
+        """A number for something whose end will be told."""
+        if len(self._under_way) >= _UNDER_WAY:
+            raise RightError(f"this client has {_UNDER_WAY} loads, drops and flushes under way; wait for some")
+        number = next(self._numbers)
+        self._under_way[number] = None
+        return number
+
+    def follow_load(self, number: int, transfer: Transfer) -> None:
+        """What was promised is the end of a load."""
+        self._under_way[number] = transfer
+        transfer.on_end(lambda: self._soon(lambda: self.keep(number)))
+
+    def keep(self, number: int, count: int = 0, failure: str = "") -> None:
+        """It has ended."""
+        del self._under_way[number]
+        self.tell(p.Ended(number, count, failure))
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for a load any more."""
+        if (transfer := self._under_way.get(number)) is not None:
+            transfer.cancel()
+
+    # -- events -------------------------------------------------------------------------------------------
 
     def follow(self, on: bool) -> None:
         """Tell events, or no longer."""
@@ -55,6 +89,8 @@ class Tidings:
 
     def close(self) -> None:
         self.follow(False)
+        for number in list(self._under_way):
+            self.cancel(number)
         if self.connection is not None:
             self.connection.close()
 

@@ -1,0 +1,122 @@
+"""No client can have so much of a node that others go without; who asks for more is told so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import RightError, TierError
+from kvtide.node import protocol as p
+from kvtide.node import server
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
+from tests.node.raw import answer, dialled, greet
+from tests.node.serving import Process, Thread, eventually
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Thread]:
+    thread = Thread(tmp_path / "node.sock", dram={"budget": "8MiB", "segment": "1MiB"})
+    yield thread
+    thread.close()
+
+
+def serves(path: Path) -> bool:
+    with Client(path) as client, client.session(MODEL) as session:
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        return length(session, prompt(1)) == 16
+
+
+def test_without_descriptors_a_node_pauses_and_goes_on(tmp_path: Path) -> None:
+    node = Process(tmp_path)
+    try:
+        pid = node.process.pid
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == hard, "it took as many as it may have"
+        used = max(int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir())
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, hard))
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(dialled(node.path))
+            eventually(lambda: "cannot take a connection" in node.log)
+            eventually(lambda: "no hello" in node.log)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+        assert serves(node.path)
+        assert node.log.count("cannot take a connection") < 100, "it does not try all the time"
+    finally:
+        node.kill()
+
+
+def test_who_says_no_hello_makes_room_for_others(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_HELLO", 0.1)
+    with dialled(node.path) as sock:
+        assert answer(sock) is None, "sent away"
+    monkeypatch.setattr(server, "_HELLO", 3600.0)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(dialled(node.path)) for _ in range(100)]
+        assert serves(node.path)
+        assert answer(silent[0]) is None, "the oldest went"
+
+
+def test_a_node_has_so_many_connections(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_CONNECTIONS", 4)
+    with Client(node.path), Client(node.path) as client:
+        with pytest.raises(TierError, match="has 4 connections"):
+            Client(node.path)
+        client.close()
+        eventually(lambda: len(node.node._connections) == 2)
+        assert serves(node.path)
+
+
+def test_a_process_has_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_CLIENTS", 3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            greet(sock := stack.enter_context(dialled(node.path)))
+            assert answer(sock)[0] == "welcome"
+        with pytest.raises(TierError, match="this process has 3 clients"):
+            Client(node.path)
+        if (child := os.fork()) == 0:
+            os._exit(0 if serves(node.path) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "another process does not suffer"
+
+
+def test_a_client_has_so_many_sessions(node: Thread) -> None:
+    with Client(node.path) as client:
+        sessions = [client.session(MODEL) for _ in range(256)]
+        for session in sessions:
+            assert length(session, prompt(1)) == 0
+        with client.session(MODEL) as more, pytest.raises(RightError, match="256 sessions"):
+            more.match(prompt(1))
+        sessions[0].close()
+        with client.session(MODEL) as more:
+            assert length(more, prompt(1)) == 0
+
+
+def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(node.store, "flush", disk.wait)
+    with Client(node.path) as client, Client(node.path) as other:
+        numbers = client.line.ask([p.Flush()] * 1000)
+        assert all(isinstance(n, int) for n in numbers)
+        with pytest.raises(RightError, match="1000 loads, drops and flushes"):
+            client.flush()
+        assert not other.flush(0.01), "it waits, as it should"
+        disk.set()
+        assert other.flush(30)
+        assert client.flush(30)
+
+
+def test_a_frame_has_so_many_operations(node: Thread, caplog: pytest.LogCaptureFixture) -> None:
+    with Client(node.path) as client:
+        line = client.line
+        with contextlib.suppress(Exception):
+            line.ask([p.Statistics()] * 1001)
+        eventually(lambda: client._line is not line and client.connected)
+        assert "not understood" in caplog.text
