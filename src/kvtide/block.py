@@ -188,6 +188,11 @@ class Group:
         each, copies = max(1, self.heads // ranks), max(1, ranks // self.heads)
         return tuple(Slice(i * copies, i * each, (i + 1) * each) for i in range(self.heads // each))
 
+    def share(self, rank: int, ranks: int) -> Slice:
+        """The heads that a rank holds, and who of those that hold the same ones writes them."""
+        slices = self.slices(ranks)
+        return slices[rank * len(slices) // ranks]
+
 
 LAYOUT_VERSION = 1
 

@@ -81,6 +81,10 @@ class Session:
         self._closed = False
         self._door = Door("this session is closed; open a new one with store.session(model)")
 
+    @property
+    def desk(self) -> Desk:
+        return self._desk
+
     def __repr__(self) -> str:
         return f"<Session {self.model.weights}{' closed' if self._closed else ''}>"
 
@@ -251,14 +255,27 @@ class Session:
 
         Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
         """
-        chain = self._chain(tokens, extras)
-        stop = chain.blocks if stop is None else stop
-        self._check_pledge(chain, start, stop, ttl, priority)
+        chain, stop = self.pledge(tokens, extras, start, stop, ttl, priority)
         reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
         reservation.on_end.append(self.ended)
         reservation.door = self._home.door
         self._own(reservation)
         return reservation
+
+    def pledge(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra],
+        start: int,
+        stop: int | None,
+        ttl: float | None,
+        priority: int,
+    ) -> tuple[Chain, int]:
+        """What is to be written, checked: the prompt's chain, and where to stop."""
+        chain = self._chain(tokens, extras)
+        stop = chain.blocks if stop is None else stop
+        self._check_pledge(chain, start, stop, ttl, priority)
+        return chain, stop
 
     def _check_pledge(self, chain: Chain, start: int, stop: int, ttl: float | None, priority: int) -> None:
         if not 0 <= start <= stop <= chain.blocks:

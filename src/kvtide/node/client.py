@@ -28,12 +28,13 @@ from kvtide import errors
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.door import Door
-from kvtide.errors import ClosedError, KvtideError, TierError
+from kvtide.errors import ClosedError, KvtideError, RightError, TierError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
 from kvtide.node.calls import Calls
+from kvtide.node.crew import Crew, Worker
 from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promise
@@ -77,7 +78,7 @@ class Client:
         """Lines that were lost, while the node may still keep for us what they gave."""
         self._closing = threading.Event()
         self._name = secrets.token_hex(16)
-        self._mappings = Mappings()
+        self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
         try:
             self._line: Line | None = self._dial(self._name, self._mappings)
         except OSError as e:
@@ -90,8 +91,6 @@ class Client:
         self.calls = Calls("kvtide-client-calls")
         self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
         self._listener.start()
-        self._reporter = threading.Thread(target=self._report, name="kvtide-unmapped", daemon=True)
-        self._reporter.start()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "without a node"
@@ -151,12 +150,6 @@ class Client:
                 self._closing.wait(pause)
                 pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
 
-    def _report(self) -> None:
-        """Tell the node what memory we have let go."""
-        while (name := self._mappings.ended.get()) is not None:
-            with contextlib.suppress(Lost):  # its successor asks for all that we have
-                self.line.post(p.Unmapped([name]))
-
     def _hear(self, line: Line) -> None:
         """Hear the node until it is gone."""
         try:
@@ -181,12 +174,19 @@ class Client:
             line.close()
             return
         log.info("connected to the node at %s again", self.path)
-        for name in set(line.offered) - set(self._mappings.names):
-            self._mappings.ended.put(name)  # it ended while there was nobody to be told
+        self._tell_unmapped()
         self.settle()
         if self._feed.followed:
             self._follow()
             self._happened(EventsLost(0))
+
+    def _tell_unmapped(self) -> None:
+        """Tell the node which memory we have let go of."""
+        with contextlib.suppress(Lost):
+            line = self.line
+            gone = line.lent - set(self._mappings.names)
+            self.ask(line, p.Unmapped(sorted(gone)))
+            line.lent -= gone
 
     def settle(self) -> None:
         """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
@@ -223,6 +223,19 @@ class Client:
         session = Session(self, model, tenant, RemoteDesk(self, model, tenant))
         self._sessions.add(session)
         return session
+
+    def crew(self, session: Session, ranks: int) -> Crew:
+        """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
+        if session not in self._sessions:
+            raise RightError("this session is closed, or of another store")
+        return Crew(session, ranks)
+
+    def join(self, token: str, rank: int) -> Worker:
+        """Work for a session of another process, which gave us the token of its crew."""
+        try:
+            return Worker(self, token, rank)
+        except Lost:
+            raise TierError(f"no node answers at {self.path}; join again when it is back") from None
 
     def ended(self, session: Session) -> None:
         """``session`` was closed."""
@@ -278,10 +291,7 @@ class Client:
         self.door.shut()
         if (line := self._line) is not None:
             line.unmap()
-        self._mappings.ended.put(None)
-        self._reporter.join()
-        with contextlib.suppress(Lost):
-            self.ask(self.line)  # when it answers, it knows of all that was given back
+        self._tell_unmapped()  # when it answers, it knows of all else that was given back, too
         self._closing.set()
         if (line := self._line) is not None:
             line.close()

@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import threading
+from collections.abc import Hashable
 from pathlib import Path
 
 import msgspec
@@ -35,8 +36,8 @@ class Line:
         self._requests = self._notices = None
         self._name = name
         self._mappings = mappings
-        self.offered = mappings.names
-        """Memory of earlier nodes that the node was told we have."""
+        self.lent = set(mappings.names)
+        """Memory that the node knows us to have, of earlier nodes too."""
         self._process = os.getpid()
         try:
             self._requests = self._dial(path)
@@ -60,7 +61,7 @@ class Line:
         self._tidings = msgspec.msgpack.Decoder(p.Notice)
         self._segments: dict[int, Span] = {}
         self.promises = Promises()
-        self._rights: set[int] = set()
+        self._rights: set[Hashable] = set()
         self._rights_lock = threading.Lock()
         self._finished = False
         self.alive = True
@@ -77,7 +78,7 @@ class Line:
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token, self._name, self.offered))
+        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token, self._name, sorted(self.lent)))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):
@@ -106,14 +107,14 @@ class Line:
 
     # -- rights -------------------------------------------------------------------------------------------
 
-    def own(self, right: int) -> None:
+    def own(self, right: Hashable) -> None:
         """We have that right, until ``disown``."""
         with self._rights_lock:
             if self._finished:
                 raise Lost
             self._rights.add(right)
 
-    def disown(self, right: int) -> None:
+    def disown(self, right: Hashable) -> None:
         """The memory of that right is not looked at any more."""
         self._rights.discard(right)
 
@@ -169,6 +170,7 @@ class Line:
             reply = self._replies.decode(bytes(memoryview(received)[4:end]))
             for serial in reply.segments:
                 name = f"{self.welcome.life}-{serial}"
+                self.lent.add(name)
                 self._segments[serial] = self._mappings.map(self._descriptors.pop(0), name)
         except (msgspec.MsgspecError, TierError, OSError, IndexError) as e:
             self.close()

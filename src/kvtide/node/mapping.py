@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import queue
 import weakref
+from collections.abc import Callable
 
 from kvtide.block import Span
 from kvtide.errors import TierError
@@ -23,10 +23,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class Mappings:
     """All memory that a client has mapped, of this node and of earlier ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called when some is not mapped any more, on any thread and at any point: it takes no lock."""
         self._names: set[str] = set()
-        self.ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """Names of what is not mapped any more, for whoever tells the node."""
+        self._ended = ended
 
     def map(self, fd: int, name: str) -> Span:
         """The memory behind a descriptor, which is closed. It cannot shrink under us: that was sealed."""
@@ -37,13 +37,12 @@ class Mappings:
         finally:
             os.close(fd)
         self._names.add(name)
-        # A finalizer runs wherever the last view happens to die: it may only do what needs no lock.
         weakref.finalize(memory, self._unmapped, name).atexit = False
         return memoryview(memory)
 
     def _unmapped(self, name: str) -> None:
         self._names.discard(name)
-        self.ended.put(name)
+        self._ended()
 
     @property
     def names(self) -> list[str]:

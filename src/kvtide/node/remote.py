@@ -110,6 +110,7 @@ class RemoteDesk:
         self._lock = threading.Lock()
         self._line: Line | None = None
         self._number = 0
+        self._invited: tuple[str, int] | None = None
 
     @property
     def largest(self) -> int:
@@ -125,8 +126,18 @@ class RemoteDesk:
             if line is not self._line:
                 (number,) = self._client.ask(line, self._opening)
                 assert isinstance(number, int)
+                if self._invited is not None:
+                    self._client.ask(line, p.Invite(number, *self._invited))
                 self._line, self._number = line, number
             return line, self._number
+
+    def invite(self, token: str, ranks: int) -> None:
+        """Let workers join this session, at this node and its successors."""
+        with self._lock:
+            self._invited, line = (token, ranks), self._line
+        with contextlib.suppress(Lost):
+            if line is self._session()[0]:  # else it was just opened, with the invitation
+                self._client.ask(line, p.Invite(self._number, token, ranks))
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -203,18 +214,10 @@ class RemoteDesk:
         priority: int,
         after: Reservation | None = None,
     ) -> Reservation:
-        layout = self.layout
         last = after if isinstance(after, _RemoteReservation) else None
         try:
-            line, session = self._session()
-            tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
-            numbers = [layout.groups.index(g) for g in groups]
-            digests = _digests(names)[: 32 * stop]
-            sealed = last.number if last is not None and last.line is line else None
-            operation = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed)
-            (made,) = self._client.ask(line, operation)
-            assert isinstance(made, p.Reserved)
-            footprints = [layout.geometry[g.name].footprint for g in layout.groups]
+            line, made, keys = self.ask_reserve(groups, names, start, stop, ttl, priority, last)
+            footprints = [self.layout.geometry[g.name].footprint for g in self.layout.groups]
             spans = line.spans(made.places, max(footprints))
             line.own(made.reservation)
         except Lost:
@@ -227,13 +230,41 @@ class RemoteDesk:
                 last.line = None  # the node has sealed it
             last.seal()
         views = [span[: footprints[g]] for span, g in zip(spans, made.groups, strict=True)]
-        keys = [
-            BlockKey(digests[32 * d : 32 * d + 32] + layout.groups[g].suffix)
-            for g, d in zip(made.groups, made.depths, strict=True)
-        ]
         reservation = _RemoteReservation(keys, views, made.depths, self._finish)
         reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
         return reservation
+
+    def ask_reserve(
+        self,
+        groups: Sequence[Group],
+        names: Names,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        last: _RemoteReservation | None = None,
+        writers: Sequence[int] = (),
+    ) -> tuple[Line, p.Reserved, list[BlockKey]]:
+        """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
+        line, session = self._session()
+        tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
+        digests = _digests(names)[: 32 * stop]
+        sealed = last.number if last is not None and last.line is line else None
+        numbers = [self.layout.groups.index(g) for g in groups]
+        (made,) = self._client.ask(
+            line, p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
+        )
+        assert isinstance(made, p.Reserved)
+        keys = [
+            BlockKey(digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)
+            for g, d in zip(made.groups, made.depths, strict=True)
+        ]
+        return line, made, keys
+
+    def abort(self, line: Line, reservation: int) -> None:
+        """Give up what was reserved for others."""
+        with contextlib.suppress(Lost, RightError):  # it has ended
+            self._client.ask(line, p.Finish(self._number, reservation, False))
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)

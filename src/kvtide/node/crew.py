@@ -1,0 +1,246 @@
+"""Both halves of an engine of several processes, as its own code uses them.
+
+The scheduler's process has a session and makes a ``Crew`` of it; each worker's process joins with the crew's token and
+its rank. Between them only tickets travel, over the engine's own channel::
+
+    crew = client.crew(session, ranks=2)          worker = client.join(token, rank)
+    match = session.match(tokens)
+    ticket = crew.ticket(match)           --->    with worker.step(loads=[ticket]) as step: ...
+    match.release()                       <---    (all have loaded)
+    given = crew.delegate(tokens)
+    given.ticket                          --->    with worker.step(stores=[ticket]) as step: ...
+                                                  (sealed when every writer is through)
+
+A ticket that means nothing any more (released, given up, of a node that is gone) is a miss: None in the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Span
+from kvtide.errors import RightError
+from kvtide.index.keys import Chain, Extra, Tokens
+from kvtide.match import Loaded, Match
+from kvtide.node import protocol as p
+from kvtide.node.line import Line, Lost
+from kvtide.node.remote import RemoteDesk, RemoteHolding
+from kvtide.session import Session
+
+if TYPE_CHECKING:
+    from kvtide.node.client import Client
+
+__all__ = ["Crew", "Delegated", "Filling", "Step", "Worker"]
+
+
+class Delegated:
+    """Blocks that workers are to write. Sealed when each writer has; ``abort`` gives them up before."""
+
+    def __init__(self, ticket: str, keys: Sequence[BlockKey], refused: int, abort: Callable[[], None]) -> None:
+        self.ticket = ticket
+        """For the workers. Empty: there is nothing to write."""
+        self.keys = keys
+        self.refused = refused
+        """Blocks that are not here, and for which there was no room."""
+        self.abort = abort
+
+
+class Crew:
+    """The scheduler's half. Made by ``client.crew``; ends with its session."""
+
+    def __init__(self, session: Session, ranks: int) -> None:
+        assert isinstance(session.desk, RemoteDesk)
+        self._session = session
+        self._desk = session.desk
+        self.ranks = ranks
+        self.token = secrets.token_hex(16)
+        """For the workers: who has it may read and write what the session holds."""
+        groups = session.layout.groups
+        self._writers = sorted({s.rank for g in groups for s in g.slices(ranks)})
+        self._desk.invite(self.token, ranks)
+
+    def ticket(self, match: Match) -> str:
+        """With which workers read a match. Do not release it before they are through."""
+        holding = match.holding
+        if match.session is not self._session or not match.held or not isinstance(holding, RemoteHolding):
+            raise RightError("this match was released, or is of another session; match again")
+        return _ticket(holding.line, holding.number)
+
+    def delegate(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Delegated:
+        """Let the workers store blocks ``start`` to ``stop`` of a prompt, each its own heads of every block."""
+        chain, stop = self._session.pledge(tokens, extras, start, stop, ttl, priority)
+        groups = self._session.layout.groups
+        try:
+            line, made, keys = self._desk.ask_reserve(groups, chain, start, stop, ttl, priority, writers=self._writers)
+        except Lost:
+            return Delegated("", [], (stop - start) * len(groups), lambda: None)
+        given = Delegated(
+            _ticket(line, made.reservation) if keys else "",
+            keys,
+            made.refused,
+            lambda: self._desk.abort(line, made.reservation),
+        )
+        if not keys:
+            given.abort()
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Slots that a worker is to write its part of: ``views[i]`` is block ``depths[i]`` of ``groups[i]``."""
+
+    groups: list[str]
+    depths: list[int]
+    views: list[Span]
+
+
+class Step:
+    """What a worker moves in one step; use it in a ``with``. At its end the slots are not used any more.
+
+    If the block is left by an exception, what was to be stored is given up.
+    """
+
+    def __init__(self, loads: list[Loaded | None], stores: list[Filling | None], done: Callable[[bool], None]) -> None:
+        self.loads = loads
+        self.stores = stores
+        self._done = done
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.loads, self.stores = [], []
+        self._done(kind is None)
+
+
+class Worker:
+    """A worker's half. Made by ``client.join``; close it, or use it in a ``with``. One thread at a time."""
+
+    def __init__(self, client: Client, token: str, rank: int) -> None:
+        self._client = client
+        self._token = token
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._number = 0
+        with self._lock:
+            joined = self._join(client.line)
+        self.layout = p.layout_of(joined.groups, joined.block_tokens)
+        self.ranks = joined.ranks
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.rank} of {self.ranks}>"
+
+    def _join(self, line: Line) -> p.Joined:
+        (joined,) = self._client.ask(line, p.Join(self._token, self.rank))
+        assert isinstance(joined, p.Joined)
+        self._line, self._number = line, joined.member
+        return joined
+
+    def part(self, group: str, view: Span) -> npt.NDArray[np.uint8]:
+        """The heads of a block that this rank holds: an array of bytes, a row for each section (layer and K or V)."""
+        found, geometry = self.layout.group(group), self.layout.geometry[group]
+        share, size = found.share(self.rank, self.ranks), found.head_bytes(self.layout.block_tokens)
+        rows = np.frombuffer(view, np.uint8).reshape(geometry.sections, geometry.stride)
+        return rows[:, share.start * size : share.stop * size]
+
+    def writes(self, group: str) -> bool:
+        """Whether this rank writes its heads of that group: of several that hold the same ones, the lowest does."""
+        return self.layout.group(group).share(self.rank, self.ranks).rank == self.rank
+
+    def step(self, loads: Sequence[str] = (), stores: Sequence[str] = ()) -> Step:
+        """Begin to move what tickets stand for, in one message to the node."""
+        reads, writes = [_parse(t) for t in loads], [_parse(t) for t in stores]
+        try:
+            line = self._client.line
+            with self._lock:
+                if line is not self._line:
+                    self._join(line)
+            member, life = self._number, line.welcome.life
+            operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
+            operations += [p.Fill(member, n) for one, n in writes if one == life]
+            answers = iter(line.ask(operations) if operations else [])
+            found = [next(answers) if one == life else None for one, _ in reads]
+            given = [next(answers) if one == life else None for one, _ in writes]
+            visited = [n for (_, n), a in zip(reads + writes, found + given, strict=True) if _good(a)]
+            for number in visited:
+                line.own((member, number))
+            return Step(
+                [self._loaded(line, a) if isinstance(a, p.Collected) else None for a in found],
+                [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
+                lambda good: self._leave(line, member, visited, good),
+            )
+        except (Lost, RightError):
+            return Step([None] * len(loads), [None] * len(stores), lambda good: None)
+
+    def _loaded(self, line: Line, found: p.Collected) -> Loaded:
+        groups, tokens = self.layout.groups, self.layout.block_tokens
+        pairs = list(zip(groups, found.slots, strict=True))
+        views = {g.name: line.spans(s.places, self.layout.geometry[g.name].footprint) for g, s in pairs}
+        return Loaded(
+            found.blocks * tokens,
+            {g.name: s.first for g, s in pairs},
+            {name: [v.toreadonly() for v in spans] for name, spans in views.items()},
+        )
+
+    def _filling(self, line: Line, given: p.Reserved) -> Filling:
+        groups = [self.layout.groups[g] for g in given.groups]
+        sizes = [self.layout.geometry[g.name].footprint for g in groups]
+        spans = line.spans(given.places, max(sizes, default=0))
+        views = [span[:size] for span, size in zip(spans, sizes, strict=True)]
+        return Filling([g.name for g in groups], given.depths, views)
+
+    def _leave(self, line: Line, member: int, rights: list[int], good: bool) -> None:
+        for number in rights:
+            line.disown((member, number))
+        try:
+            if rights:
+                self._client.ask(line, p.Leave(member, rights, good))
+        except Lost:
+            self._client.settle()
+
+    def close(self) -> None:
+        """Leave the crew. What it was still to write is given up."""
+        with contextlib.suppress(Lost, RightError):
+            if self._line is not None:
+                self._client.ask(self._line, p.Resign(self._number))
+        self._line = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _good(answer: p.Answer) -> bool:
+    return isinstance(answer, p.Collected | p.Reserved)
+
+
+def _ticket(line: Line | None, number: int) -> str:
+    return f"{line.welcome.life if line is not None else 'none'}/{number}"
+
+
+def _parse(ticket: str) -> tuple[str, int]:
+    life, _, number = ticket.partition("/")
+    if not number.isdecimal():
+        raise RightError(f"{ticket!r} is no ticket of a match or of delegated blocks")
+    return life, int(number)

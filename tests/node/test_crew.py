@@ -1,0 +1,283 @@
+"""Engines of several processes: workers read and write what their scheduler's session holds."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtide.block import Group, Kind, Layout
+from kvtide.errors import RightError, TierError
+from kvtide.index.keys import Model
+from kvtide.node.client import Client
+from kvtide.node.crew import Crew, Worker
+from kvtide.session import Session
+from tests.node.serving import Process, eventually
+
+LAYOUT = Layout.attention(layers=3, heads=4, head_dim=8, block_tokens=16)
+MODEL = Model(LAYOUT, "given:crew")
+TOKENS = np.arange(4 * 16, dtype=np.uint32)
+
+
+def content(layout: Layout, group: str, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """A block without padding, a row for each section."""
+    geometry = layout.geometry[group]
+    seed = np.random.default_rng([depth, *group.encode()])
+    return seed.integers(0, 256, (geometry.sections, geometry.section), np.uint8)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+@contextlib.contextmanager
+def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session, Crew, list[Worker]]]:
+    """A scheduler and its workers, each with a connection of its own."""
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(Client(node.path))
+        session = stack.enter_context(client.session(Model(layout, "given:crew")))
+        crew = client.crew(session, ranks)
+        workers = [
+            stack.enter_context(stack.enter_context(Client(node.path)).join(crew.token, rank)) for rank in range(ranks)
+        ]
+        yield session, crew, workers
+
+
+def fill(worker: Worker, ticket: str) -> None:
+    """Write this worker's heads of all blocks."""
+    with worker.step(stores=[ticket]) as step:
+        (filling,) = step.stores
+        assert filling is not None
+        for group, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
+            if worker.writes(group):
+                share = worker.layout.group(group).share(worker.rank, worker.ranks)
+                size = worker.layout.group(group).head_bytes(worker.layout.block_tokens)
+                part = content(worker.layout, group, depth)[:, share.start * size : share.stop * size]
+                worker.part(group, view)[:] = part
+
+
+def whole(session: Session, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bool:
+    """Whether all of a prompt is there, right in every byte."""
+    layout = session.layout
+    with session.match(tokens) as match:
+        loaded = session.load(match).wait()
+        for group, views in loaded.views.items():
+            geometry = layout.geometry[group]
+            for depth, view in enumerate(views, loaded.first[group]):
+                rows = np.frombuffer(view, np.uint8).reshape(geometry.sections, geometry.stride)
+                assert (rows[:, : geometry.section] == content(layout, group, depth)).all(), (group, depth)
+        return loaded.tokens == len(tokens)
+
+
+MIXED = Layout(
+    (
+        Group("full", Kind.FULL, 2, 4, 8, "bfloat16"),
+        Group("latent", Kind.MLA, 2, 1, 24, "bfloat16"),
+        Group("state", Kind.STATE, 1, 4, 64, "float32"),
+    ),
+    16,
+)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [(LAYOUT, 1), (LAYOUT, 2), (LAYOUT, 4), (LAYOUT, 8), (MIXED, 2)])
+def test_each_worker_writes_and_reads_its_heads(node: Process, layout: Layout, ranks: int) -> None:
+    with engine(node, layout, ranks) as (session, crew, workers):
+        given = crew.delegate(TOKENS)
+        assert len(given.keys) == 4 * len(layout.groups)
+        writers = [w for w in workers if any(w.writes(g.name) for g in layout.groups)]
+        for worker in writers:
+            with session.match(TOKENS) as match:
+                assert match.tokens == 0, "not before each has written"
+                assert match.pending
+            fill(worker, given.ticket)
+        assert whole(session, TOKENS)
+        assert crew.delegate(TOKENS).ticket == "", "nothing is left to write"
+        with session.match(TOKENS) as match:
+            assert match.ready
+            ticket = crew.ticket(match)
+            for worker in workers:
+                with worker.step(loads=[ticket]) as step:
+                    (loaded,) = step.loads
+                    assert loaded is not None
+                    assert loaded.tokens == len(TOKENS)
+                    for group, views in loaded.views.items():
+                        share = layout.group(group).share(worker.rank, ranks)
+                        size = layout.group(group).head_bytes(layout.block_tokens)
+                        for depth, view in enumerate(views, loaded.first[group]):
+                            expected = content(layout, group, depth)[:, share.start * size : share.stop * size]
+                            assert (worker.part(group, view) == expected).all()
+
+
+def test_what_a_worker_reads_stays_though_its_scheduler_lets_go(node: Process) -> None:
+    with engine(node, LAYOUT, 1) as (session, crew, (worker,)), Client(node.path) as client:
+        fill(worker, crew.delegate(TOKENS).ticket)
+        match = session.match(TOKENS)
+        ticket = crew.ticket(match)
+        with worker.step(loads=[ticket]) as step:
+            match.release()
+            assert client.statistics().held == 4
+            (loaded,) = step.loads
+            assert loaded is not None
+            flood(client)
+            for depth, view in enumerate(loaded.blocks):
+                assert (worker.part("full", view) == content(LAYOUT, "full", depth)).all()
+        eventually(lambda: client.statistics().held == 0)
+        with worker.step(loads=[ticket]) as step:
+            assert step.loads == [None], "it was released"
+        with pytest.raises(RightError, match="released"):
+            crew.ticket(match)
+
+
+def flood(client: Client) -> None:
+    """Store so much that everything which may leave DRAM does."""
+    with client.session(Model(LAYOUT, "given:flood")) as session:
+        block = np.zeros(LAYOUT.geometry["full"].nbytes, np.uint8)
+        for i in range(20):
+            session.store(np.arange(i * 4096, i * 4096 + 4096, dtype=np.uint32), [block] * 256)
+
+
+def test_one_that_fails_spoils_it_for_all(node: Process) -> None:
+    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
+        given = crew.delegate(TOKENS)
+        fill(first, given.ticket)
+        with contextlib.suppress(RuntimeError), second.step(stores=[given.ticket]):
+            raise RuntimeError("the GPU has gone away")
+        assert not whole(session, TOKENS)
+        again = crew.delegate(TOKENS)
+        assert len(again.keys) == 4, "the slots are free again"
+        for worker in (first, second):
+            fill(worker, again.ticket)
+        assert whole(session, TOKENS)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from kvtide.node.client import Client
+worker = Client(Path(sys.argv[1])).join(sys.argv[2], int(sys.argv[3]))
+step = worker.step(stores=[sys.argv[4]])
+filling, = step.stores
+for group, view in zip(filling.groups, filling.views):
+    worker.part(group, view)[: 2] = 7
+print("ready", flush=True)
+while sys.stdin.readline():
+    for group, view in zip(filling.groups, filling.views):
+        worker.part(group, view)[:] = 9
+    print("written", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def half_written(node: Process, crew: Crew, ticket: str) -> Iterator[subprocess.Popen[str]]:
+    """The second worker, in a process of its own, in the middle of its slices."""
+    command = [sys.executable, "-c", WORKER, str(node.path), crew.token, "1", ticket]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_worker_that_dies_half_way(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        crew = client.crew(session, 2)
+        with Client(node.path).join(crew.token, 0) as worker:
+            given = crew.delegate(TOKENS)
+            with half_written(node, crew, given.ticket) as process:
+                fill(worker, given.ticket)
+                process.kill()
+                process.wait()
+                again = eventually(lambda: crew.delegate(TOKENS))
+                while len(again.keys) < 4:  # the node has not heard of it yet
+                    again = eventually(lambda: crew.delegate(TOKENS))
+                assert again.ticket != given.ticket
+                with worker.step(stores=[given.ticket]) as step:
+                    assert step.stores == [None], "that is over"
+
+
+def test_a_stopped_worker_keeps_its_slots_from_others(node: Process) -> None:
+    """It may write when it goes on: nobody must be there then."""
+    with Client(node.path) as client, client.session(MODEL) as session:
+        crew = client.crew(session, 2)
+        given = crew.delegate(TOKENS)
+        with half_written(node, crew, given.ticket) as process:
+            process.send_signal(signal.SIGSTOP)
+            given.abort()
+            assert client.statistics().held == 4, "in quarantine"
+            block = np.full(LAYOUT.geometry["full"].nbytes, 1, np.uint8)
+            other = client.session(Model(LAYOUT, "given:other"))
+            many = np.arange(20 * 4096, dtype=np.uint32)
+            stored = other.store(many, [block] * (len(many) // 16)).stored
+            assert stored
+            process.send_signal(signal.SIGCONT)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("go on\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "written\n"
+            with other.match(many) as match:
+                for view in other.load(match).wait().blocks:
+                    assert view[0] == 1, "nobody else's block was written over"
+            other.close()
+        eventually(lambda: client.statistics().held == 0)
+
+
+def test_the_schedulers_end_is_the_crews(node: Process) -> None:
+    with Client(node.path) as client, Client(node.path) as other:
+        session = client.session(MODEL)
+        crew = client.crew(session, 1)
+        worker = other.join(crew.token, 0)
+        given = crew.delegate(TOKENS)
+        step = worker.step(stores=[given.ticket])
+        session.close()
+        assert other.statistics().held == 4, "the worker still has its slots"
+        with step:
+            pass
+        assert other.statistics().held == 0
+        assert other.statistics().counts.get("blocks stored", 0) == 0
+        with pytest.raises(RightError, match="no session has this token"):
+            other.join(crew.token, 0)
+
+
+def test_strangers_and_doubles_are_refused(node: Process) -> None:
+    with engine(node, LAYOUT, 2) as (session, crew, workers), Client(node.path) as client:
+        with pytest.raises(RightError, match="has joined already"):
+            client.join(crew.token, 1)
+        with pytest.raises(RightError, match="not one of this session's 2"):
+            client.join(crew.token, 2)
+        with pytest.raises(RightError, match="no session has this token"):
+            client.join("guess" * 8, 0)
+        with pytest.raises(RightError, match="is no ticket"):
+            workers[0].step(loads=["rubbish"])
+        workers[1].close()
+        assert client.join(crew.token, 1).ranks == 2
+        assert whole(session, TOKENS) is False
+
+
+def test_a_crew_goes_on_at_the_next_node(node: Process) -> None:
+    with engine(node, LAYOUT, 1) as (session, crew, (worker,)):
+        old = crew.delegate(TOKENS)
+        node.kill()
+        with worker.step(stores=[old.ticket]) as step:
+            assert step.stores == [None]
+        assert crew.delegate(TOKENS).refused == 4
+        node.start()
+        given = eventually(lambda: next((g for g in [crew.delegate(TOKENS)] if g.ticket), None))
+        assert given is not None
+        eventually(lambda: worker._client.connected)
+        with worker.step(stores=[old.ticket]) as step:
+            assert step.stores == [None], "its number may mean something else now"
+        fill(worker, given.ticket)
+        assert whole(session, TOKENS)
+    node.kill()
+    with pytest.raises(TierError, match="no node answers"):
+        Client(node.path)
