@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtide import BlockStored, EventsLost
+from kvtide import BlockStored, EventsLost, Session
 from kvtide.block import Layout
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
@@ -236,3 +238,26 @@ def test_a_segment_may_go_in_the_frame_that_names_it(tmp_path: Path) -> None:
             late.line.spans(made.places, 4096)[0][:4] = b"here"
     finally:
         node.close()
+
+
+# -- a node that hangs --------------------------------------------------------------------------------------
+
+
+def test_a_node_that_hangs_is_a_miss_and_is_found_again(node: Process) -> None:
+    async def ask(session: Session) -> int:
+        with session.match(prompt(1, 2)) as match:
+            return (await session.load(match)).tokens
+
+    with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        held = session.match(prompt(1, 2))
+        node.signal(signal.SIGSTOP)
+        assert asyncio.run(ask(session)) == 0
+        assert not client.connected
+        assert [asyncio.run(ask(session)) for _ in range(100)] == [0] * 100, "nobody waits for it again"
+        check(PLAIN, session.load(held).wait(), prompt(1, 2))
+        held.release()
+        node.signal(signal.SIGCONT)
+        eventually(lambda: client.connected)
+        assert asyncio.run(ask(session)) == 32
+        eventually(lambda: other.connected and other.statistics().held == 0)
