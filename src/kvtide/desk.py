@@ -103,7 +103,7 @@ class Desk(Protocol):
         """
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        """Pin (``step`` 1) or unpin (-1) blocks; answers how many."""
+        """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         """Remove blocks for good; answers how many there were."""
@@ -300,17 +300,18 @@ class LocalDesk:
             for group in self._layout.groups:
                 rows = self._rows(names, group, stop)
                 if step < 0:
-                    rows = rows[index.pins[rows] > 0]
-                index.pins[rows] = index.pins[rows].astype(np.int64) + step
-                count += len(rows)
-            index.changes += 1
+                    count += index.unpin(rows, self)
+                else:
+                    index.pin(rows, self)
+                    count += len(rows)
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         return self._store.drop([k for g in self._layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
     def close(self) -> None:
-        pass
+        with self._index.lock:
+            self._index.unpin_all(self)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

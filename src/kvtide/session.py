@@ -289,12 +289,15 @@ class Session:
 
     @_inside
     def pin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
-        """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks."""
+        """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks.
+
+        Pins are the session's: they end with it, and behind a node with the connection or the node as well.
+        """
         return self._desk.pin(self._chain(tokens, extras), stop, 1)
 
     @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
-        """End one ``pin`` of the same blocks."""
+        """End one ``pin`` of the same blocks by this session. Answers how many blocks had one."""
         return self._desk.pin(self._chain(tokens, extras), stop, -1)
 
     @_inside

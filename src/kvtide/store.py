@@ -76,7 +76,7 @@ class Store:
         self.index = Index(tiers=2 if config.nvme.path else 1)
         self.feed = Feed()
         memory = config.dram
-        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared, aside)
+        self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared, aside, ahead=shared)
         self.copier = Copier()
         self._uses = Uses(self.index)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))

@@ -142,7 +142,8 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     index = Index(tiers=2)
     one, two = blocks.keys(2)
     row = add(index, one, SEALED)
-    index.pins[row], index.priority[row], index.expiry[row] = 3, 5, 1.0
+    index.pin(np.array([row]), "somebody")
+    index.priority[row], index.expiry[row] = 5, 1.0
     assert not index.retire(row), "it is in a tier"
     assert index.remove(row, DRAM) == 7
     assert index.retire(row)
@@ -251,3 +252,17 @@ def test_a_block_takes_at_most_300_bytes() -> None:
         tracemalloc.stop()
     assert len(index) == count
     assert used / count <= 300, f"{used / count:.0f} bytes a block, its key included"
+
+
+def test_pins_are_their_owners_and_any_number_counts() -> None:
+    index = Index(tiers=1)
+    row = np.array([index.add(BlockKey(b"a" * 36), bytes(32), 0)])
+    for _ in range(70_000):
+        index.pin(row, "many")
+    index.pin(row, "one")
+    assert index.pins[row] == 65_535
+    assert [index.unpin(row, owner) for owner in ("one", "one", "nobody")] == [1, 0, 0]
+    assert index.pins[row] > 0
+    index.unpin_all("many")
+    assert index.pins[row] == 0
+    assert index.unpin(row, "many") == 0

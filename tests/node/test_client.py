@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtide import BlockStored, EventsLost
+from kvtide import BlockStored, EventsLost, Session
+from kvtide.block import Layout
 from kvtide.events import Event
+from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
@@ -183,3 +187,77 @@ def test_followers_go_on_at_a_new_node_and_know_that_they_missed_some(node: Proc
         eventually(lambda: seen == [EventsLost(0)] * 2)
         session.store(prompt(1), data(PLAIN, prompt(1)))
         eventually(lambda: sum(isinstance(e, BlockStored) and e.tier == "dram" for e in seen) == 2)
+
+
+# -- what ends with a client --------------------------------------------------------------------------------
+
+
+def test_pins_end_with_their_session_or_process(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        with client.session(MODEL) as other:
+            assert (session.pin(prompt(1)), other.pin(prompt(1, 2)), other.pin(prompt(2))) == (1, 2, 0)
+            assert session.unpin(prompt(1, 2)) == 1, "only its own"
+            assert client.statistics().pinned == 2
+        assert client.statistics().pinned == 0
+        if (child := os.fork()) == 0:
+            pinning = Client(node.path).session(MODEL)
+            os._exit(pinning.pin(prompt(1, 2)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        eventually(lambda: client.statistics().pinned == 0)
+
+
+def test_a_segment_may_go_in_the_frame_that_names_it(tmp_path: Path) -> None:
+    node = Thread(tmp_path / "node.sock", dram={"budget": "1MiB", "segment": "1MiB"})
+    other = Layout.attention(layers=1, heads=3, head_dim=400, block_tokens=16, dtype="float32")
+    try:
+        with Client(node.path) as client, Client(node.path) as late:
+            with client.session(MODEL) as session:
+                session.store(prompt(1), data(PLAIN, prompt(1)))
+                digests = b"".join(session.chain(prompt(1)).digests)
+                namespace = MODEL.namespace(DEFAULT_TENANT)
+            opened = [
+                p.Open(p.describe(layout), layout.block_tokens, namespace, DEFAULT_TENANT.tag)
+                for layout in (PLAIN, other)
+            ]
+            one, two = late.line.ask(list(opened))
+            assert isinstance(one, int)
+            assert isinstance(two, int)
+            found, _, _, made = late.line.ask(
+                [
+                    p.Match(one, digests, 0),
+                    p.Release(one, [two + 1]),
+                    p.Drop(one, digests, 0),
+                    p.Reserve(two, [0], digests, 0, 1, None, 0),
+                ]
+            )
+            assert isinstance(found, p.Matched)
+            assert isinstance(made, p.Reserved)
+            assert found.blocks == 1
+            assert made.refused == 0
+            late.line.spans(made.places, 4096)[0][:4] = b"here"
+    finally:
+        node.close()
+
+
+# -- a node that hangs --------------------------------------------------------------------------------------
+
+
+def test_a_node_that_hangs_is_a_miss_and_is_found_again(node: Process) -> None:
+    async def ask(session: Session) -> int:
+        with session.match(prompt(1, 2)) as match:
+            return (await session.load(match)).tokens
+
+    with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        held = session.match(prompt(1, 2))
+        node.signal(signal.SIGSTOP)
+        assert asyncio.run(ask(session)) == 0
+        assert not client.connected
+        assert [asyncio.run(ask(session)) for _ in range(100)] == [0] * 100, "nobody waits for it again"
+        check(PLAIN, session.load(held).wait(), prompt(1, 2))
+        held.release()
+        node.signal(signal.SIGCONT)
+        eventually(lambda: client.connected)
+        assert asyncio.run(ask(session)) == 32
+        eventually(lambda: other.connected and other.statistics().held == 0)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvtide.testing.blocks import content, fill, holds, keys
+from kvtide.testing.interface import until
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.dram import Dram
@@ -330,3 +331,25 @@ def test_many_threads_grow_at_once() -> None:
     assert not failures
     assert dram.statistics().blocks == 0
     dram.close()
+
+
+def test_memory_is_there_before_it_is_needed_and_never_above_the_budget() -> None:
+    dram = Dram(3 * MIB + 4096, segment=MIB, ahead=True)
+
+    def taken() -> int:
+        return dram.statistics().bytes_taken
+
+    try:
+        assert dram.grow(64 << 10)
+        assert len(dram.take_many(64 << 10, 4)) == 4
+        assert taken() == MIB, "most of it is free"
+        for expected in (2, 3):
+            assert len(dram.take_many(64 << 10, 12)) == 12
+            until(lambda: taken() == expected * MIB)  # noqa: B023
+            assert len(dram.take_many(64 << 10, 4)) == 4, "without growing"
+        dram.take_many(64 << 10, 12)
+        assert not dram.take_many(64 << 10, 1)
+        assert not dram.grow(64 << 10)
+        assert taken() == 3 * MIB
+    finally:
+        dram.close()

@@ -14,6 +14,7 @@ for microseconds; decide under it, act outside it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class Index:
         self.holds = np.zeros(size, np.int32)
         """Leases and moves under way: a held row is evicted from no tier."""
         self.pins = np.zeros(size, np.uint16)
+        """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
+        self._pinned: dict[int, Counter[object]] = {}
         self.priority = np.zeros(size, np.int8)
         self.expiry = np.full(size, np.inf)
         self.depth = np.zeros(size, np.uint32)
@@ -170,6 +173,7 @@ class Index:
             del self._rows[key]
         self._keys[row] = None
         self.pins[row] = self.priority[row] = 0
+        self._pinned.pop(row, None)
         self.returns[row] = self.kind[row] = UNKNOWN
         for until in self.until.values():
             until[row] = 0
@@ -223,6 +227,37 @@ class Index:
             gone &= state[rows] == ABSENT
         for row in rows[gone].tolist():
             self.retire(row)
+
+    # -- pins ---------------------------------------------------------------------------------------------
+
+    def pin(self, rows: Rows, owner: object) -> None:
+        """Keep distinct rows from eviction until ``owner`` unpins them as often."""
+        for row in rows.tolist():
+            self._pinned.setdefault(row, Counter())[owner] += 1
+            self._count_pins(row)
+
+    def unpin(self, rows: Rows, owner: object) -> int:
+        """End one pin of distinct rows, of those that ``owner`` has pinned; answers how many."""
+        mine = [row for row in rows.tolist() if owner in self._pinned.get(row, ())]
+        for row in mine:
+            counts = self._pinned[row]
+            counts[owner] -= 1
+            if not counts[owner]:
+                del counts[owner]
+            self._count_pins(row)
+        return len(mine)
+
+    def unpin_all(self, owner: object) -> None:
+        """``owner`` is gone, and so are its pins."""
+        for row in [row for row, counts in self._pinned.items() if owner in counts]:
+            del self._pinned[row][owner]
+            self._count_pins(row)
+
+    def _count_pins(self, row: int) -> None:
+        self.pins[row] = min(self._pinned[row].total(), np.iinfo(np.uint16).max)
+        if not self.pins[row]:
+            del self._pinned[row]
+            self.changes += 1
 
     # -- questions ----------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ drops, events, and the node's death. Followers and callbacks are called on a thi
 they like.
 
 When the node dies everything is a miss at once: no call waits for it, blocks that were handed out stay readable (the
-mapping is ours), and the thread tries to reach its successor. If the node was not dead at all, it still keeps for us
-what we held: it is told to forget that when nothing of it is in use any more.
+mapping is ours), and the thread tries to reach its successor. One that does not answer for 2 seconds, because it hangs
+or was stopped, counts as dead. If it is not dead at all, it still keeps for us what we held: it is told to forget that
+when nothing of it is in use any more.
 """
 
 from __future__ import annotations

@@ -117,11 +117,13 @@ class Connection:
         return self._unsent_bytes > _BEHIND
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame, now or when the client reads. The descriptors are copied."""
+        """Send a frame, now or when the client reads. The descriptors are ours from now on."""
         if not self.open:
+            for fd in descriptors:
+                os.close(fd)
             return
         data = p.frame(message)
-        self._unsent.append((memoryview(data), [os.dup(fd) for fd in descriptors]))
+        self._unsent.append((memoryview(data), list(descriptors)))
         self._unsent_bytes += len(data)
         if not self._writing:
             self._writable()

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -63,6 +63,14 @@ class Host(Protocol):
         """A process says that it uses nothing of an earlier client of its own any more."""
 
 
+class _Lent(NamedTuple):
+    """A segment that a client is about to get."""
+
+    serial: int
+    fd: int
+    nbytes: int
+
+
 class Guest:
     """A client: a process, what it may do, and what it holds."""
 
@@ -81,7 +89,8 @@ class Guest:
         self._members: dict[int, Member] = {}
         self._known: set[int] = set()
         """Segments whose descriptors it has."""
-        self._new: list[int] = []
+        self._new: list[_Lent] = []
+        """That go with the next reply."""
         self._removals = 0
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
@@ -100,21 +109,23 @@ class Guest:
 
     def _receive(self, body: bytes) -> None:
         request = self._decoder.decode(body)
-        self._new = []
         answers = [self._answer(operation) for operation in request.operations]
-        new, dram = self._new, self._store.dram
+        dram = self._store.dram
         gone: list[int] = []
         if dram.removals != self._removals:
             self._removals = dram.removals
             gone = sorted(self._known - dram.serials)
             self._known.difference_update(gone)
-        if new:
-            self._host.ledger.lent(self.name, self._connection.pid, new, [dram.nbytes(serial) for serial in new])
+        if not self._new:
+            self._connection.send(p.Reply(request.number, answers, [], gone))
+            return
+        new, self._new = self._new, []
+        self._host.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
         while len(new) > _DESCRIPTORS:
             first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
-            self._connection.send(p.Reply(0, [], first), [dram.descriptor(serial) for serial in first])
-        reply = p.Reply(request.number, answers, new, gone)
-        self._connection.send(reply, [dram.descriptor(serial) for serial in new])
+            self._connection.send(p.Reply(0, [], [n.serial for n in first]), [n.fd for n in first])
+        reply = p.Reply(request.number, answers, [n.serial for n in new], gone)
+        self._connection.send(reply, [n.fd for n in new])
 
     def _answer(self, operation: p.Operation) -> p.Answer:
         try:
@@ -178,10 +189,12 @@ class Guest:
         return p.Collected(blocks, slots)
 
     def _addresses(self, places: list[int]) -> bytes:
-        found = self._store.dram.addresses(np.array(places, np.int64))
+        dram = self._store.dram
+        found = dram.addresses(np.array(places, np.int64))
         for serial in set((found >> np.uint64(40)).tolist()) - self._known:
+            # A copy: what comes later in the same frame may give the segment back.
+            self._new.append(_Lent(serial, os.dup(dram.descriptor(serial)), dram.nbytes(serial)))
             self._known.add(serial)
-            self._new.append(serial)
         return found.tobytes()
 
     def _load(self, o: p.Load) -> int:
@@ -325,6 +338,8 @@ class Guest:
     def _lost(self) -> None:
         """The socket was closed: the rights stay until the process cannot use them any more."""
         self._forget()
+        for lent in self._new:
+            os.close(lent.fd)
         self.tidings.close()
         for team in [s.team for s in self._sessions.values()] + [m.team for m in self._members.values()]:
             if team is not None:

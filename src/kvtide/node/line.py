@@ -22,7 +22,9 @@ from kvtide.node.promises import Promises
 __all__ = ["Line", "Lost"]
 
 _PATIENCE = 10.0
-"""Seconds after which a node that does not answer counts as dead."""
+"""Seconds that a node may take to say hello: nobody but our own thread waits for that."""
+_ANSWER = 2.0
+"""Seconds after which a node that does not answer a request counts as dead. An event loop may wait for the answer."""
 
 
 class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
@@ -49,6 +51,7 @@ class Line:
             self._notices = self._dial(path)
             self._greet(self._notices, self.welcome.token, [])
             self._notices.settimeout(None)
+            self._requests.settimeout(_ANSWER)
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from kvtide.config import Config
@@ -39,21 +39,28 @@ def serve(
 ) -> None:
     """Serve a store at ``path`` until SIGTERM or SIGINT, or until no client was there for ``idle_seconds``.
 
-    Then write down what is worth keeping, for ``stop_seconds`` at most. ``ready`` is called when clients may come.
+    Then write down what is worth keeping, for ``stop_seconds`` at most: if it takes longer the process ends at once,
+    whatever hangs. ``ready`` is called when clients may come.
     """
-    asyncio.run(_serve(config, path, stop_seconds, idle_seconds, ready))
+    if not asyncio.run(_serve(config, path, stop_seconds, idle_seconds, ready)):
+        log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
+        logging.shutdown()
+        os._exit(1)
 
 
 async def _serve(
     config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
-) -> None:
+) -> bool:
+    """Answers whether it ended in good order."""
     stop = asyncio.Event()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with _alone(path):
+    async with _alone(path, stop) as alone:
+        if not alone:
+            return True
         ledger = Ledger(path.with_suffix(".lent"))
         store = Store(config, shared=True, aside=ledger.elsewhere)
         try:
@@ -72,26 +79,28 @@ async def _serve(
         closing = threading.Thread(target=store.close, name="kvtide-close", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, stop_seconds)
-        if closing.is_alive():
-            log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
+        return not closing.is_alive()
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Be the only node of a socket. One that is just stopping is waited for; one that serves is not."""
+@contextlib.asynccontextmanager
+async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
+    """Be the only node of a socket. One that is just stopping is waited for; one that serves is not.
+
+    False if we were stopped before.
+    """
     end = time.monotonic() + _PATIENCE
     with path.with_suffix(".alive").open("w") as alive:
-        while True:
+        while not stop.is_set():
             try:
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if path.exists() or time.monotonic() > end:
                     raise ConfigError(f"another node serves {path}; stop it, or give another socket") from None
-                time.sleep(0.02)
-        if path.is_socket():
+                await asyncio.sleep(0.02)
+        if not stop.is_set() and path.is_socket():
             path.unlink()  # left behind by one that was killed
-        yield
+        yield not stop.is_set()
 
 
 def detach(run: Callable[[Callable[[], None]], None]) -> None:

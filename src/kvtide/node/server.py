@@ -41,6 +41,8 @@ _STRANGERS = 64
 _CONNECTIONS = 2048
 _CLIENTS = 100
 """Of one process, those included that are gone while it may still use what they held."""
+_LARGEST_PART = 1 << 30
+"""Bytes that one reservation should have at most: while memory is taken for it, others wait."""
 _PAUSE = 0.5
 """Seconds without new connections when there are no descriptors for them."""
 
@@ -206,7 +208,7 @@ class Node:
                 guest.token,
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
-                self.store.largest_part,
+                min(self.store.largest_part, _LARGEST_PART),
                 self.ledger.life,
             )
         )

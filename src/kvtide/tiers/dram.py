@@ -13,12 +13,9 @@ Slots have no header: what a slot holds is in the index, and a slot's generation
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import logging
-import mmap
-import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,6 +24,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.memory import Memory
 from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
 
 __all__ = ["Dram", "copy"]
@@ -34,9 +32,6 @@ __all__ = ["Dram", "copy"]
 log = logging.getLogger("kvtide.dram")
 
 _TWO_MIB = 2 << 20
-# Linux's; Python has no names for them.
-_MAP_HUGETLB = 0x40000
-_MAP_HUGE_2MB = 21 << 26
 
 
 def copy(target: Span, source: Span) -> None:
@@ -44,67 +39,11 @@ def copy(target: Span, source: Span) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-class _Memory:
-    """One segment's memory: our own pages or, if others are to map it, a sealed memfd (``fd``, else -1)."""
-
-    __slots__ = ("_map", "fd", "serial", "view")
-
-    def __init__(self, serial: int, nbytes: int, huge_pages: str, shared: bool) -> None:
-        self.serial = serial
-        """Never given twice, unlike the number of a segment."""
-        self.fd = -1
-        try:
-            self._map = self._shared(nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
-        except BaseException:
-            self._let_go()
-            raise
-        if huge_pages == "transparent":
-            with contextlib.suppress(OSError):  # only advice
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        # Map every page now, by touching it: MAP_POPULATE would hold the GIL for 100 ms per segment, this does not.
-        np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0
-        self.view = memoryview(self._map)
-
-    def _shared(self, nbytes: int, huge_pages: str) -> mmap.mmap:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        if huge_pages == "2MiB":
-            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
-        self.fd = os.memfd_create(f"kvtide-{self.serial}", flags)
-        os.ftruncate(self.fd, nbytes)
-        os.posix_fallocate(self.fd, 0, nbytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
-
-    @staticmethod
-    def _private(nbytes: int, huge_pages: str) -> mmap.mmap:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        if huge_pages == "2MiB":
-            flags |= _MAP_HUGETLB | _MAP_HUGE_2MB
-        return mmap.mmap(-1, nbytes, flags)
-
-    def empty(self) -> None:
-        """Give the pages back to the system, though others may still have them mapped: nobody has a right to them."""
-        if self.fd >= 0:
-            self._map.madvise(mmap.MADV_REMOVE)
-
-    def close(self) -> None:
-        """Give the memory back; a view that a caller still has keeps the mapping alive until it goes."""
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
 class Dram:
     """Blocks in memory, at most ``budget`` bytes of it.
 
-    Segments are taken when they are needed, or all at once in the background with ``prefault``: pages cost about as
-    much to get as to fill. Everything is safe from any thread.
+    Segments are taken when they are needed, or in the background: all at once with ``prefault``, or with ``ahead`` each
+    a little before it is needed. Pages cost about as much to get as to fill. Everything is safe from any thread.
     """
 
     def __init__(
@@ -115,12 +54,13 @@ class Dram:
         prefault: bool = False,
         shared: bool = True,
         aside: int = 0,
+        ahead: bool = False,
     ) -> None:
         self._huge_pages = huge_pages
         self._shared = shared
         self._closed = False
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, Memory] = {}
         self._segments.aside = aside
         self._serials = itertools.count()
         self.removed: Callable[[int], None] = lambda serial: None
@@ -130,9 +70,15 @@ class Dram:
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._read = self._written = self._failed_reads = self._failed_writes = 0
-        self._prefaulter = threading.Thread(target=self._prefault, name="kvtide-dram", daemon=True)
-        if prefault:
-            self._prefaulter.start()
+        self._ahead = ahead and not prefault
+        self._scarce: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Sizes of slots of which there will soon be none; 0: that was the last."""
+        self._asked: set[int] = set()
+        self._grower = threading.Thread(
+            target=self._prefault if prefault else self._stay_ahead, name="kvtide-dram", daemon=True
+        )
+        if prefault or ahead:
+            self._grower.start()
 
     def __repr__(self) -> str:
         return f"<Dram {self._segments.used} of {self._segments.budget} bytes>"
@@ -142,12 +88,31 @@ class Dram:
     def take(self, nbytes: int, owner: int) -> int | None:
         """A slot for a block of that footprint, or None: then ``grow``, or evict."""
         with self._lock:
-            return self._segments.take(ladder(nbytes), owner)
+            place = self._segments.take(ladder(nbytes), owner)
+            self._look_ahead(ladder(nbytes))
+            return place
 
     def take_many(self, nbytes: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
         """Up to ``count`` slots for blocks of that footprint; without ``owners``, tell them with ``own``."""
         with self._lock:
-            return self._segments.take_many(ladder(nbytes), count, owners)
+            places = self._segments.take_many(ladder(nbytes), count, owners)
+            self._look_ahead(ladder(nbytes))
+            return places
+
+    def _look_ahead(self, size: int) -> None:
+        if self._ahead and size not in self._asked and self._segments.scarce(size):
+            self._asked.add(size)
+            self._scarce.put(size)
+
+    def _stay_ahead(self) -> None:
+        while size := self._scarce.get():
+            with self._grow_lock:
+                with self._lock:
+                    slots = self._segments.fit(size) if self._segments.scarce(size) else 0
+                    segment = self._add(size, slots) if slots else None
+                if segment is not None:
+                    self._fill(segment)
+            self._asked.discard(size)
 
     def growable(self, nbytes: int) -> bool:
         """Whether ``grow`` could make room for a block of that footprint."""
@@ -173,9 +138,14 @@ class Dram:
                 slots = self._segments.fit(size)
                 if not slots:
                     return False
-                segment = self._segments.add(size, slots)
-                self._segments.drain(segment)
+                segment = self._add(size, slots)
             return self._fill(segment)
+
+    def _add(self, size: int, slots: int) -> Segment:
+        """A segment that is in the book, but has no memory yet."""
+        segment = self._segments.add(size, slots)
+        self._segments.drain(segment)
+        return segment
 
     def _remove(self, segment: Segment) -> None:
         """Give an empty segment's memory back."""
@@ -193,8 +163,8 @@ class Dram:
 
     def wait_prefault(self) -> None:
         """Wait until the whole budget is taken, if that was asked for."""
-        if self._prefaulter.ident is not None:
-            self._prefaulter.join()
+        if self._grower.ident is not None and not self._ahead:
+            self._grower.join()
 
     def _prefault(self) -> None:
         """Take segments until the budget is used up. They are cut when their first block comes."""
@@ -203,8 +173,7 @@ class Dram:
                 with self._lock:
                     if not self._segments.fit(ladder(self._segments.nominal)):
                         return
-                    segment = self._segments.add(ladder(self._segments.nominal), 1)
-                    self._segments.drain(segment)
+                    segment = self._add(ladder(self._segments.nominal), 1)
                 if not self._fill(segment):
                     return
 
@@ -223,11 +192,11 @@ class Dram:
             self._segments.settle(segment)
         return True
 
-    def _allocate(self, nbytes: int) -> _Memory:
+    def _allocate(self, nbytes: int) -> Memory:
         serial = next(self._serials)
         if self._huge_pages == "2MiB":
             try:
-                return _Memory(serial, nbytes, self._huge_pages, self._shared)
+                return Memory(serial, nbytes, self._huge_pages, self._shared)
             except OSError as e:
                 log.warning(
                     "no huge pages (%s): using ordinary ones. Set vm.nr_hugepages to at least %d",
@@ -235,7 +204,7 @@ class Dram:
                     self._segments.budget // _TWO_MIB,
                 )
                 self._huge_pages = "transparent"
-        return _Memory(serial, nbytes, self._huge_pages, self._shared)
+        return Memory(serial, nbytes, self._huge_pages, self._shared)
 
     def release(self, place: int) -> None:
         """Give a slot back."""
@@ -374,8 +343,9 @@ class Dram:
 
     def close(self) -> None:
         self._closed = True
-        if self._prefaulter.is_alive():
-            self._prefaulter.join()
+        self._scarce.put(0)
+        if self._grower.is_alive():
+            self._grower.join()
         with self._lock:
             for memory in self._memory.values():
                 memory.close()

@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.dram import Dram, _Memory
+from kvtide.tiers.dram import Dram
+from kvtide.tiers.memory import Memory
 from kvtide.tiers.segments import Segments, ladder
 
 __all__ = ["Hollow", "HollowDram"]
 
 
-class _Nothing(_Memory):
+class _Nothing(Memory):
     """No memory at all."""
 
     def __init__(self) -> None: ...
@@ -35,7 +36,7 @@ class HollowDram(Dram):
         super().__init__(budget, segment, huge_pages="no")
         self._span = memoryview(bytearray(block))
 
-    def _allocate(self, nbytes: int) -> _Memory:
+    def _allocate(self, nbytes: int) -> Memory:
         return _Nothing()
 
     def span(self, place: int, nbytes: int) -> Span:

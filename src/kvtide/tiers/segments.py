@@ -151,6 +151,13 @@ class Segments:
             slots -= 1
         return slots
 
+    def scarce(self, size: int) -> bool:
+        """Whether less than half a segment of that size is free, though there is room for more."""
+        some = self._open.get(size, [])
+        if len(some) > 1 or (some and 2 * len(some[0].free) >= some[0].slots):
+            return False
+        return self.fit(size) > 0
+
     def _bytes(self, size: int, slots: int) -> int:
         return -(-(self.header + slots * size) // self.grain) * self.grain
 

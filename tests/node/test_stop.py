@@ -1,0 +1,81 @@
+"""A node ends when it is told to, in the time that it was given, whatever hangs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kvtide.node.client import Client
+from kvtide.testing.interface import MODEL, PLAIN, data, prompt
+from tests.node.serving import eventually
+
+HANGING = """
+import sys, threading
+from pathlib import Path
+from kvtide import config
+from kvtide.node import run
+from kvtide.store import Store
+from kvtide.tiers.disk import Disk
+
+class Hanging(Disk):
+    armed = False
+
+    def write(self, fd, data, offset):
+        if self.armed:
+            threading.Event().wait()
+        return super().write(fd, data, offset)
+
+    def ready(self):
+        self.armed = True
+        print("ready", flush=True)
+
+disk = Hanging()
+run.Store = lambda config, **more: Store(config, disk=disk, **more)
+dram = {"budget": "8MiB", "segment": "1MiB"}
+nvme = {"path": sys.argv[1] + ".kv", "budget": "32MiB", "segment": "4MiB"}
+run.serve(config.read(None, {}, dram=dram, nvme=nvme), Path(sys.argv[1]), stop_seconds=0.5, ready=disk.ready)
+"""
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    command = [sys.executable, "-c", HANGING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as node:
+        try:
+            assert node.stdout is not None
+            assert node.stdout.readline() == "ready\n"
+            with Client(path) as client, client.session(MODEL) as session:
+                session.store(prompt(1), data(PLAIN, prompt(1)))
+                assert not client.flush(0.1), "it hangs"
+                node.terminate()
+                _, said = node.communicate(timeout=60)
+                assert "the rest is lost" in said
+                eventually(lambda: not client.connected)
+        finally:
+            node.kill()
+
+
+def test_a_node_that_waits_for_its_predecessor_can_be_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    environment = {**os.environ, "KVTIDE_DRAM_BUDGET": "8MiB"}
+    command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
+    with path.with_suffix(".alive").open("w") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        with subprocess.Popen(command, env=environment) as node:
+            try:
+                eventually(lambda: signal.SIGTERM in caught(node.pid))
+                node.terminate()
+                assert node.wait(60) == 0
+            finally:
+                node.kill()
+
+
+def caught(pid: int) -> list[signal.Signals]:
+    """The signals that a process handles."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+    return [number for number in signal.Signals if mask >> (number - 1) & 1]
