@@ -2,7 +2,9 @@
 
 A block that left a tier is forgotten by the index; a few bytes of it stay here, in a table of fixed size in which the
 newer of two names that have the same place wins. From it comes what a policy cannot see in a tier: that a block
-which is stored now was here before, and which kinds of blocks come back after which time.
+which is stored now was here before, and which kinds of blocks come back after which time. The table is bounded: of
+a large tier it has a sample, one name in so many, and what is not in the sample is at least what a deeper block of
+its chain is, because nothing comes back without its parents.
 
 Time is counted in blocks used. For each *kind* (see ``Uses``) the table yields a life curve, as for machines of which
 some have failed and some still run: a block that was used again is an event at its age; one that was not, yet, or
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Curves", "History"]
+__all__ = ["MANY", "Curves", "History"]
 
 Marks = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
@@ -27,6 +29,8 @@ Kinds = npt.NDArray[np.intp]
 Numbers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.float64]
 
+MANY = 250
+"""Returns are counted up to here."""
 _STEPS = 2
 """Ages are told apart in so many steps for each doubling."""
 _AGES = 36 * _STEPS
@@ -38,8 +42,12 @@ _THIN = 120.0
 _FEW = 20.0
 """The same for a trait beside no trait at all."""
 _PLACES = 1 << 14
+_MOST = 1 << 20
+"""Places of the table, at first and at most."""
 _TIMES = 16
 """More is remembered than a tier holds, by this factor."""
+_HIGH = np.uint64(20)
+"""Which bits of a name decide whether it is in the sample: those above the ones that give it its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +77,25 @@ class Curves:
 
 
 class _Places:
-    """The table: a name, when it was used last, as which kind, and how often it had come back."""
+    """The table: a name, when it was used last, as which kind, and how often it had come back; one name in ``share``."""
 
-    __slots__ = ("kinds", "mask", "names", "returns", "times")
+    __slots__ = ("_mask", "_others", "kinds", "names", "returns", "share", "times")
 
-    def __init__(self, count: int) -> None:
-        self.mask = np.uint64(count - 1)
+    def __init__(self, count: int, share: int) -> None:
+        self._mask = np.uint64(count - 1)
+        self.share = share
+        self._others = np.uint64((share - 1) << int(_HIGH))
         self.names = np.zeros(count, np.uint64)
         self.times = np.zeros(count, np.int64)
         self.kinds = np.zeros(count, np.int16)
-        self.returns = np.zeros(count, np.int16)
+        self.returns = np.zeros(count, np.uint8)
 
     def at(self, marks: Marks) -> Marks:
-        return marks & self.mask
+        return marks & self._mask
+
+    def sampled(self, marks: Marks) -> Mask:
+        """Which names are in the sample."""
+        return (marks & self._others) == 0
 
 
 class History:
@@ -93,37 +107,48 @@ class History:
         """A kind's number is made up of that many traits, of so many values each."""
         self.lasting = lasting
         """After so much time something counts half."""
-        self._places = _Places(_PLACES)
+        self._places = _Places(_PLACES, 1)
         self._came = np.zeros((kinds, _AGES))
         self._lost = np.zeros((kinds, _AGES))
         self._used = np.zeros(kinds)
         self._span = 0.0
-        """The time over which ``_used`` was counted."""
+        """The time over which ``_used`` was counted, divided as the names are."""
         self._now = 0
 
     def returns(self, marks: Marks) -> Numbers:
-        """How often blocks that are stored now have come back: 0 for what was not here before."""
+        """How often blocks of one chain, head first, that are stored now have come back: 0 for what was not here."""
         places = self._places
         at = places.at(marks)
-        count: Numbers = (places.returns[at] + 1) * (places.names[at] == marks)
+        count = np.minimum(places.returns[at], MANY - 1) + np.int64(1)
+        count *= places.names[at] == marks
+        if places.share > 1:
+            count = np.maximum.accumulate(count[::-1])[::-1]
         return count
 
     def fit(self, blocks: int) -> None:
         """Remember enough for a tier of ``blocks``."""
         old, count = self._places, len(self._places.names)
-        while count < _TIMES * blocks:
+        while count < min(_TIMES * blocks, _MOST):
             count *= 2
-        if count > len(old.names):
-            new = _Places(count)
+        share = old.share
+        while count * share < _TIMES * blocks:
+            share *= 2
+        if count > len(old.names) or share > old.share:
+            new = _Places(count, share)
             full = np.flatnonzero(old.names)
+            full = full[new.sampled(old.names[full])]
             at = new.at(old.names[full])
             for name in ("names", "times", "kinds", "returns"):
                 getattr(new, name)[at] = getattr(old, name)[full]
             self._places = new
+            self._count_less(old.share / share)
 
     def see(self, marks: Marks, kinds: Kinds, returns: Numbers, counted: Mask, now: int) -> None:
         """Blocks of one chain are used. Those not ``counted`` were just before, and are only told apart better now."""
         places = self._places
+        if places.share > 1:
+            mine = places.sampled(marks)
+            marks, kinds, returns, counted = marks[mine], kinds[mine], returns[mine], counted[mine]
         at = places.at(marks)
         before = places.names[at]
         same = before == marks
@@ -137,7 +162,7 @@ class History:
         np.add.at(self._used, was[same & ~counted], -1)
         places.names[at], places.times[at], places.kinds[at] = marks, now, kinds
         places.returns[at] = returns
-        self._span += now - self._now
+        self._span += (now - self._now) / places.share
         self._now = now
 
     def _weights(self, ages: Numbers) -> npt.NDArray[np.float64]:
@@ -184,7 +209,9 @@ class History:
 
     def fade(self, time: int) -> None:
         """So much time has passed: let what was learned count less."""
-        share = 0.5 ** (time / self.lasting)
+        self._count_less(0.5 ** (time / self.lasting))
+
+    def _count_less(self, share: float) -> None:
         self._came *= share
         self._lost *= share
         self._used *= share

@@ -190,8 +190,9 @@ _HIGH = np.uint64(40)
 
 
 def _share(blocks: int) -> int:
-    """One of how many blocks is watched in a tier of that many: all of few, one in eight of many."""
-    return 1 if blocks < 8 * _FEW else 8
+    """One of how many blocks is watched in a tier of that many: all of few, one in eight of many, and of very many
+    as few as still tell."""
+    return 1 if blocks < 8 * _FEW else 8 << max(0, (blocks // (64 * _FEW)).bit_length() - 1)
 
 
 def make(name: str, index: Index, tier: int, room: Callable[[], int]) -> Policy:

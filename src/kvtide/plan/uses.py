@@ -17,18 +17,16 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtide.index.index import Index, Rows, every
-from kvtide.plan.history import Curves, History, Kinds, Marks, Mask, Numbers
+from kvtide.plan.history import MANY, Curves, History, Kinds, Marks, Mask, Numbers
 from kvtide.plan.policy import PRIORITY, Policy
 
 __all__ = ["Uses"]
 
-_MOST = 250
-"""Returns are counted up to here."""
 _TRAITS = (7, 5, 4, 4)
 """How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks."""
-_BUCKET = 80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(_MOST + 1), side="right")
+_BUCKET = 80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")
 """By count of returns: the first trait, as it counts in the number of a kind."""
-_NEXT = np.append(np.minimum(np.arange(1, _MOST + 2), _MOST), 1)
+_NEXT = np.append(np.minimum(np.arange(1, MANY + 2), MANY), 1)
 """By count of returns: the next one; after none that is known, the last entry, the first."""
 _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are forgotten unlearned."""
@@ -180,7 +178,7 @@ class Uses:
         room = max((policy.room() for policy in self._policies), default=0)
         self.history.fit(room)
         self.history.lasting = max(_LASTING, 16 * room)
-        self._batch = max(_BATCH, room // 4)
+        self._batch = max(_BATCH, min(room // 4, 2 * _BATCH))
         while self._notes:
             if not len(self._notes) % 16:
                 time.sleep(0)  # let those pass who have more urgent things to do
