@@ -25,7 +25,8 @@ __all__ = ["MANY", "Curves", "History"]
 
 Marks = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
-Kinds = npt.NDArray[np.intp]
+Kinds = npt.NDArray[np.int16]
+Counts = npt.NDArray[np.int16]
 Numbers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.float64]
 
@@ -42,8 +43,10 @@ _THIN = 120.0
 _FEW = 20.0
 """The same for a trait beside no trait at all."""
 _PLACES = 1 << 14
-_MOST = 1 << 20
+_MOST = 1 << 19
 """Places of the table, at first and at most."""
+_PART = 1 << 16
+"""Places that are looked at together: what that takes of memory is little beside the table."""
 _TIMES = 16
 """More is remembered than a tier holds, by this factor."""
 _HIGH = np.uint64(20)
@@ -77,7 +80,7 @@ class Curves:
 
 
 class _Places:
-    """The table: a name, when it was used last, as which kind, and how often it had come back; one name in ``share``."""
+    """The table, of one name in ``share``: when it was used last, as which kind, and how often it had come back."""
 
     __slots__ = ("_mask", "_others", "kinds", "names", "returns", "share", "times")
 
@@ -95,7 +98,8 @@ class _Places:
 
     def sampled(self, marks: Marks) -> Mask:
         """Which names are in the sample."""
-        return (marks & self._others) == 0
+        mine: Mask = (marks & self._others) == 0
+        return mine
 
 
 class History:
@@ -115,11 +119,11 @@ class History:
         """The time over which ``_used`` was counted, divided as the names are."""
         self._now = 0
 
-    def returns(self, marks: Marks) -> Numbers:
+    def returns(self, marks: Marks) -> Counts:
         """How often blocks of one chain, head first, that are stored now have come back: 0 for what was not here."""
         places = self._places
         at = places.at(marks)
-        count = np.minimum(places.returns[at], MANY - 1) + np.int64(1)
+        count: Counts = np.minimum(places.returns[at], MANY - 1) + np.int16(1)
         count *= places.names[at] == marks
         if places.share > 1:
             count = np.maximum.accumulate(count[::-1])[::-1]
@@ -143,7 +147,7 @@ class History:
             self._places = new
             self._count_less(old.share / share)
 
-    def see(self, marks: Marks, kinds: Kinds, returns: Numbers, counted: Mask, now: int) -> None:
+    def see(self, marks: Marks, kinds: Kinds, returns: Counts, counted: Mask, now: int) -> None:
         """Blocks of one chain are used. Those not ``counted`` were just before, and are only told apart better now."""
         places = self._places
         if places.share > 1:
@@ -172,11 +176,7 @@ class History:
 
     def curves(self) -> Curves:
         """What is known by now."""
-        places = self._places
-        full = np.flatnonzero(places.names)
-        kinds, ages = len(self._used), self._now - places.times[full]
-        cells = places.kinds[full].astype(np.intp) * _AGES + _steps(ages)
-        waiting = np.bincount(cells, self._weights(ages), kinds * _AGES).reshape(kinds, _AGES) + self._lost
+        kinds, waiting = len(self._used), self._lost + self._waiting()
         # Of those that reached an age, how many came back before the next? Who was lost on the way counts half.
         reached = np.cumsum((self._came + waiting)[:, ::-1], axis=1)[:, ::-1] - waiting / 2
         usual = self._by_traits(self._came, reached)
@@ -189,6 +189,17 @@ class History:
             np.concatenate([nothing, np.cumsum((before + left) / 2 * _WIDTHS, axis=1)], axis=1),
             np.maximum(self._used, 0) / max(self._span, 1.0),
         )
+
+    def _waiting(self) -> Table:
+        """What is in the table, by kind and step of age."""
+        places, cells = self._places, self._lost.size
+        found = np.zeros(cells)
+        for first in range(0, len(places.names), _PART):
+            full = np.flatnonzero(places.names[first : first + _PART]) + first
+            ages = self._now - places.times[full]
+            at = places.kinds[full].astype(np.intp) * _AGES + _steps(ages)
+            found += np.bincount(at, self._weights(ages), cells)
+        return found.reshape(self._lost.shape)
 
     def _by_traits(self, came: Table, reached: Table) -> Table:
         """The rates of coming back that each kind would have if its traits worked alone: the first one's effect
@@ -218,7 +229,7 @@ class History:
         self._span *= share
 
 
-def _steps(ages: Numbers) -> Kinds:
+def _steps(ages: Numbers) -> npt.NDArray[np.intp]:
     """Which step of age each is in."""
-    found: Kinds = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
+    found: npt.NDArray[np.intp] = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
     return found

@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index.index import Index, Rows
-from kvtide.plan.history import Curves
+from kvtide.plan.history import Curves, Kinds, Marks
 from kvtide.plan.shadow import Shadow
 
 __all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "make"]
 
 Scores = npt.NDArray[np.int64]
-Kinds = npt.NDArray[np.intp]
-Marks = npt.NDArray[np.uint64]
 
 PRIORITY = 48
 """A priority counts for this many bits of ticks."""
