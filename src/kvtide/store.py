@@ -133,12 +133,11 @@ class Store:
     def _adopt(self, tier: Nvme, held: Held) -> None:
         """Enter what a tier held before into the index."""
         index = self.index
-        rows = index.add_many(held.keys, held.parents, held.depths)
+        rows, parents = index.add_many(held.keys, held.parents, held.depths)
         index.state[NVME][rows] = SEALED
         index.place[NVME][rows] = held.places
-        index.expiry[rows] = held.expiries
+        index.expire_at(rows, held.expiries)
         index.priority[rows] = held.priorities
-        parents = index.rows(BlockKey(p + k[32:]) for p, k in zip(held.parents.tolist(), held.keys, strict=True))
         first = int(rows[0]) if len(rows) else 0
         self._uses.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
         tier.own(held.places, rows)

@@ -52,7 +52,7 @@ def test_find_answers_for_each_state(states: tuple[int, int], found: Found) -> N
 def test_what_has_expired_is_a_miss_from_that_moment_on() -> None:
     index = Index(tiers=1)
     (key,) = blocks.keys(1)
-    index.expiry[add(index, key, SEALED)] = 10.0
+    index.expire_at([add(index, key, SEALED)], 10.0)
     assert index.find([key], now=9.999) == [Found.HIT]
     assert index.find([key], now=10.0) == [Found.MISS]
 
@@ -143,7 +143,8 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     one, two = blocks.keys(2)
     row = add(index, one, SEALED)
     index.pin(np.array([row]), "somebody")
-    index.priority[row], index.expiry[row] = 5, 1.0
+    index.priority[row] = 5
+    index.expire_at([row], 1.0)
     assert not index.retire(row), "it is in a tier"
     assert index.remove(row, DRAM) == 7
     assert index.retire(row)
@@ -154,7 +155,7 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     assert again == row
     assert index.key(again) == two
     assert (index.pins[row], index.priority[row], index.expiry[row], index.depth[row]) == (0, 0, np.inf, 9)
-    assert index.parent[row].tobytes() == b"\x01" * 32
+    assert index.parent(row) == b"\x01" * 32
     assert index.place[DRAM][row] == NOWHERE
     assert index.size == 2, "no row was added"
 
@@ -214,12 +215,12 @@ def test_the_table_grows_and_keeps_every_fact() -> None:
     for i, key in enumerate(keys):
         row = index.add(key, key[:32], i)
         index.put(row, i % 2, SEALED, i)
-        index.expiry[row] = 100.0 + i
+        index.expire_at([row], 100.0 + i)
     rows = index.rows(keys)
     assert len(set(rows.tolist())) == 3000
     assert index.depth[rows].tolist() == list(range(3000))
     assert index.expiry[rows].tolist() == [100.0 + i for i in range(3000)]
-    assert all(index.parent[r].tobytes() == k[:32] for r, k in zip(rows.tolist(), keys, strict=True))
+    assert all(index.parent(r) == k[:32] for r, k in zip(rows.tolist(), keys, strict=True))
     assert index.place[0][rows].tolist() == [i if i % 2 == 0 else NOWHERE for i in range(3000)]
     assert index.find(keys, 0.0) == [Found.HIT] * 3000
     row = index.add(blocks.keys(1, start=3000)[0], ROOT, 0)
@@ -229,12 +230,14 @@ def test_the_table_grows_and_keeps_every_fact() -> None:
 def test_many_rows_at_once_are_the_same_rows() -> None:
     index = Index(tiers=2)
     keys = blocks.keys(2500)
-    parents = np.frombuffer(b"".join(k[:32] for k in keys), "V32")
-    rows = index.add_many(keys, parents, np.arange(2500))
+    parents = [ROOT, *(k[:32] for k in keys[:-1])]
+    parents[100] = b"\x01" * 32
+    rows, above = index.add_many(keys, np.frombuffer(b"".join(parents), "V32"), np.arange(2500))
     assert index.rows(keys).tolist() == rows.tolist()
     assert index.key(int(rows[-1])) == keys[-1]
     assert index.depth[rows].tolist() == list(range(2500))
-    assert index.parent[rows[17]].tobytes() == keys[17][:32]
+    assert [index.parent(row) for row in rows.tolist()] == parents
+    assert above.tolist() == [0 if i in (0, 100) else row - 1 for i, row in enumerate(rows.tolist())]
     assert index.add(blocks.keys(1, start=9999)[0], ROOT, 0) == rows[-1] + 1
 
 

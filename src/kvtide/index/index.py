@@ -13,6 +13,8 @@ for microseconds; decide under it, act outside it.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,6 +37,8 @@ NOWHERE = -1
 
 NO_ROW = 0
 UNKNOWN = -1
+_DIGEST = 32
+"""A key begins with a digest of so many bytes."""
 
 
 def every(mask: npt.NDArray[np.bool_] | npt.NDArray[np.uint8]) -> bool:
@@ -50,6 +54,15 @@ def marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
     return whole | np.uint64(1 << 63)
 
 
+def _column(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros in a mapping of their own: a column that was outgrown goes back to the system, where malloc keeps it."""
+    kind = np.dtype(dtype)
+    memory = mmap.mmap(-1, size * kind.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # only advice: a chain is found a fifth sooner with it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, kind)
+
+
 class Index:
     """The table of blocks. See the module's text for the thread rule."""
 
@@ -59,6 +72,8 @@ class Index:
         """Grows whenever a block may have become evictable; lets a fruitless search be skipped."""
         self._rows: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None]
+        self._parents: list[bytes | None] = [None]
+        """The key of each row's parent, the same object that the parent has while it is here; else its digest."""
         self._free: list[int] = []
         size = 1024
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
@@ -69,7 +84,10 @@ class Index:
         """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
         self._pinned: dict[int, Counter[object]] = {}
         self.priority = np.zeros(size, np.int8)
-        self.expiry = np.full(size, np.inf)
+        self.expiry: npt.NDArray[np.float64] = np.broadcast_to(np.inf, size)
+        """When a row expires; to be changed by ``expire_at`` only, because it takes no memory until something does."""
+        self._mortal = False
+        """Whether anything ever had an expiry."""
         self.depth = np.zeros(size, np.uint32)
         self.used = np.zeros(size, np.int64)
         """When a row was last used, in ticks."""
@@ -85,8 +103,6 @@ class Index:
         """Whose it is, from 1 on; 0 while nobody of this process has used it."""
         self.tenants = 0
         """How many tenants there are."""
-        self.parent = np.zeros(size, "V32")
-        """The digest that the block was chained to."""
         self.space = np.zeros(size, np.uint32)
         """Which namespace and group: the pipeline's number for an Identity."""
 
@@ -123,34 +139,48 @@ class Index:
         known = self._keys
         return tuple([known[row] for row in rows.tolist()])
 
+    def parent(self, row: int) -> bytes:
+        """The digest that the block of a live row was chained to."""
+        parent = self._parents[row]
+        assert parent is not None, f"row {row} is free"
+        return parent[:_DIGEST]
+
     def add(self, key: BlockKey, parent: bytes, depth: int) -> int:
-        """A row for a key that has none yet, absent from every tier."""
+        """A row for a key that has none yet, absent from every tier. ``parent`` is a digest."""
+        above = self._keys[self._rows.get(BlockKey(parent + key[_DIGEST:]), NO_ROW)] or parent
         if self._free:
             row = self._free.pop()
             self._keys[row] = key
+            self._parents[row] = above
         else:
             row = len(self._keys)
             if row == len(self.holds):
-                self._grow(2 * row)
+                self._grow(row + max(row // 4, 1024))
             self._keys.append(key)
+            self._parents.append(above)
         self._rows[key] = row
-        self.parent[row] = parent
         self.depth[row] = depth
         return row
 
-    def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> Rows:
-        """Rows for keys that have none yet. For opening a tier: nothing may have been freed before."""
+    def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> tuple[Rows, Rows]:
+        """Rows for keys that have none yet, and those of their parents, ``NO_ROW`` where they are not here.
+
+        For opening a tier: nothing may have been freed before.
+        """
         assert not self._free
         first = len(self._keys)
         stop = first + len(keys)
         if stop > len(self.holds):
             self._grow(stop + stop // 8)
         self._keys.extend(keys)
-        self.parent[first:stop] = parents
         self._rows.update(zip(keys, range(first, stop), strict=True))
+        digests = parents.tolist()
+        above = self.rows(BlockKey(p + k[_DIGEST:]) for p, k in zip(digests, keys, strict=True))
+        known = self._keys
+        self._parents.extend([known[row] or p for row, p in zip(above.tolist(), digests, strict=True)])
         self.depth[first:stop] = depths
         self.mark[first:stop] = marks(keys)
-        return np.arange(first, stop)
+        return np.arange(first, stop), above
 
     @property
     def next_row(self) -> int:
@@ -160,7 +190,8 @@ class Index:
     def detach(self, row: int) -> None:
         """Let nobody find ``row`` by its key any more, though it may still be held."""
         del self._rows[self.key(row)]
-        self.expiry[row] = np.inf
+        if self._mortal:
+            self.expiry[row] = np.inf
 
     def retire(self, row: int) -> bool:
         """Forget a row that is in no tier and held by nobody."""
@@ -171,19 +202,20 @@ class Index:
             return False
         if self._rows.get(key) == row:
             del self._rows[key]
-        self._keys[row] = None
+        self._keys[row] = self._parents[row] = None
         self.pins[row] = self.priority[row] = 0
         self._pinned.pop(row, None)
         self.returns[row] = self.kind[row] = UNKNOWN
         for until in self.until.values():
             until[row] = 0
-        self.expiry[row] = np.inf
+        if self._mortal:
+            self.expiry[row] = np.inf
         self._free.append(row)
         return True
 
     def _grow(self, size: int) -> None:
         def bigger(old: npt.NDArray[Any], fill: float = 0) -> npt.NDArray[Any]:
-            new = np.zeros(size, old.dtype)
+            new = _column(size, old.dtype)
             new[: len(old)] = old
             if fill:
                 new[len(old) :] = fill
@@ -191,11 +223,19 @@ class Index:
 
         self.state = [bigger(a) for a in self.state]
         self.place = [bigger(a, NOWHERE) for a in self.place]
-        self.expiry = bigger(self.expiry, np.inf)
+        self.expiry = bigger(self.expiry, np.inf) if self._mortal else np.broadcast_to(np.inf, size)
         self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
-        for name in ("holds", "pins", "priority", "depth", "used", "parent", "space", "mark", "tenant"):
+        for name in ("holds", "pins", "priority", "depth", "used", "space", "mark", "tenant"):
             setattr(self, name, bigger(getattr(self, name)))
+
+    def expire_at(self, rows: Rows | list[int], when: npt.ArrayLike) -> None:
+        """Let rows expire; at infinity: never."""
+        if not self._mortal and not np.all(np.isinf(when)):
+            self._mortal = True
+            self.expiry = np.full(len(self.holds), np.inf)
+        if self._mortal:
+            self.expiry[rows] = when
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -266,7 +306,8 @@ class Index:
         whole: Mask = self.state[0][rows] == SEALED
         for state in self.state[1:]:
             whole |= state[rows] == SEALED
-        whole &= self.expiry[rows] > now
+        if self._mortal:
+            whole &= self.expiry[rows] > now
         return whole
 
     def find(self, keys: Sequence[BlockKey], now: float) -> list[Found]:

@@ -2,7 +2,9 @@
 
 A block that left a tier is forgotten by the index; a few bytes of it stay here, in a table of fixed size in which the
 newer of two names that have the same place wins. From it comes what a policy cannot see in a tier: that a block
-which is stored now was here before, and which kinds of blocks come back after which time.
+which is stored now was here before, and which kinds of blocks come back after which time. The table is bounded: of
+a large tier it has a sample, one name in so many, and what is not in the sample is at least what a deeper block of
+its chain is, because nothing comes back without its parents.
 
 Time is counted in blocks used. For each *kind* (see ``Uses``) the table yields a life curve, as for machines of which
 some have failed and some still run: a block that was used again is an event at its age; one that was not, yet, or
@@ -19,14 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Curves", "History"]
+__all__ = ["MANY", "Curves", "History"]
 
 Marks = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
-Kinds = npt.NDArray[np.intp]
+Kinds = npt.NDArray[np.int16]
+Counts = npt.NDArray[np.int16]
 Numbers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.float64]
 
+MANY = 250
+"""Returns are counted up to here."""
 _STEPS = 2
 """Ages are told apart in so many steps for each doubling."""
 _AGES = 36 * _STEPS
@@ -38,8 +43,14 @@ _THIN = 120.0
 _FEW = 20.0
 """The same for a trait beside no trait at all."""
 _PLACES = 1 << 14
+_MOST = 1 << 19
+"""Places of the table, at first and at most."""
+_PART = 1 << 16
+"""Places that are looked at together: what that takes of memory is little beside the table."""
 _TIMES = 16
 """More is remembered than a tier holds, by this factor."""
+_HIGH = np.uint64(20)
+"""Which bits of a name decide whether it is in the sample: those above the ones that give it its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +80,26 @@ class Curves:
 
 
 class _Places:
-    """The table: a name, when it was used last, as which kind, and how often it had come back."""
+    """The table, of one name in ``share``: when it was used last, as which kind, and how often it had come back."""
 
-    __slots__ = ("kinds", "mask", "names", "returns", "times")
+    __slots__ = ("_mask", "_others", "kinds", "names", "returns", "share", "times")
 
-    def __init__(self, count: int) -> None:
-        self.mask = np.uint64(count - 1)
+    def __init__(self, count: int, share: int) -> None:
+        self._mask = np.uint64(count - 1)
+        self.share = share
+        self._others = np.uint64((share - 1) << int(_HIGH))
         self.names = np.zeros(count, np.uint64)
         self.times = np.zeros(count, np.int64)
         self.kinds = np.zeros(count, np.int16)
-        self.returns = np.zeros(count, np.int16)
+        self.returns = np.zeros(count, np.uint8)
 
     def at(self, marks: Marks) -> Marks:
-        return marks & self.mask
+        return marks & self._mask
+
+    def sampled(self, marks: Marks) -> Mask:
+        """Which names are in the sample."""
+        mine: Mask = (marks & self._others) == 0
+        return mine
 
 
 class History:
@@ -93,37 +111,48 @@ class History:
         """A kind's number is made up of that many traits, of so many values each."""
         self.lasting = lasting
         """After so much time something counts half."""
-        self._places = _Places(_PLACES)
+        self._places = _Places(_PLACES, 1)
         self._came = np.zeros((kinds, _AGES))
         self._lost = np.zeros((kinds, _AGES))
         self._used = np.zeros(kinds)
         self._span = 0.0
-        """The time over which ``_used`` was counted."""
+        """The time over which ``_used`` was counted, divided as the names are."""
         self._now = 0
 
-    def returns(self, marks: Marks) -> Numbers:
-        """How often blocks that are stored now have come back: 0 for what was not here before."""
+    def returns(self, marks: Marks) -> Counts:
+        """How often blocks of one chain, head first, that are stored now have come back: 0 for what was not here."""
         places = self._places
         at = places.at(marks)
-        count: Numbers = (places.returns[at] + 1) * (places.names[at] == marks)
+        count: Counts = np.minimum(places.returns[at], MANY - 1) + np.int16(1)
+        count *= places.names[at] == marks
+        if places.share > 1:
+            count = np.maximum.accumulate(count[::-1])[::-1]
         return count
 
     def fit(self, blocks: int) -> None:
         """Remember enough for a tier of ``blocks``."""
         old, count = self._places, len(self._places.names)
-        while count < _TIMES * blocks:
+        while count < min(_TIMES * blocks, _MOST):
             count *= 2
-        if count > len(old.names):
-            new = _Places(count)
+        share = old.share
+        while count * share < _TIMES * blocks:
+            share *= 2
+        if count > len(old.names) or share > old.share:
+            new = _Places(count, share)
             full = np.flatnonzero(old.names)
+            full = full[new.sampled(old.names[full])]
             at = new.at(old.names[full])
             for name in ("names", "times", "kinds", "returns"):
                 getattr(new, name)[at] = getattr(old, name)[full]
             self._places = new
+            self._count_less(old.share / share)
 
-    def see(self, marks: Marks, kinds: Kinds, returns: Numbers, counted: Mask, now: int) -> None:
+    def see(self, marks: Marks, kinds: Kinds, returns: Counts, counted: Mask, now: int) -> None:
         """Blocks of one chain are used. Those not ``counted`` were just before, and are only told apart better now."""
         places = self._places
+        if places.share > 1:
+            mine = places.sampled(marks)
+            marks, kinds, returns, counted = marks[mine], kinds[mine], returns[mine], counted[mine]
         at = places.at(marks)
         before = places.names[at]
         same = before == marks
@@ -137,7 +166,7 @@ class History:
         np.add.at(self._used, was[same & ~counted], -1)
         places.names[at], places.times[at], places.kinds[at] = marks, now, kinds
         places.returns[at] = returns
-        self._span += now - self._now
+        self._span += (now - self._now) / places.share
         self._now = now
 
     def _weights(self, ages: Numbers) -> npt.NDArray[np.float64]:
@@ -147,11 +176,7 @@ class History:
 
     def curves(self) -> Curves:
         """What is known by now."""
-        places = self._places
-        full = np.flatnonzero(places.names)
-        kinds, ages = len(self._used), self._now - places.times[full]
-        cells = places.kinds[full].astype(np.intp) * _AGES + _steps(ages)
-        waiting = np.bincount(cells, self._weights(ages), kinds * _AGES).reshape(kinds, _AGES) + self._lost
+        kinds, waiting = len(self._used), self._lost + self._waiting()
         # Of those that reached an age, how many came back before the next? Who was lost on the way counts half.
         reached = np.cumsum((self._came + waiting)[:, ::-1], axis=1)[:, ::-1] - waiting / 2
         usual = self._by_traits(self._came, reached)
@@ -164,6 +189,17 @@ class History:
             np.concatenate([nothing, np.cumsum((before + left) / 2 * _WIDTHS, axis=1)], axis=1),
             np.maximum(self._used, 0) / max(self._span, 1.0),
         )
+
+    def _waiting(self) -> Table:
+        """What is in the table, by kind and step of age."""
+        places, cells = self._places, self._lost.size
+        found = np.zeros(cells)
+        for first in range(0, len(places.names), _PART):
+            full = np.flatnonzero(places.names[first : first + _PART]) + first
+            ages = self._now - places.times[full]
+            at = places.kinds[full].astype(np.intp) * _AGES + _steps(ages)
+            found += np.bincount(at, self._weights(ages), cells)
+        return found.reshape(self._lost.shape)
 
     def _by_traits(self, came: Table, reached: Table) -> Table:
         """The rates of coming back that each kind would have if its traits worked alone: the first one's effect
@@ -184,14 +220,16 @@ class History:
 
     def fade(self, time: int) -> None:
         """So much time has passed: let what was learned count less."""
-        share = 0.5 ** (time / self.lasting)
+        self._count_less(0.5 ** (time / self.lasting))
+
+    def _count_less(self, share: float) -> None:
         self._came *= share
         self._lost *= share
         self._used *= share
         self._span *= share
 
 
-def _steps(ages: Numbers) -> Kinds:
+def _steps(ages: Numbers) -> npt.NDArray[np.intp]:
     """Which step of age each is in."""
-    found: Kinds = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
+    found: npt.NDArray[np.intp] = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
     return found

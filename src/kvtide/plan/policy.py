@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index.index import Index, Rows
-from kvtide.plan.history import Curves
+from kvtide.plan.history import Curves, Kinds, Marks
 from kvtide.plan.shadow import Shadow
 
 __all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "make"]
 
 Scores = npt.NDArray[np.int64]
-Kinds = npt.NDArray[np.intp]
-Marks = npt.NDArray[np.uint64]
 
 PRIORITY = 48
 """A priority counts for this many bits of ticks."""
@@ -190,8 +188,9 @@ _HIGH = np.uint64(40)
 
 
 def _share(blocks: int) -> int:
-    """One of how many blocks is watched in a tier of that many: all of few, one in eight of many."""
-    return 1 if blocks < 8 * _FEW else 8
+    """One of how many blocks is watched in a tier of that many: all of few, one in eight of many, and of very many
+    as few as still tell."""
+    return 1 if blocks < 8 * _FEW else 8 << max(0, (blocks // (64 * _FEW)).bit_length() - 1)
 
 
 def make(name: str, index: Index, tier: int, room: Callable[[], int]) -> Policy:

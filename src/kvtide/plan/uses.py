@@ -17,18 +17,16 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtide.index.index import Index, Rows, every
-from kvtide.plan.history import Curves, History, Kinds, Marks, Mask, Numbers
+from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
 __all__ = ["Uses"]
 
-_MOST = 250
-"""Returns are counted up to here."""
 _TRAITS = (7, 5, 4, 4)
 """How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks."""
-_BUCKET = 80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(_MOST + 1), side="right")
+_BUCKET = (80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
 """By count of returns: the first trait, as it counts in the number of a kind."""
-_NEXT = np.append(np.minimum(np.arange(1, _MOST + 2), _MOST), 1)
+_NEXT = np.append(np.minimum(np.arange(1, MANY + 2), MANY), 1).astype(np.int16)
 """By count of returns: the next one; after none that is known, the last entry, the first."""
 _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are forgotten unlearned."""
@@ -37,7 +35,10 @@ _BATCH = 8192
 _LASTING = 200_000
 """Blocks after which half of what was learned is forgotten, or more for a large tier."""
 
-_Note = tuple[Marks, Kinds, Numbers, Mask, int]
+_ALL = np.ones(1 << 16, np.bool_)
+"""For ``_all``: making one costs as much as several other steps of a use."""
+
+_Note = tuple[Marks, Kinds, Counts, Mask, int]
 
 
 class Uses:
@@ -84,7 +85,7 @@ class Uses:
         # What is known already has its place; what is new must not be the first to go while its prompt is stored.
         if self.learns and not every(self._index.kind[rows] >= 0):
             if self._students:
-                returns = self._index.returns[rows].astype(np.int64)
+                returns = self._index.returns[rows]
                 fresh = returns < 0
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.kind[rows] = self._kinds(returns, len(rows))
@@ -97,15 +98,15 @@ class Uses:
         if self.learns and len(rows):
             returns = _NEXT[self._index.returns[rows]]
             self._index.returns[rows] = returns
-            self._note(rows, returns, length, np.ones(len(rows), np.bool_))
+            self._note(rows, returns, length, _all(len(rows)))
 
     def stored(self, rows: Rows) -> None:
         """All blocks of a prompt, as far as they are here, after some were stored."""
         self._order(rows)
         if self.learns and len(rows):
-            returns = self._index.returns[rows].astype(np.int64)
+            returns = self._index.returns[rows]
             fresh = returns < 0
-            if fresh.any():
+            if np.count_nonzero(fresh):
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.returns[rows] = returns
             self._note(rows, returns, len(rows), fresh)
@@ -115,9 +116,9 @@ class Uses:
             tick = self._tick = self._tick + len(rows)
             self._index.used[rows] = np.arange(tick, tick - len(rows), -1)
             priorities = self._index.priority[rows]
-            self._latest[int(priorities.min()) if priorities.any() else 0] = tick
+            self._latest[int(priorities.min()) if np.count_nonzero(priorities) else 0] = tick
 
-    def _note(self, rows: Rows, returns: Numbers, length: int, counted: Mask) -> None:
+    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask) -> None:
         self._time += len(rows)
         self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
         kinds = self._kinds(returns, length)
@@ -131,13 +132,13 @@ class Uses:
         if self._fresh >= self._batch:
             self.due.set()
 
-    def _kinds(self, returns: Numbers, length: int) -> Kinds:
+    def _kinds(self, returns: Counts, length: int) -> Kinds:
         """What blocks of a prompt of ``length`` blocks are, that came back so often."""
         known = int(np.count_nonzero(returns))
         turn = min(int(returns[known - 1]), 4) if known > 1 else 0
         size = min(max(int((math.log2(length) - self._length) / 1.5 + 2), 0), 3)
         new = min(((length - known + 1).bit_length() - 1) // 2, 3)
-        return _BUCKET[returns] + (turn * 16 + size * 4 + new)
+        return _BUCKET[returns] + np.int16(turn * 16 + size * 4 + new)
 
     def now(self) -> int:
         """A mark in time, for ``overtaken``."""
@@ -180,7 +181,7 @@ class Uses:
         room = max((policy.room() for policy in self._policies), default=0)
         self.history.fit(room)
         self.history.lasting = max(_LASTING, 16 * room)
-        self._batch = max(_BATCH, room // 4)
+        self._batch = max(_BATCH, min(room // 4, 2 * _BATCH))
         while self._notes:
             if not len(self._notes) % 16:
                 time.sleep(0)  # let those pass who have more urgent things to do
@@ -194,3 +195,7 @@ class Uses:
         for student in self._students:
             student(curves)
         self.history.fade(fresh)
+
+
+def _all(count: int) -> Mask:
+    return _ALL[:count] if count <= len(_ALL) else np.ones(count, np.bool_)

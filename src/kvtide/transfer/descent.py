@@ -77,7 +77,7 @@ class Descent:
                 index.key(row),
                 self._residents.identity(row),
                 span,
-                index.parent[row].tobytes(),
+                index.parent(row),
                 int(index.depth[row]),
                 row,
                 float(index.expiry[row]),

@@ -190,7 +190,7 @@ class Pipeline:
             self._dram.own(rows_of(places), rows_of(rows))
             self._residents.enter(rows_of(rows), places, pledge.identity)
             index.mark[rows] = marks(keys)
-            index.expiry[rows] = pledge.expiry
+            index.expire_at(rows, pledge.expiry)
             index.priority[rows] = pledge.priority
         granted.keys += keys
         granted.rows += rows
