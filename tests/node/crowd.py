@@ -28,7 +28,7 @@ import numpy.typing as npt
 __all__ = ["THREADS", "Crowd", "Job", "Person", "Player", "Row", "counting"]
 
 THREADS = 2
-COLUMNS = ["turns", "verified", "stored", "half", "held", "reconnects"]
+COLUMNS = ["turns", "verified", "stored", "half", "held"]
 Row = npt.NDArray[np.int64]
 
 

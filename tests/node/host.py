@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +24,7 @@ def _opened(pid: int) -> dict[int, int]:
     found = {}
     for path in _links(pid):
         try:
-            if os.readlink(path).startswith(_ARENA):
+            if str(path.readlink()).startswith(_ARENA):
                 about = path.stat()
                 found[about.st_ino] = about.st_size
         except OSError:
@@ -48,7 +47,7 @@ def descriptors(pid: int, folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     for path in _links(pid):
         try:
-            target = os.readlink(path)
+            target = str(path.readlink())
         except OSError:
             continue
         if not target.startswith((_ARENA, str(folder), "/proc/")):

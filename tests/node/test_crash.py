@@ -6,6 +6,7 @@ again, and the budgets hold. When it is over nothing is left: no memory, no desc
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -34,6 +35,8 @@ SETTINGS = {
     "KVTIDE_NVME_THREADS": "2",
     "KVTIDE_NVME_STORE": "through",
 }
+SOCKETS = 3
+"""Of a node without clients: the one it listens on, and its loop's own pair."""
 
 
 class Storm:
@@ -141,28 +144,40 @@ def readable(folder: Path) -> int:
     return found
 
 
+def at_rest(node: Process) -> Counter[str]:
+    """The node's descriptors, when nobody but us has just been there."""
+    with Client(node.path) as client:
+        assert client.flush(60)
+        eventually(lambda: client.statistics().held == 0)
+    eventually(lambda: host.descriptors(node.process.pid, node.folder)["socket"] == SOCKETS)
+    return host.descriptors(node.process.pid, node.folder)
+
+
 def storm(folder: Path, events: int, seed: int) -> None:
-    mark = {"TEST_RUN": f"{folder}"}
+    ours = host.descriptors(os.getpid(), folder)
+    mark = {"TEST_RUN": str(folder)}
     node = Process(folder, **SETTINGS, **mark)
+    evicted: Counter[str] = Counter()
     try:
-        with Client(node.path) as observer:
-            with Crowd(folder, "tests.node.crash_worker", CLIENTS, mark) as crowd:
-                storm = Storm(node, crowd, random.Random(seed))
-                storm.calm()
-                for _ in range(events):
-                    storm.strike()
-                    eventually(lambda: observer.connected)
-                    within_budget(node, observer)
-            eventually(lambda: observer.flush(30) and observer.statistics().held == 0)
-        quiet = host.descriptors(node.process.pid, folder)
-        with Client(node.path) as observer:
-            assert observer.flush(30)
-        eventually(lambda: host.descriptors(node.process.pid, folder) == quiet)
+        before = at_rest(node)
+        with Client(node.path) as observer, Crowd(folder, "tests.node.crash_worker", CLIENTS, mark) as crowd:
+            storm = Storm(node, crowd, random.Random(seed))
+            storm.calm()
+            for _ in range(events):
+                storm.strike()
+                eventually(lambda: observer.connected)
+                within_budget(node, observer)
+                counts = observer.statistics().counts
+                evicted.update({name: n for name, n in counts.items() if name.startswith("blocks evicted from")})
+        assert at_rest(node) == before
         node.stop()
     finally:
         node.kill()
-    assert set(storm.happened) == {e for e in dir(Storm) if e.startswith(("kill_", "stop_", "cut_"))}, storm.happened
+    assert set(storm.happened) == {e for e in dir(Storm) if e.startswith(("kill_", "stop_", "cut_"))}, "not all tried"
+    assert set(evicted) == {"blocks evicted from dram", "blocks evicted from nvme"}, "there was room for everything"
     assert host.alive(f"TEST_RUN={folder}") == []
+    assert host.descriptors(os.getpid(), folder) == ours
+    assert host.memory([os.getpid()]) == {}
     left_behind(folder / "tier", NVME)
     assert {p.name for p in folder.iterdir()} == {"tier", "log", "node.alive", "ready.sock", "board"}
     assert readable(folder / "tier")
