@@ -46,7 +46,8 @@ class CrashPlayer:
         self._job = job
         self._client = connected(job)
 
-    def hang_up(self) -> None:
+    def told(self) -> None:
+        """Hang up, whatever the threads are doing."""
         if self._client._line is not None:
             self._client._line.close()
 

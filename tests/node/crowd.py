@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +28,7 @@ import numpy.typing as npt
 __all__ = ["THREADS", "Crowd", "Job", "Person", "Player", "Row", "counting"]
 
 THREADS = 2
-COLUMNS = ["turns", "verified", "stored", "half", "held"]
+COLUMNS = ["turns", "verified", "stored", "half", "held", "heard", "done"]
 Row = npt.NDArray[np.int64]
 
 
@@ -42,7 +42,7 @@ class Job:
     """The life of one client."""
 
     play: str
-    """A module with a ``PLAYER``."""
+    """A module whose ``PLAYER`` makes a player of a job."""
     folder: str
     number: int
     seed: int
@@ -125,6 +125,10 @@ class Crowd:
     def count(self, number: int, column: str) -> int:
         return int(self.board[number, :, counting(column)].sum())
 
+    def work(self, column: str) -> Row:
+        """A counter of all threads of all clients, as it is now."""
+        return self.board[:, :, counting(column)].copy()
+
     @property
     def errors(self) -> str:
         file = self._folder / "errors"
@@ -149,16 +153,14 @@ class Crowd:
 class Player(Protocol):
     """What a client process does, in several threads, until it is killed."""
 
-    def __init__(self, job: Job) -> None: ...
-
     def play(self, row: Row, thread: int) -> None:
         """The life of one thread; ``row`` is its place on the board."""
 
-    def hang_up(self) -> None:
-        """Close the sockets, whatever other threads are doing."""
+    def told(self) -> None:
+        """SIGUSR1 came."""
 
 
-def _live(job: Job, kind: type[Player]) -> None:
+def _live(job: Job, kind: Callable[[Job], Player]) -> None:
     def run(player: Player, thread: int) -> None:
         try:
             player.play(job.board()[job.number, thread], thread)
@@ -175,7 +177,7 @@ def _live(job: Job, kind: type[Player]) -> None:
         threading.Thread(target=run, args=(player, thread), daemon=True).start()
     while True:
         signal.sigwait([signal.SIGUSR1])
-        player.hang_up()
+        player.told()
 
 
 def _jobs() -> Iterator[Job]:

@@ -30,7 +30,7 @@ class LeasePlayer:
         self._job = job
         self._client = connected(job)
 
-    def hang_up(self) -> None:
+    def told(self) -> None:
         raise NotImplementedError
 
     def play(self, row: Row, thread: int) -> None:

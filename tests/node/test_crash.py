@@ -35,8 +35,6 @@ SETTINGS = {
     "KVTIDE_NVME_THREADS": "2",
     "KVTIDE_NVME_STORE": "through",
 }
-SOCKETS = 3
-"""Of a node without clients: the one it listens on, and its loop's own pair."""
 
 
 class Storm:
@@ -144,22 +142,13 @@ def readable(folder: Path) -> int:
     return found
 
 
-def at_rest(node: Process) -> Counter[str]:
-    """The node's descriptors, when nobody but us has just been there."""
-    with Client(node.path) as client:
-        assert client.flush(60)
-        eventually(lambda: client.statistics().held == 0)
-    eventually(lambda: host.descriptors(node.process.pid, node.folder)["socket"] == SOCKETS)
-    return host.descriptors(node.process.pid, node.folder)
-
-
 def storm(folder: Path, events: int, seed: int) -> None:
     ours = host.descriptors(os.getpid(), folder)
     mark = {"TEST_RUN": str(folder)}
     node = Process(folder, **SETTINGS, **mark)
     evicted: Counter[str] = Counter()
     try:
-        before = at_rest(node)
+        before = node.at_rest()
         with Client(node.path) as observer, Crowd(folder, "tests.node.crash_worker", CLIENTS, mark) as crowd:
             storm = Storm(node, crowd, random.Random(seed))
             storm.calm()
@@ -169,7 +158,7 @@ def storm(folder: Path, events: int, seed: int) -> None:
                 within_budget(node, observer)
                 counts = observer.statistics().counts
                 evicted.update({name: n for name, n in counts.items() if name.startswith("blocks evicted from")})
-        assert at_rest(node) == before
+        assert node.at_rest() == before
         node.stop()
     finally:
         node.kill()
