@@ -67,7 +67,6 @@ class Person:
         self.number = number
         self.pid = pid
         self.stopped = False
-        self.hung_up = False
         self._pidfd = os.pidfd_open(pid)
 
     def signal(self, number: signal.Signals) -> None:

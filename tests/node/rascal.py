@@ -64,12 +64,16 @@ class Rascal:
     @staticmethod
     def _answer(sock: socket.socket) -> Any:
         """The next frame, or None if the node has hung up."""
+        received = bytearray()
         try:
-            size = sock.recv(4, socket.MSG_WAITALL)
-            body = sock.recv(p.LENGTH.unpack(size)[0], socket.MSG_WAITALL) if len(size) == 4 else b""
+            while not (end := p.whole(received)):
+                wanted = 4 if len(received) < 4 else 4 + p.LENGTH.unpack_from(received)[0]
+                if not (more := sock.recv(wanted - len(received))):
+                    return None
+                received += more
         except ConnectionResetError:
             return None
-        return msgspec.msgpack.decode(body) if body else None
+        return msgspec.msgpack.decode(received[4:end])
 
     @staticmethod
     def _hung_up(sock: socket.socket, sent: bytes) -> None:
@@ -99,22 +103,12 @@ class Rascal:
 
     def ask_for_much_at_once(self) -> None:
         with self._line() as sock:
-            sock.sendall(packed([1, [OPEN]]))
-            assert self._answer(sock) is not None
-            self._refused(sock, packed([2, [["statistics"]] * 1_000_000]))
+            self._hung_up(sock, packed([2, [["statistics"]] * 1_000_000]))
         with self._line() as sock:
             sock.sendall(packed([1, [OPEN]]))
             (session,) = self._answer(sock)[1]
-            self._refused(sock, packed([2, [["match", session, os.urandom(15 << 20), 0]]]))
-
-    def _refused(self, sock: socket.socket, sent: bytes) -> None:
-        """By a failure, or by hanging up."""
-        try:
-            sock.sendall(sent)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-        answer = self._answer(sock)
-        assert answer is None or all(a[0] == "failure" for a in answer[1]), "so much is not to be had"
+            sock.sendall(packed([2, [["match", session, os.urandom(15 << 20), 0]]]))
+            assert self._answer(sock)[1][0][:1] in (["matched"], ["failure"])
 
     def lie_about_lengths(self) -> None:
         for sent in (b"GET / HTTP/1.1\r\n\r\n", p.LENGTH.pack(p.LARGEST + 1), p.LENGTH.pack(3) + b"\xc1\xc1\xc1"):
@@ -148,15 +142,18 @@ class Rascal:
                 sock.sendall(packed([number, [lie]]))
                 answer = self._answer(sock)
                 assert answer[0] == number
-                assert answer[1][0][0] == "failure", f"{lie[0]} was believed: {answer}"
+                assert msgspec.msgpack.encode(answer[1][0]).startswith(b"\x93\xa7failure"), (
+                    f"{lie} was believed: {answer}"
+                )
 
     def say_nothing(self) -> None:
         """A hundred connections, and not a word."""
         with contextlib.ExitStack() as stack:
-            for _ in range(100):
-                stack.enter_context(self._dial())
+            for sock in [stack.enter_context(self._dial()) for _ in range(100)]:
+                self._hung_up(sock, b"")
 
     def say_half(self) -> None:
+        """A greeting that never ends is waited for, but not for ever; a request is our own affair."""
         with self._dial() as sock, self._line() as other:
-            sock.sendall(p.frame(p.Hello(1, 1, "rascal"))[:10])
             other.sendall(packed([1, [["statistics"]]])[:5])
+            self._hung_up(sock, p.frame(p.Hello(1, 1, "rascal"))[:10])

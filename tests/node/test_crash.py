@@ -52,8 +52,6 @@ class Storm:
         """One event, and wait until everybody has got over it."""
         events = [self.kill_node, self.stop_node, self.kill_client, self.kill_writer, self.stop_writer, self.cut_writer]
         (event,) = self._rng.choices(events, [3, 1, 2, 3, 3, 3])
-        for person in [p for p in self._crowd.people.values() if p.hung_up]:
-            self._replace(person)  # what it holds is lost to others as long as it lives
         event()
         self.happened[event.__name__] += 1
         self.calm()
@@ -98,9 +96,7 @@ class Storm:
 
     def cut_writer(self) -> None:
         """Its sockets are closed while it writes into its slots, and goes on to."""
-        writer = self._writer()
-        writer.signal(signal.SIGUSR1)
-        writer.hung_up = True
+        self._writer().signal(signal.SIGUSR1)
 
     def _writer(self) -> Person:
         def writing() -> list[Person]:
