@@ -15,7 +15,7 @@ import msgspec
 from kvtide.node import protocol as p
 from kvtide.testing.interface import PLAIN
 
-__all__ = ["Rascal"]
+__all__ = ["TRICKS", "Rascal"]
 
 GROUPS = [list(msgspec.structs.astuple(g)) for g in p.describe(PLAIN)]
 OPEN = ["open", GROUPS, PLAIN.block_tokens, bytes(32), bytes(16)]
@@ -31,20 +31,10 @@ class Rascal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        tricks: list[Callable[[], None]] = [
-            self.never_read,
-            self.flood,
-            self.ask_for_much_at_once,
-            self.lie_about_lengths,
-            self.lie_about_numbers,
-            self.say_nothing,
-            self.say_half,
-        ]
-        self.tricks = len(tricks)
-        self._next = itertools.cycle(tricks)
+        self._next = itertools.cycle(TRICKS)
 
     def turn(self) -> None:
-        next(self._next)()
+        next(self._next)(self)
 
     @contextlib.contextmanager
     def _line(self) -> Iterator[socket.socket]:
@@ -157,3 +147,14 @@ class Rascal:
         with self._dial() as sock, self._line() as other:
             other.sendall(packed([1, [["statistics"]]])[:5])
             self._hung_up(sock, p.frame(p.Hello(1, 1, "rascal"))[:10])
+
+
+TRICKS: list[Callable[[Rascal], None]] = [
+    Rascal.never_read,
+    Rascal.flood,
+    Rascal.ask_for_much_at_once,
+    Rascal.lie_about_lengths,
+    Rascal.lie_about_numbers,
+    Rascal.say_nothing,
+    Rascal.say_half,
+]

@@ -12,6 +12,7 @@ from kvtide.node.client import Client
 from tests.crash_worker import MIB
 from tests.node import host
 from tests.node.crowd import Crowd
+from tests.node.rascal import TRICKS
 from tests.node.serving import Process, eventually
 from tests.node.traffic_worker import CLIENTS
 
@@ -35,7 +36,7 @@ def traffic(folder: Path, seconds: float) -> None:
                 crowd.enter(number, seed=number)
             early = 0
             end = time.monotonic() + seconds
-            while (left := end - time.monotonic()) > 0:
+            while (left := end - time.monotonic()) > 0 or crowd.count(CLIENTS, "turns") < len(TRICKS):
                 everybody_gets_on(node, crowd)
                 if not early and left < seconds * 2 / 3:
                     early = host.resident(node.process.pid)
@@ -43,12 +44,14 @@ def traffic(folder: Path, seconds: float) -> None:
                 person.signal(signal.SIGUSR1)
             eventually(lambda: crowd.errors or crowd.work("done").all())
             assert not crowd.errors, crowd.errors
+            for column in ("verified", "stored", "heard"):
+                assert crowd.work(column)[:CLIENTS].all(), f"somebody has {column} nothing"
             with Client(node.path) as client:
                 assert client.statistics().pinned == 0
         assert node.at_rest() == before
         assert host.resident(node.process.pid) - early < GROWTH
         assert "Traceback" not in node.log
-        for reason in ("does not read", "a frame of", "not understood"):
+        for reason in ("does not read", "a frame of", "not understood", "length <= 1000", "said no hello"):
             assert reason in node.log
         node.stop()
     finally:

@@ -76,8 +76,8 @@ class _Thread:
         self._sessions = chains.sessions(self._client)
         self._unfollow = self._client.follow(self._happened)
 
-    def _happened(self, event: Event) -> None:
-        self._row[_HEARD] += len(event.keys)
+    def _happened(self, _: Event) -> None:
+        self._row[_HEARD] += 1
 
     def close(self) -> None:
         while self._pinned:
