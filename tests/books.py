@@ -11,7 +11,7 @@ import numpy as np
 from kvtide.index.index import DRAM, SEALED
 from kvtide.store import NVME, Store
 
-__all__ = ["agree", "disagreements", "tier_bytes"]
+__all__ = ["agree", "disagreements", "left_behind", "tier_bytes"]
 
 
 def disagreements(store: Store, held: Collection[int] = ()) -> list[str]:
@@ -62,3 +62,11 @@ def tier_bytes(folder: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+def left_behind(folder: Path, budget: int, temporary: Collection[str] = ()) -> None:
+    """Only files that belong there, within the budget."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    strange = {n for n in sizes if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"} - set(temporary)
+    assert not strange, f"left behind: {strange}"
+    assert sum(sizes.values()) <= budget

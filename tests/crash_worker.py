@@ -35,6 +35,7 @@ from kvtide.block import BlockKey, Layout
 from kvtide.config import Config
 from kvtide.events import BlockStored, Event
 from kvtide.index.keys import Model
+from kvtide.node.client import Client
 from kvtide.session import Session
 from kvtide.store import Store
 from kvtide.testing import blocks
@@ -79,7 +80,7 @@ class Job:
         )
 
 
-def sessions(store: Store) -> list[Session]:
+def sessions(store: Store | Client) -> list[Session]:
     return [store.session(model) for model in MODELS]
 
 

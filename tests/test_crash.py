@@ -25,7 +25,7 @@ import pytest
 from kvtide.block import BlockKey
 from kvtide.store import Store
 from tests import crash_worker
-from tests.books import agree
+from tests.books import agree, left_behind
 from tests.crash_worker import CHAINS, DEPTH, Job
 
 PATIENCE = 120.0
@@ -129,7 +129,7 @@ KEYS = [crash_worker.keys(number) for number in range(CHAINS)]
 def check(job: Job, ledger: Ledger) -> int:
     """Open the directory that a process left behind, and read it all. Answers how many blocks it had."""
     folder = Path(job.folder)
-    left_behind(folder, job, {"journal.new", "probe", "kvtide.json.new"})
+    left_behind(folder, job.config.nvme.budget, {"journal.new", "probe", "kvtide.json.new"})
     readable = set()
     with Store(job.config, shared=True) as store:
         sessions = crash_worker.sessions(store)
@@ -140,20 +140,12 @@ def check(job: Job, ledger: Ledger) -> int:
                 if crash_worker.read(session, number, depth + 1, have=depth) > depth:
                     readable.add(KEYS[number][depth])
         agree(store)
-    left_behind(folder, job, set())
+    left_behind(folder, job.config.nvme.budget)
     assert not readable & ledger.dropped, "dropped blocks came back"
     if job.roomy:
         lost = ledger.written - ledger.doubtful - readable
         assert not lost, f"{len(lost)} of {len(ledger.written)} blocks that were announced as written are lost"
     return len(readable)
-
-
-def left_behind(folder: Path, job: Job, temporary: set[str]) -> None:
-    """Only files that belong there, within the budget."""
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    strange = {n for n in sizes if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"} - temporary
-    assert not strange, f"left behind: {strange}"
-    assert sum(sizes.values()) <= job.config.nvme.budget
 
 
 def spoil_journal(path: Path, rng: random.Random) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +19,13 @@ from kvtide import config as configuration
 from kvtide.node.client import Client
 from kvtide.node.server import Node
 from kvtide.store import Store
+from tests.node import host
 
 __all__ = ["Process", "Served", "Thread", "eventually"]
 
 T = TypeVar("T")
+_SOCKETS = 3
+"""Of a node without clients: the one it listens on, and its loop's own pair."""
 
 
 class Thread:
@@ -102,6 +106,14 @@ class Process:
     @property
     def log(self) -> str:
         return (self.folder / "log").read_text()
+
+    def at_rest(self) -> Counter[str]:
+        """Its descriptors, when all clients have gone and all that they held is free. Wait for that."""
+        with Client(self.path) as client:
+            assert client.flush(60)
+            eventually(lambda: client.statistics().held == 0)
+        eventually(lambda: host.descriptors(self.process.pid, self.folder)["socket"] == _SOCKETS)
+        return host.descriptors(self.process.pid, self.folder)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -538,3 +538,12 @@ def test_places_that_were_evicted_are_not_given_to_reads(tmp_path: Path) -> None
         assert length(w.session, 1) == 0
         assert w.tier.kept == {}
         assert w.store.index.place[1][1] == NOWHERE
+
+
+def test_sessions_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
+    """What is remembered of a model is remembered once."""
+    with open_store(tmp_path / "kv") as store:
+        for number in range(10):
+            with store.session(MODEL) as session:
+                keep(session, number)
+        assert len(store.pipeline._residents._identities) == 1

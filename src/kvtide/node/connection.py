@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,8 @@ _UNSENT = 8 << 20
 _BEHIND = 1 << 20
 _GIVEN = 4
 """Descriptors that a client may send."""
+_TURN = 0.005
+"""Seconds after which the other clients have their turn."""
 
 
 class Connection:
@@ -91,7 +94,11 @@ class Connection:
 
     def _take_frames(self) -> None:
         received, at = self._received, 0
+        end = time.monotonic() + _TURN
         while self.open and len(received) - at >= p.LENGTH.size:
+            if time.monotonic() > end:
+                self._wait_for_others()
+                break
             (size,) = p.LENGTH.unpack_from(received, at)
             if size > p.LARGEST:
                 self.close(f"a frame of {size} bytes")
@@ -110,6 +117,16 @@ class Connection:
                 log.exception("client %d asked for what we could not do", self.pid)
                 self.close("its request failed")
         del received[:at]
+
+    def _wait_for_others(self) -> None:
+        """Go on with what has come when they have had their turn, and read no more before."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.open:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._take_frames()
 
     @property
     def behind(self) -> bool:

@@ -37,6 +37,8 @@ log = logging.getLogger("kvtide.node")
 _MOST = 10_000
 """Rights that one client may have at a time."""
 _SESSIONS = 256
+_LARGEST = 1 << 40
+"""No block has so many bytes: offsets of slots have 40 bits."""
 _DESCRIPTORS = 64
 """That go with one frame."""
 
@@ -149,6 +151,8 @@ class Guest:
             raise LayoutError(str(e)) from e
         if (len(o.namespace), len(o.tenant)) != (32, 16):
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16")
+        if any(geometry.footprint >= _LARGEST for geometry in layout.geometry.values()):
+            raise LayoutError(f"a block has less than {_LARGEST} bytes")
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)

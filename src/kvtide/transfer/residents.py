@@ -28,7 +28,7 @@ class Residents:
         self._dram = dram
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
-        self._spaces: dict[int, int] = {}
+        self._spaces: dict[Identity, int] = {}
         self._tenants: dict[bytes, int] = {}
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
@@ -127,9 +127,9 @@ class Residents:
         return xxh3_64_intdigest(self.span(row)) == self._checks[row]
 
     def _space(self, identity: Identity) -> int:
-        space = self._spaces.get(id(identity))
+        space = self._spaces.get(identity)
         if space is None:
-            space = self._spaces[id(identity)] = len(self._identities)
+            space = self._spaces[identity] = len(self._identities)
             self._identities.append(identity)
             self._tenants.setdefault(identity.tenant, len(self._tenants) + 1)
             self._index.tenants = len(self._tenants)

@@ -1,0 +1,79 @@
+"""Eight client processes do a bit of everything beside one that misbehaves: no error, no leak, nobody starves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtide.node.client import Client
+from tests.crash_worker import MIB
+from tests.node import host
+from tests.node.crowd import Crowd
+from tests.node.rascal import TRICKS
+from tests.node.serving import Process, eventually
+from tests.node.traffic_worker import CLIENTS
+
+SETTINGS = {
+    "KVTIDE_DRAM_BUDGET": str(12 * MIB),
+    "KVTIDE_DRAM_SEGMENT": str(MIB),
+    "KVTIDE_NVME_BUDGET": str(16 * MIB),
+    "KVTIDE_NVME_SEGMENT": str(MIB),
+}
+GROWTH = 16 * MIB
+"""Of the node's own memory, between a third of the time and the end, is no leak."""
+
+
+def traffic(folder: Path, seconds: float) -> None:
+    mark = {"TEST_RUN": str(folder)}
+    node = Process(folder, **SETTINGS, **mark)
+    try:
+        before = node.at_rest()
+        with Crowd(folder, "tests.node.traffic_worker", CLIENTS + 1, mark) as crowd:
+            for number in range(CLIENTS + 1):
+                crowd.enter(number, seed=number)
+            early = 0
+            end = time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0 or crowd.count(CLIENTS, "turns") < len(TRICKS):
+                everybody_gets_on(node, crowd)
+                if not early and left < seconds * 2 / 3:
+                    early = host.resident(node.process.pid)
+            for person in crowd.people.values():
+                person.signal(signal.SIGUSR1)
+            eventually(lambda: crowd.errors or crowd.work("done").all())
+            assert not crowd.errors, crowd.errors
+            for column in ("verified", "stored", "heard"):
+                assert crowd.work(column)[:CLIENTS].all(), f"somebody has {column} nothing"
+            with Client(node.path) as client:
+                assert client.statistics().pinned == 0
+        assert node.at_rest() == before
+        assert host.resident(node.process.pid) - early < GROWTH
+        assert "Traceback" not in node.log
+        for reason in ("does not read", "a frame of", "not understood", "length <= 1000", "said no hello"):
+            assert reason in node.log
+        node.stop()
+    finally:
+        node.kill()
+    assert host.alive(f"TEST_RUN={folder}") == []
+
+
+def everybody_gets_on(node: Process, crowd: Crowd) -> None:
+    before = crowd.work("turns")
+
+    def worked() -> bool:
+        assert not crowd.errors, crowd.errors
+        assert node.process.poll() is None, node.log
+        return bool((crowd.work("turns") > before + 10)[:CLIENTS].all())
+
+    eventually(worked)
+
+
+def test_eight_clients_and_a_rascal(tmp_path: Path) -> None:
+    traffic(tmp_path, 15)
+
+
+@pytest.mark.long
+def test_eight_clients_and_a_rascal_for_a_minute(tmp_path: Path) -> None:
+    traffic(tmp_path, 60)
