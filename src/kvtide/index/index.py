@@ -1,7 +1,7 @@
 """Which block is where.
 
 A block known to the store is a *row*: a small integer into parallel arrays, one array per fact. Columns instead of
-objects keep a block near 250 bytes at a million rows and let one numpy call lease, touch or judge a whole
+objects keep a block near 240 bytes at a million rows and let one numpy call lease, touch or judge a whole
 prompt. Row 0 is "no block": it is absent from every tier for ever, so looking up an unknown key needs no branch.
 
 Tier 0 is DRAM. In each tier a row is ABSENT, PENDING (a writer holds the slot) or SEALED (whole). A row lives as
