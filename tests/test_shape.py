@@ -42,6 +42,7 @@ RANKS = [
     ["match"],
     ["session"],
     ["store", "inspection"],
+    ["metrics"],
     ["node"],
     ["__init__"],
     ["testing", "benchmarks", "replay"],

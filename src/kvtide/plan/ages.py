@@ -1,4 +1,4 @@
-"""How long ago a use was, in seconds.
+"""How long ago something was last used when it was evicted, in seconds.
 
 Rows carry ticks, which count uses. Once in a while it is noted what time it was at a tick; between two notes nobody
 needs to know better. Old notes are thinned out, so that a week costs little more than an hour.
@@ -10,23 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.clock import Clock
+from kvtide.histogram import Histogram, HistogramStatistics
 
-__all__ = ["STEPS", "Ages"]
+__all__ = ["Ages", "Clockwork"]
 
-STEPS = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0)
+_STEPS = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0)
 """Ages that are told apart."""
 _EVERY = 1.0
 _MOST = 2048
+_DOZEN = 128
 
 
-class Ages:
-    """All calls under the index's lock."""
+class Clockwork:
+    """Knows when a tick was. All calls under the index's lock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._notes = [(-1, clock.monotonic())]
-        self._ticks, self._times = np.array([-1]), np.array([self._notes[0][1]])
-        """The notes in columns, as of the last question."""
 
     def note(self, tick: int) -> None:
         """All ticks after ``tick`` are later than now."""
@@ -36,10 +36,37 @@ class Ages:
             if len(self._notes) > _MOST:
                 del self._notes[1 : _MOST // 2 : 2]
 
-    def of(self, ticks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The age of each use, at most a second too high while it is young."""
-        if self._notes[-1][1] != self._times[-1]:
-            self._ticks = np.array([tick for tick, _ in self._notes])
-            self._times = np.array([time for _, time in self._notes])
-        ages: npt.NDArray[np.float64] = self._clock.monotonic() - self._times[self._ticks.searchsorted(ticks) - 1]
-        return ages
+    def now(self) -> float:
+        return self._clock.monotonic()
+
+    def times(self, ticks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """When each was: at most a second too early while it is young."""
+        noted, times = zip(*self._notes, strict=True)
+        found: npt.NDArray[np.float64] = np.array(times)[np.searchsorted(noted, ticks) - 1]
+        return found
+
+
+class Ages:
+    """Of what was evicted. All calls under the index's lock; they are counted by the dozen, which is cheaper."""
+
+    def __init__(self, clockwork: Clockwork) -> None:
+        self._clockwork = clockwork
+        self._left: list[tuple[npt.NDArray[np.int64], float]] = []
+        """Ticks of blocks that have left, and when."""
+        self._histogram = Histogram(_STEPS)
+
+    def add(self, ticks: npt.NDArray[np.int64]) -> None:
+        """Blocks that were last used then leave now."""
+        self._left.append((ticks, self._clockwork.now()))
+        if len(self._left) >= _DOZEN:
+            self._count()
+
+    def _count(self) -> None:
+        left, self._left = self._left, []
+        if left:
+            ended = np.repeat([now for _, now in left], [len(ticks) for ticks, _ in left])
+            self._histogram.add(ended - self._clockwork.times(np.concatenate([ticks for ticks, _ in left])))
+
+    def statistics(self) -> HistogramStatistics:
+        self._count()
+        return self._histogram.statistics()

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtide.histogram import Histogram, HistogramStatistics
+from kvtide.histogram import HistogramStatistics
 from kvtide.index.index import SEALED, Index, Mask, Rows
-from kvtide.plan.ages import STEPS
+from kvtide.plan.ages import Ages
 from kvtide.plan.policy import Policy, Scores
 from kvtide.plan.uses import Uses
 from kvtide.tiers.segments import EMPTY, Segment, Segments
@@ -93,7 +93,7 @@ class Evictor:
         """By slot size: the coldest part, as it was ranked last."""
         self._barren: dict[int, int] = {}
         """By slot size: the index's count of changes when nothing could be found."""
-        self._ages = Histogram(STEPS)
+        self._ages = Ages(uses.clockwork)
 
     def victims(self, size: int, count: int = 1) -> list[int]:
         """Rows to evict so that slots of ``size`` come free, at once or when a segment is cut anew.
@@ -102,7 +102,7 @@ class Evictor:
         """
         rows = self._victims(size, count)
         if rows:
-            self._ages.add(self._uses.ages.of(self._index.used[rows]))
+            self._ages.add(self._index.used[rows])
         return rows
 
     def statistics(self) -> EvictorStatistics:

@@ -66,29 +66,38 @@ class Planner:
         self._sources = sources
         self._names = ("dram", *(s.name for s in sources), "slower", "missed")
         self._prompts = 0
-        self._blocks = [0] * len(self._names)
-        self._tokens = [0] * len(self._names)
+        self._counts: dict[int, list[int]] = {}
+        """By tokens of a block: blocks, in the order of the names."""
 
     def statistics(self) -> PlannerStatistics:
-        blocks, tokens = (dict(zip(self._names, n, strict=True)) for n in (self._blocks, self._tokens))
-        return PlannerStatistics(self._prompts, blocks, tokens)
+        blocks, tokens = [0] * len(self._names), [0] * len(self._names)
+        for size, counts in self._counts.items():
+            blocks = [a + b for a, b in zip(blocks, counts, strict=True)]
+            tokens = [a + b * size for a, b in zip(tokens, counts, strict=True)]
+        by_name = (dict(zip(self._names, n, strict=True)) for n in (blocks, tokens))
+        return PlannerStatistics(self._prompts, *by_name)
 
     def count(
         self, plan: Plan, blocks: int, have: int, tokens: int, needed: Sequence[tuple[int, Rows]] | None = None
     ) -> None:
         """A prompt of so many ``blocks`` was planned for somebody. ``needed`` has what is to come, by group, with the
         number of its first block; None: all of it is in DRAM. A block has ``tokens``."""
-        hits = [max(0, plan.blocks - have)] + [0] * len(self._sources)
-        if needed is not None:
-            tiers = np.zeros(plan.blocks, np.int64)
-            for start, rows in needed:
-                part = tiers[start : start + len(rows)]
-                np.maximum(part, self._tier(rows), out=part)
-            hits = np.bincount(tiers[have:], minlength=len(hits)).tolist()
+        counts = self._counts.get(tokens)
+        if counts is None:
+            counts = self._counts[tokens] = [0] * len(self._names)
+        have = min(have, plan.blocks)
         self._prompts += 1
-        for i, n in enumerate((*hits, plan.slower, max(0, blocks - have) - sum(hits) - plan.slower)):
-            self._blocks[i] += n
-            self._tokens[i] += n * tokens
+        counts[-2] += plan.slower
+        counts[-1] += blocks - plan.blocks - plan.slower
+        if needed is None:
+            counts[0] += plan.blocks - have
+            return
+        tiers = np.zeros(plan.blocks, np.int64)
+        for start, rows in needed:
+            part = tiers[start : start + len(rows)]
+            np.maximum(part, self._tier(rows), out=part)
+        for i, n in enumerate(np.bincount(tiers[have:]).tolist()):
+            counts[i] += n
 
     def _tier(self, rows: Rows) -> Rows:
         """Where each must come from: 0 is DRAM, then the sources in their order."""

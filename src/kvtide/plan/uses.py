@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.index.index import Index, Rows, every
-from kvtide.plan.ages import Ages
+from kvtide.plan.ages import Clockwork
 from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
@@ -48,7 +48,7 @@ class Uses:
 
     def __init__(self, index: Index, clock: Clock | None = None) -> None:
         self._index = index
-        self.ages = Ages(clock or SystemClock())
+        self.clockwork = Clockwork(clock or SystemClock())
         self._policies: list[Policy] = []
         self._students: list[Callable[[Curves], None]] = []
         self._tick = 0
@@ -116,7 +116,7 @@ class Uses:
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
-            self.ages.note(self._tick)
+            self.clockwork.note(self._tick)
             tick = self._tick = self._tick + len(rows)
             self._index.used[rows] = np.arange(tick, tick - len(rows), -1)
             priorities = self._index.priority[rows]

@@ -28,7 +28,7 @@ class Residents:
         self._dram = dram
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
-        self._footprints = np.zeros(0, np.int64)
+        self._footprints: list[int] = []
         """Of each identity."""
         self._spaces: dict[Identity, int] = {}
         self._tenants: dict[bytes, int] = {}
@@ -89,7 +89,7 @@ class Residents:
     def seal(self, rows: Rows) -> None:
         """Pending rows are whole."""
         self._index.state[DRAM][rows] = SEALED
-        self._dram.moved(written=int(self._footprints[self._index.space[rows]].sum()))
+        self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
         if self._checks is not None:
             for row in rows.tolist():
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
@@ -138,7 +138,7 @@ class Residents:
         if space is None:
             space = self._spaces[identity] = len(self._identities)
             self._identities.append(identity)
-            self._footprints = np.append(self._footprints, identity.geometry.footprint)
+            self._footprints.append(identity.geometry.footprint)
             self._tenants.setdefault(identity.tenant, len(self._tenants) + 1)
             self._index.tenants = len(self._tenants)
         return space
