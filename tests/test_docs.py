@@ -1,6 +1,6 @@
 """The documents are true: their code runs, their links lead somewhere, their lists are complete.
 
-``python -m tests.test_docs`` writes ``docs/configuration.md`` anew.
+``python -m tests.test_docs`` writes ``docs/configuration.md`` and the catalogue in ``docs/metrics.md`` anew.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
+from kvtide.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -59,6 +60,22 @@ def settings_page() -> str:
 def test_the_configuration_page_is_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # where no kvtide.toml is
     assert (ROOT / "docs/configuration.md").read_text() == settings_page()
+
+
+def metrics_page() -> str:
+    """``docs/metrics.md`` with the catalogue as it is in the code."""
+    start, mark, _ = (
+        (ROOT / "docs/metrics.md").read_text().partition("write it anew with `python -m tests.test_docs` -->\n")
+    )
+    lines = ["", "| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for metric in METRICS:
+        labels = " ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return start + mark + "\n".join(lines) + "\n"
+
+
+def test_the_catalogue_of_metrics_is_current() -> None:
+    assert (ROOT / "docs/metrics.md").read_text() == metrics_page()
 
 
 def test_the_code_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,7 +152,7 @@ def test_the_words_of_the_public_interface_are_in_the_glossary() -> None:
         assert f"| **{noun}** |" in told, noun
 
 
-GROUND = {"block", "canonical", "clock", "config", "errors", "events"}
+GROUND = {"block", "canonical", "clock", "config", "errors", "events", "histogram"}
 ROOMS = {
     "tiers": GROUND,
     "index": GROUND,
@@ -171,3 +188,4 @@ def test_the_tables_of_the_format_are_those_of_the_code() -> None:
 
 if __name__ == "__main__":
     (ROOT / "docs/configuration.md").write_text(settings_page())
+    (ROOT / "docs/metrics.md").write_text(metrics_page())

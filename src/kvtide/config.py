@@ -105,6 +105,12 @@ class Naming(_Section, frozen=True):
     weights_cache: Annotated[str, _path("File of weights digests; empty: in ~/.cache.")] = ""
 
 
+class Node(_Section, frozen=True):
+    """A store in a process of its own."""
+
+    http: Annotated[str, _plain("Where it answers /healthz and /metrics: 127.0.0.1:9410, say; empty: nowhere.")] = ""
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting. ``Config()`` is the defaults; ``read()`` asks file and environment too."""
 
@@ -112,6 +118,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nvme: Nvme = field(default_factory=Nvme)
     plan: Plan = field(default_factory=Plan)
     naming: Naming = field(default_factory=Naming)
+    node: Node = field(default_factory=Node)
 
 
 class Setting(Struct, frozen=True):

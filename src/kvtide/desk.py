@@ -179,6 +179,8 @@ class LocalDesk:
                 self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
             ready = every(index.state[DRAM][held] == SEALED)
             pending = names.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
+            colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
+            self._store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(plan, have, needed, ready, pending, lease)
 
     def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
@@ -225,6 +227,7 @@ class LocalDesk:
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = index.place[DRAM][mine].tolist()
+        self._store.dram.moved(read=sum(len(p) * layout.geometry[name].footprint for name, p in places.items()))
         return come, first, places
 
     # -- writing ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvtide.block import BlockKey
 
-__all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Feed"]
+__all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Feed", "FeedStatistics"]
 
 log = logging.getLogger("kvtide.events")
 
@@ -48,12 +48,23 @@ class EventsLost:
 Event = BlockStored | BlockRemoved | EventsLost
 
 
+@dataclass(frozen=True, slots=True)
+class FeedStatistics:
+    followers: int = 0
+    events: int = 0
+    """That somebody was told."""
+
+
 class Feed:
     """Passes events on. Followers are called on the thread that caused the event, in no lock; they must be quick."""
 
     def __init__(self) -> None:
         self._followers: tuple[Callable[[Event], None], ...] = ()
         self._lock = threading.Lock()
+        self._events = 0
+
+    def statistics(self) -> FeedStatistics:
+        return FeedStatistics(len(self._followers), self._events)
 
     @property
     def followed(self) -> bool:
@@ -76,7 +87,11 @@ class Feed:
         return unfollow
 
     def publish(self, events: list[Event]) -> None:
-        for follower in self._followers:
+        followers = self._followers
+        if followers and events:
+            with self._lock:
+                self._events += len(events)
+        for follower in followers:
             for event in events:
                 try:
                     follower(event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ from kvtide.config import Config
 from kvtide.desk import LocalDesk
 from kvtide.door import Door
 from kvtide.errors import ClosedError, TierError
-from kvtide.events import Event, Feed
+from kvtide.events import Event, Feed, FeedStatistics
 from kvtide.index.index import DRAM, SEALED, Index
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.index.weights import WeightsId, identify
@@ -26,7 +26,7 @@ from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learner import Learner
-from kvtide.plan.planner import Planner, Source
+from kvtide.plan.planner import Planner, PlannerStatistics, Source
 from kvtide.plan.uses import Uses
 from kvtide.session import Session
 from kvtide.tiers.base import Held, TierStatistics
@@ -36,7 +36,7 @@ from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane, LaneStatistics
-from kvtide.transfer.pipeline import Pipeline
+from kvtide.transfer.pipeline import Pipeline, PipelineStatistics
 
 __all__ = ["Statistics", "Store"]
 
@@ -56,6 +56,11 @@ class Statistics:
     lanes: dict[str, LaneStatistics]
     counts: dict[str, int]
     """What happened to blocks, by name."""
+    pipeline: PipelineStatistics = field(default_factory=PipelineStatistics)
+    planner: PlannerStatistics = field(default_factory=PlannerStatistics)
+    feed: FeedStatistics = field(default_factory=FeedStatistics)
+    sessions: int = 0
+    """Of this process."""
 
 
 class Store:
@@ -78,7 +83,7 @@ class Store:
         memory = config.dram
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared, aside, ahead=shared)
         self.copier = Copier()
-        self._uses = Uses(self.index)
+        self._uses = Uses(self.index, self.clock)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)
         self._sessions: set[Session] = set()
@@ -230,18 +235,20 @@ class Store:
 
     def statistics(self) -> Statistics:
         with self.index.lock:
-            count = self.index.size
-            blocks = len(self.index)
-            held = int(np.count_nonzero(self.index.holds[:count]))
-            pinned = int(np.count_nonzero(self.index.pins[:count]))
+            index = self.index.statistics()
+            planner = self.planner.statistics()
             counts = {k: v for k, v in sorted(self.pipeline.counts.items()) if v}
         return Statistics(
-            blocks,
-            held,
-            pinned,
+            index.blocks,
+            index.held,
+            index.pinned,
             {"dram": self.dram.statistics(), **{c.name: c.tier.statistics() for c in self._colds}},
             {c.name: c.lane.statistics() for c in self._colds},
             counts,
+            self.pipeline.statistics(),
+            planner,
+            self.feed.statistics(),
+            len(self._sessions),
         )
 
     def __repr__(self) -> str:

@@ -24,6 +24,9 @@ def node(
         Path | None,
         typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(help="Serve /healthz and /metrics there, 127.0.0.1:9410 say, instead of node.http.")
+    ] = None,
     stop_seconds: Annotated[
         float, typer.Option(help="How long a stop may take to write down what is worth keeping.")
     ] = 30.0,
@@ -38,13 +41,15 @@ def node(
     Engines come and go; the blocks stay, and all of them see the same. In a program:
 
         [bold]store = kvtide.connect("unix:kvtide.sock")[/bold]
+
+    What it does can be watched: [bold]kvtide status[/bold]
     """
     from kvtide.node import run
 
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    settings = configuration.read(file)
+    settings = configuration.read(file, overrides={} if http is None else {"node.http": http})
     if detach:
         run.detach(lambda ready: run.serve(settings, socket, stop_seconds, idle_seconds, ready))
     else:

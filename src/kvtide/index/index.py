@@ -18,6 +18,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,20 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Found, Group, Layout
 
-__all__ = ["ABSENT", "DRAM", "NOWHERE", "PENDING", "SEALED", "UNKNOWN", "Index", "Mask", "Rows", "every", "marks"]
+__all__ = [
+    "ABSENT",
+    "DRAM",
+    "NOWHERE",
+    "PENDING",
+    "SEALED",
+    "UNKNOWN",
+    "Index",
+    "IndexStatistics",
+    "Mask",
+    "Rows",
+    "every",
+    "marks",
+]
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -61,6 +75,13 @@ def _column(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     with contextlib.suppress(OSError):  # only advice: a chain is found a fifth sooner with it
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatistics:
+    blocks: int
+    held: int
+    pinned: int
 
 
 class Index:
@@ -116,6 +137,11 @@ class Index:
 
     def __repr__(self) -> str:
         return f"<Index {len(self)} blocks>"
+
+    def statistics(self) -> IndexStatistics:
+        count = self.size
+        held, pinned = (int(np.count_nonzero(column[:count])) for column in (self.holds, self.pins))
+        return IndexStatistics(len(self), held, pinned)
 
     # -- rows ---------------------------------------------------------------------------------------------
 

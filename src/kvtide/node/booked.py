@@ -56,6 +56,12 @@ class Booked:
     def rights(self) -> int:
         return len(self.holdings) + len(self.reservations) + (self.team.rights if self.team is not None else 0)
 
+    @property
+    def slots(self) -> int:
+        """Of its own rights."""
+        held = sum(sum(h.counts.values()) for h in self.holdings.values())
+        return held + sum(len(r.keys) for r in self.reservations.values())
+
     def holding(self, number: int) -> LocalHolding:
         try:
             return self.holdings[number]

@@ -40,6 +40,7 @@ from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promise
 from kvtide.node.remote import RemoteDesk
+from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.session import Session
 from kvtide.store import Statistics
 from kvtide.tiers.copier import Copier
@@ -276,11 +277,15 @@ class Client:
 
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""
+        return self.status().store
+
+    def status(self) -> Status:
+        """The same, and those of the node itself. Empty while there is none."""
         try:
             (found,) = self.ask(self.line, p.Statistics())
         except Lost:
-            return Statistics(0, 0, 0, {}, {}, {})
-        return msgspec.convert(found, Statistics)
+            return Status(Statistics(0, 0, 0, {}, {}, {}), NodeStatistics())
+        return msgspec.convert(found, Status)
 
     def close(self) -> None:
         """End all sessions and hang up. The node and its blocks live on."""

@@ -38,7 +38,7 @@ class Connection:
         self._sock = sock
         self._received = bytearray()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
-        self._unsent_bytes = 0
+        self.unsent_bytes = 0
         self._writing = False
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
@@ -131,7 +131,7 @@ class Connection:
     @property
     def behind(self) -> bool:
         """Whether the client reads slower than we write: what can wait should."""
-        return self._unsent_bytes > _BEHIND
+        return self.unsent_bytes > _BEHIND
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """Send a frame, now or when the client reads. The descriptors are ours from now on."""
@@ -141,10 +141,10 @@ class Connection:
             return
         data = p.frame(message)
         self._unsent.append((memoryview(data), list(descriptors)))
-        self._unsent_bytes += len(data)
+        self.unsent_bytes += len(data)
         if not self._writing:
             self._writable()
-        if self._unsent_bytes > _UNSENT:
+        if self.unsent_bytes > _UNSENT:
             self.close("it does not read what it asked for")
 
     def _writable(self) -> None:
@@ -160,7 +160,7 @@ class Connection:
                 return
             for fd in descriptors:
                 os.close(fd)
-            self._unsent_bytes -= sent
+            self.unsent_bytes -= sent
             if sent == len(data):
                 self._unsent.popleft()
             else:

@@ -7,12 +7,11 @@ for that.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,12 +24,12 @@ from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.booked import Booked, Names
 from kvtide.node.connection import Connection
-from kvtide.node.ledger import Ledger
+from kvtide.node.host import Host
+from kvtide.node.statistics import ClientStatistics
 from kvtide.node.team import Member, Team
 from kvtide.node.tidings import Tidings
-from kvtide.store import Store
 
-__all__ = ["Guest", "Host"]
+__all__ = ["Guest"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -41,28 +40,6 @@ _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
 _DESCRIPTORS = 64
 """That go with one frame."""
-
-
-class Host(Protocol):
-    """The node."""
-
-    store: Store
-    loop: asyncio.AbstractEventLoop
-    ledger: Ledger
-    teams: dict[str, Team]
-    """By the token of the session that they belong to."""
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """Call in the loop, from any thread."""
-
-    def left(self, guest: Guest) -> None:
-        """A client has ended, and holds nothing any more."""
-
-    def flush(self, done: Callable[[], None]) -> None:
-        """Call when colder tiers have what they were given."""
-
-    def forget(self, token: str, process: int) -> None:
-        """A process says that it uses nothing of an earlier client of its own any more."""
 
 
 class _Lent(NamedTuple):
@@ -96,6 +73,8 @@ class Guest:
         self._removals = 0
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
+        self._came = host.loop.time()
+        self.requests = self.failures = 0
         connection.receive = self._receive
         connection.lost = self._lost
 
@@ -107,10 +86,18 @@ class Guest:
     def rights(self) -> int:
         return sum(s.rights for s in self._sessions.values()) + sum(len(m.visits) for m in self._members.values())
 
+    def statistics(self) -> ClientStatistics:
+        c, age, sessions = self._connection, self._host.loop.time() - self._came, self._sessions.values()
+        reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
+        rights = len(sessions), reading, writing, sum(len(m.visits) for m in self._members.values())
+        slots = 0 if c.open else sum(s.slots for s in sessions)
+        return ClientStatistics(c.pid, c.open, age, *rights, self.requests, self.failures, c.unsent_bytes, slots)
+
     # -- requests -----------------------------------------------------------------------------------------
 
     def _receive(self, body: bytes) -> None:
         request = self._decoder.decode(body)
+        self.requests += 1
         answers = [self._answer(operation) for operation in request.operations]
         dram = self._store.dram
         gone: list[int] = []
@@ -136,6 +123,7 @@ class Guest:
             answer: p.Answer = _ANSWERS[type(operation)](self, operation)
             return answer
         except KvtideError as e:
+            self.failures += 1
             return p.Failure(type(e).__name__, str(e))
 
     def _session(self, number: int) -> Booked:
@@ -325,7 +313,7 @@ class Guest:
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:
-        return msgspec.to_builtins(self._store.statistics())
+        return msgspec.to_builtins(self._host.status)
 
     def _follow(self, o: p.Follow) -> None:
         self.tidings.follow(o.on)

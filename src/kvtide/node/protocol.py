@@ -350,7 +350,7 @@ class Unmapped(_Message, tag="unmapped"):
 
 
 class Statistics(_Message, tag="statistics"):
-    """Answer: the statistics of the node's store, as a map."""
+    """Answer: the statistics of the node's store and of the node, as a map (``node.statistics.Status``)."""
 
 
 class Follow(_Message, tag="follow"):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
+from kvtide.node.http import Http
 from kvtide.node.ledger import Ledger
 from kvtide.node.server import Node
 from kvtide.store import Store
@@ -63,9 +64,15 @@ async def _serve(
             return True
         ledger = Ledger(path.with_suffix(".lent"))
         store = Store(config, shared=True, aside=ledger.elsewhere)
+        node = None
         try:
             node = Node(store, path, ledger)
+            http = Http(lambda: node.status)
+            if config.node.http:
+                await http.listen(config.node.http)
         except BaseException:
+            if node is not None:
+                node.close()
             store.close()
             raise
         log.info("serving at %s", path)
@@ -79,6 +86,7 @@ async def _serve(
         closing = threading.Thread(target=store.close, name="kvtide-close", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, stop_seconds)
+        http.close()
         return not closing.is_alive()
 
 

@@ -25,6 +25,7 @@ from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import Guest
 from kvtide.node.ledger import Ledger
+from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
 from kvtide.store import Store
 
@@ -63,6 +64,10 @@ class Node:
         self.teams: dict[str, Team] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._idling: asyncio.TimerHandle | None = None
+        self._began = self.loop.time()
+        self._requests = self._failures = 0
+        """Of clients that have left."""
+        self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
@@ -122,6 +127,8 @@ class Node:
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
         del self._guests[guest.token]
+        self._requests += guest.requests
+        self._failures += guest.failures
         if self._idle is not None and not self._guests:
             seconds, call = self._idle
             self._idling = self.loop.call_later(seconds, call)
@@ -131,6 +138,22 @@ class Node:
         guest = self._guests.get(token)
         if guest is not None and guest.process == process:
             guest.over()
+
+    def statistics(self) -> NodeStatistics:
+        guests = self._guests.values()
+        return NodeStatistics(
+            os.getpid(),
+            str(self.path),
+            self.loop.time() - self._began,
+            self._closed,
+            self._requests + sum(g.requests for g in guests),
+            self._failures + sum(g.failures for g in guests),
+            [g.statistics() for g in guests],
+        )
+
+    @property
+    def status(self) -> Status:
+        return Status(self.store.statistics(), self.statistics())
 
     def _accept(self) -> None:
         try:
@@ -233,6 +256,7 @@ class Node:
         """Stop serving. What clients hold is given back: their mappings stay valid, the store is not."""
         if self._pause is not None:
             self._pause.cancel()
+        self._closed = True
         self.loop.remove_reader(self._listener.fileno())
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvtide.clock import Clock
 
-__all__ = ["WriteBudget"]
+__all__ = ["WriteBudget", "WriteBudgetStatistics"]
 
 _BURST = 60.0
 """What was not used for so many seconds is still there."""
 _DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBudgetStatistics:
+    bytes_per_second: float
+    bytes_left: float
+    """That may be written at once; below 0: owed."""
 
 
 class WriteBudget:
@@ -31,10 +40,17 @@ class WriteBudget:
 
         At the ``last`` chance they may in any case.
         """
-        now = self._clock.monotonic()
-        self._left = min(self._left + (now - self._last) * self.rate, self.rate * _BURST)
-        self._last = now
+        self._refill()
         if self._left <= 0 and not last:
             return False
         self._left -= nbytes
         return True
+
+    def _refill(self) -> None:
+        now = self._clock.monotonic()
+        self._left = min(self._left + (now - self._last) * self.rate, self.rate * _BURST)
+        self._last = now
+
+    def statistics(self) -> WriteBudgetStatistics:
+        self._refill()
+        return WriteBudgetStatistics(self.rate, self._left)

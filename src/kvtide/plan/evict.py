@@ -19,12 +19,14 @@ from typing import Protocol
 
 import numpy as np
 
+from kvtide.histogram import HistogramStatistics
 from kvtide.index.index import SEALED, Index, Mask, Rows
+from kvtide.plan.ages import Ages
 from kvtide.plan.policy import Policy, Scores
 from kvtide.plan.uses import Uses
 from kvtide.tiers.segments import EMPTY, Segment, Segments
 
-__all__ = ["Evictor", "Slotted", "room"]
+__all__ = ["Evictor", "EvictorStatistics", "Slotted", "room"]
 
 _LOWEST = -(1 << 60)
 """Below every score."""
@@ -46,6 +48,14 @@ def room(tier: Slotted) -> int:
         segments = tier.segments
         blocks = sum(s.slots - len(s.free) for s in segments)
         return blocks * segments.budget // segments.used if segments.used else 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvictorStatistics:
+    policy: str
+    """The idea that ranks now."""
+    ages: HistogramStatistics
+    """For how many seconds nobody had used what was evicted."""
 
 
 @dataclass(slots=True)
@@ -83,12 +93,22 @@ class Evictor:
         """By slot size: the coldest part, as it was ranked last."""
         self._barren: dict[int, int] = {}
         """By slot size: the index's count of changes when nothing could be found."""
+        self._ages = Ages(uses.clockwork)
 
     def victims(self, size: int, count: int = 1) -> list[int]:
         """Rows to evict so that slots of ``size`` come free, at once or when a segment is cut anew.
 
         At most ``count`` rows, or all of one segment; at least one, unless nothing may leave.
         """
+        rows = self._victims(size, count)
+        if rows:
+            self._ages.add(self._index.used[rows])
+        return rows
+
+    def statistics(self) -> EvictorStatistics:
+        return EvictorStatistics(self._policy.in_charge, self._ages.statistics())
+
+    def _victims(self, size: int, count: int) -> list[int]:
         rows, score = self._coldest(size, count)
         segment = self._colder_segment(size, score if rows else None)
         if segment is not None and (emptied := self._empty(segment)):

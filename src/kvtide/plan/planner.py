@@ -8,7 +8,7 @@ with the least (seconds to load it + seconds to compute the rest). A disk hit th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from kvtide.block import Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows, every
 from kvtide.plan.cost import Speed
 
-__all__ = ["Plan", "Planner", "Source"]
+__all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Plan:
     blocks: int
     load_seconds: float
     compute_seconds: float | None
+    slower: int = 0
+    """Blocks after these that are here, but quicker to compute."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,68 @@ class Source:
     speed: Speed
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerStatistics:
+    """What became of the blocks of prompts that were asked for, without those that callers had already.
+
+    A block counts once, in whatever groups it is, for the coldest tier that one of them must come from.
+    """
+
+    prompts: int = 0
+    blocks: dict[str, int] = field(default_factory=dict)
+    """By the tier that has them, ``slower``: there, but quicker to compute, or ``missed``."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """The same, in tokens."""
+
+
 class Planner:
     """Decides what to load. Called under the index's lock."""
 
     def __init__(self, index: Index, sources: Sequence[Source]) -> None:
         self._index = index
         self._sources = sources
+        self._names = ("dram", *(s.name for s in sources), "slower", "missed")
+        self._prompts = 0
+        self._counts: dict[int, list[int]] = {}
+        """By tokens of a block: blocks, in the order of the names."""
+
+    def statistics(self) -> PlannerStatistics:
+        blocks, tokens = [0] * len(self._names), [0] * len(self._names)
+        for size, counts in self._counts.items():
+            blocks = [a + b for a, b in zip(blocks, counts, strict=True)]
+            tokens = [a + b * size for a, b in zip(tokens, counts, strict=True)]
+        by_name = (dict(zip(self._names, n, strict=True)) for n in (blocks, tokens))
+        return PlannerStatistics(self._prompts, *by_name)
+
+    def count(
+        self, plan: Plan, blocks: int, have: int, tokens: int, needed: Sequence[tuple[int, Rows]] | None = None
+    ) -> None:
+        """A prompt of so many ``blocks`` was planned for somebody. ``needed`` has what is to come, by group, with the
+        number of its first block; None: all of it is in DRAM. A block has ``tokens``."""
+        counts = self._counts.get(tokens)
+        if counts is None:
+            counts = self._counts[tokens] = [0] * len(self._names)
+        have = min(have, plan.blocks)
+        self._prompts += 1
+        counts[-2] += plan.slower
+        counts[-1] += blocks - plan.blocks - plan.slower
+        if needed is None:
+            counts[0] += plan.blocks - have
+            return
+        tiers = np.zeros(plan.blocks, np.int64)
+        for start, rows in needed:
+            part = tiers[start : start + len(rows)]
+            np.maximum(part, self._tier(rows), out=part)
+        for i, n in enumerate(np.bincount(tiers[have:]).tolist()):
+            counts[i] += n
+
+    def _tier(self, rows: Rows) -> Rows:
+        """Where each must come from: 0 is DRAM, then the sources in their order."""
+        tier = np.zeros(len(rows), np.int64)
+        for i, source in reversed([*enumerate(self._sources, 1)]):
+            tier[self._index.state[source.number][rows] == SEALED] = i
+        tier[self._index.state[DRAM][rows] == SEALED] = 0
+        return tier
 
     def plan(
         self,
@@ -84,7 +142,7 @@ class Planner:
         lengths = lengths[lengths >= have]
         total = (load + rest)[lengths]
         blocks = int(lengths[len(total) - 1 - np.argmin(total[::-1])])
-        return Plan(blocks, float(load[blocks]), float(rest[blocks]))
+        return Plan(blocks, float(load[blocks]), float(rest[blocks]), longest - blocks)
 
     def _cold(self, rows: Rows) -> Mask:
         """Which rows must come from a colder tier."""

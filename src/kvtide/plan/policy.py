@@ -49,6 +49,10 @@ class Policy(Protocol):
     def room(self) -> int:
         """About how many blocks its tier holds when it is full; 0 if nobody knows yet, or it does not matter."""
 
+    @property
+    def in_charge(self) -> str:
+        """The name of the idea that ranks now."""
+
 
 class Lru:
     """Least recently used. A prompt's blocks are touched together, head newest, hence leaf first."""
@@ -69,6 +73,10 @@ class Lru:
 
     def room(self) -> int:
         return 0
+
+    @property
+    def in_charge(self) -> str:
+        return "lru"
 
 
 _STEPS = np.arange(1 << 16)
@@ -126,6 +134,10 @@ class Reuse:
         if room := self.room():
             self._stay, _ = curves.stays(room)
 
+    @property
+    def in_charge(self) -> str:
+        return "reuse"
+
 
 class Duel:
     """Follows whichever of two policies would have had more hits lately, on a sample of blocks: by default ``Lru``.
@@ -176,6 +188,10 @@ class Duel:
         # Ahead by chance is not ahead: half a percent of what was asked for, to change over; nothing, to stay.
         margin = 0.005 * self._asked if self.leader is self.lru else 0.0
         self.leader = self.reuse if self._lead > margin else self.lru
+
+    @property
+    def in_charge(self) -> str:
+        return self.leader.in_charge
 
 
 _MEMORY = 4

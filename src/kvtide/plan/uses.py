@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvtide.clock import Clock, SystemClock
 from kvtide.index.index import Index, Rows, every
+from kvtide.plan.ages import Clockwork
 from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
@@ -44,8 +46,9 @@ _Note = tuple[Marks, Kinds, Counts, Mask, int]
 class Uses:
     """Told of every use of a block, under the index's lock, and tells the policies. ``learn`` is for one thread."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, clock: Clock | None = None) -> None:
         self._index = index
+        self.clockwork = Clockwork(clock or SystemClock())
         self._policies: list[Policy] = []
         self._students: list[Callable[[Curves], None]] = []
         self._tick = 0
@@ -113,6 +116,7 @@ class Uses:
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
+            self.clockwork.note(self._tick)
             tick = self._tick = self._tick + len(rows)
             self._index.used[rows] = np.arange(tick, tick - len(rows), -1)
             priorities = self._index.priority[rows]

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 NOWHERE = -1
+_FAILED = 10
+"""So many errors in a row are no accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,13 @@ class TierStatistics:
     failed_writes: int = 0
     reasons: tuple[tuple[str, int], ...] = ()
     """Why blocks were refused, with counts."""
+    errors_in_a_row: int = 0
+    """Errors of the system since something was last read or written well."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing goes any more."""
+        return self.errors_in_a_row >= _FAILED
 
 
 ReadDone = Callable[[Sequence[bool]], None]

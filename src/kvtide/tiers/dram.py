@@ -257,6 +257,12 @@ class Dram:
         with self._lock:
             return {memory.serial for memory in self._memory.values()}
 
+    def moved(self, read: int = 0, written: int = 0) -> None:
+        """So many bytes of slots were handed out to be read, and filled, without ``read`` and ``write``."""
+        with self._lock:
+            self._read += read
+            self._written += written
+
     @property
     def blocks(self) -> int:
         """Slots in use."""

@@ -125,7 +125,7 @@ class Nvme:
         workers = [_Worker(compression) for _ in range(2 * threads)]
         self._shelves = Shelves(path, budget, segment, threads, direct, disk or Disk())
         self._lock = threading.Lock()
-        self._read = self._written = self._failed_reads = self._failed_writes = 0
+        self._read = self._written = self._failed_reads = self._failed_writes = self._errors = 0
         self._queue: queue.SimpleQueue[Callable[[_Worker], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(w,), name=f"kvtide-nvme-{i}", daemon=True)
@@ -186,6 +186,7 @@ class Nvme:
                 failed_reads=self._failed_reads,
                 failed_writes=self._failed_writes,
                 reasons=tuple(sorted(shelves.reasons.items())),
+                errors_in_a_row=self._errors,
             )
 
     def close(self) -> None:
@@ -219,9 +220,11 @@ class Nvme:
         except Exception as e:  # noqa: BLE001 - see _reason
             with self._lock, self._shelves.lock:
                 self._failed_reads += 1
+                self._errors += isinstance(e, OSError)
                 self._shelves.reasons[_reason("read", e)] += 1
             return 0
         with self._lock:
+            self._errors = 0
             self._read += nbytes
         return 1
 
@@ -315,9 +318,11 @@ class Nvme:
                 self._shelves.failed(place)
             with self._lock, self._shelves.lock:
                 self._failed_writes += 1
+                self._errors += isinstance(e, OSError)
                 self._shelves.reasons[_reason("write", e)] += 1
             return NOWHERE
         with self._lock:
+            self._errors = 0
             self._written += size + len(payload)
         self._shelves.note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))
         return place

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.histogram import Histogram, HistogramStatistics
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, every
 from kvtide.tiers.base import Identity, Read
 from kvtide.tiers.dram import Dram
@@ -23,13 +25,26 @@ from kvtide.transfer.eraser import Eraser
 from kvtide.transfer.residents import Residents
 from kvtide.transfer.transfer import Transfer
 
-__all__ = ["Ascent"]
+__all__ = ["Ascent", "LoadStatistics"]
 
 _CHUNK = 64 << 20
 """A read is cut into jobs of this many bytes, so that deadlines and cancellation bite."""
 
+_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Seconds of a load that are told apart."""
+
 Take = Callable[[int, int, list[Event], Rows], list[int]]
 """Slots in DRAM, by evicting if need be: their size, how many, what is to be published, and whose they will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStatistics:
+    """Loads that had to wait for a colder tier, or for somebody who was just writing."""
+
+    under_way: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """See ``Transfer.outcome``."""
+    seconds: HistogramStatistics = field(default_factory=HistogramStatistics)
 
 
 def _part(rows: Rows, mask: Mask) -> tuple[Rows, Rows]:
@@ -60,13 +75,30 @@ class Ascent:
         self._feed = feed
         self._counts = counts
         self._flights: dict[int, tuple[Transfer, ...]] = {}
+        self._begun = 0
+        self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
+        self._seconds = Histogram(_LATENCIES)
 
     def __len__(self) -> int:
         """Rows that somebody waits for."""
         return len(self._flights)
 
+    def statistics(self) -> LoadStatistics:
+        """Under the index's lock."""
+        under_way = self._begun - sum(self._outcomes.values())
+        return LoadStatistics(under_way, dict(self._outcomes), self._seconds.statistics())
+
+    def _ended(self, transfer: Transfer) -> None:
+        seconds, outcome = transfer.age, transfer.outcome
+        self._seconds.add(np.array([seconds]))
+        with self._index.lock:
+            self._outcomes[outcome] += 1
+
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        with self._index.lock:
+            self._begun += 1
+        transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
         for rows, identity in wanted:

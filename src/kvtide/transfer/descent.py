@@ -50,7 +50,7 @@ class Descent:
 
     def write(self, cold: Cold, rows: Rows) -> None:
         """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
-        if refused := len(self._submit(cold, rows)):
+        if len(rows) and (refused := len(self._submit(cold, rows))):
             self._counts[f"stores dropped: the queue of {cold.name} is full"] += refused
 
     def _submit(self, cold: Cold, rows: Rows, *, last: bool = False) -> Rows:

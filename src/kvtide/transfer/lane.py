@@ -29,6 +29,10 @@ class LaneStatistics:
     reads_cancelled: int
     read_speed: SpeedStatistics
     write_speed: SpeedStatistics
+    blocks_under_way: int = 0
+    read_seconds: float = 0.0
+    """In which something was read."""
+    write_seconds: float = 0.0
 
 
 _STRETCH = 0.002
@@ -42,6 +46,8 @@ class _Stretch:
     last: float = 0.0
     nbytes: int = 0
     items: int = 0
+    total: float = 0.0
+    """Of ``busy``, since the beginning."""
 
 
 class _ReadJob:
@@ -211,7 +217,9 @@ class Lane:
         """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
         with self._lock:
             now = self._clock.monotonic()
-            stretch.busy += now - max(job.started, stretch.last)
+            seconds = now - max(job.started, stretch.last)
+            stretch.busy += seconds
+            stretch.total += seconds
             stretch.last = now
             stretch.nbytes += job.nbytes
             stretch.items += len(job.items)
@@ -245,4 +253,7 @@ class Lane:
                 self._cancelled,
                 self.read_speed.statistics(),
                 self.write_speed.statistics(),
+                self._items_under_way,
+                self._reading.total,
+                self._writing.total,
             )

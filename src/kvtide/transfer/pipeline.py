@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,19 +20,37 @@ from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
-from kvtide.plan.evict import Evictor
+from kvtide.plan.budget import WriteBudgetStatistics
+from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
 from kvtide.plan.uses import Uses
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.segments import ladder
-from kvtide.transfer.ascent import Ascent
+from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
 from kvtide.transfer.eraser import Eraser, Tally
 from kvtide.transfer.residents import Residents, rows_of
 
-__all__ = ["Pipeline", "Pledge"]
+__all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatistics:
+    leases: int = 0
+    """Rights to read that are open; a reservation has one on the prompt before it."""
+    reservations: int = 0
+    """Rights to write that are open."""
+    pending: int = 0
+    """Blocks that somebody waits for."""
+    doomed: int = 0
+    """Dropped blocks that somebody still holds."""
+    loads: LoadStatistics = field(default_factory=LoadStatistics)
+    evictors: dict[str, EvictorStatistics] = field(default_factory=dict)
+    """By tier."""
+    write_budgets: dict[str, WriteBudgetStatistics] = field(default_factory=dict)
+    """By tier, of those that have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,20 @@ class Pipeline:
         may_leave = self._descent.may_leave if self._keep_leaving else None
         self._evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
         self._ahead = 0
+        self._reservations = 0
+
+    def statistics(self) -> PipelineStatistics:
+        with self._index.lock:
+            evictors = {"dram": self._evictor, **{c.name: c.evictor for c in self._colds}}
+            return PipelineStatistics(
+                self._residents.leases,
+                self._reservations,
+                self.blocks_pending,
+                self.blocks_doomed,
+                self._ascent.statistics(),
+                {name: e.statistics() for name, e in evictors.items() if e is not None},
+                {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
+            )
 
     @property
     def blocks_doomed(self) -> int:
@@ -113,13 +145,12 @@ class Pipeline:
     def stored(self, rows: Rows) -> None:
         """All blocks of a prompt that are here, head first, after some were stored. Under the index's lock."""
         self._uses.stored(rows)
-        self._admit(rows, [c for c in self._colds if c.admission.learns])
-
-    def _admit(self, rows: Rows, colds: Sequence[Cold]) -> None:
-        for cold in colds:
-            wanted = rows[cold.admission.on_store(rows)]
-            if len(wanted):
-                self._descent.write(cold, wanted)
+        for cold in self._colds:
+            if cold.admission.learns:
+                worth = cold.admission.on_store(rows)
+                self._descent.write(cold, rows[worth])
+                absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
+                self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
 
     def keep(self, rows: Rows) -> Lease:
         """Blocks of one chain, head first, are about to get children: hold those that only DRAM has. Under the lock."""
@@ -150,6 +181,7 @@ class Pipeline:
             self._finish,
         )
         with self._index.lock:
+            self._reservations += 1
             for pledge in pledges:
                 reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
         return reservation
@@ -215,6 +247,7 @@ class Pipeline:
         index, rows = self._index, reservation.rows
         events: list[Event] = []
         with index.lock:
+            self._reservations -= 1
             generations = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
             assert generations == reservation.generations, "a slot changed hands under a writer"
             good = np.full(len(rows), sealed)
@@ -226,7 +259,8 @@ class Pipeline:
             for row in rows[~good].tolist():
                 self._residents.leave(row)
             ready = self._ascent.landed(rows, good)
-            self._admit(kept, self._colds)
+            for cold in self._colds:
+                self._descent.write(cold, kept[cold.admission.on_store(kept)])
             self.counts["blocks stored"] += len(kept)
             if self._feed.followed and len(kept):
                 events.append(BlockStored("dram", index.keys(kept)))

@@ -28,11 +28,15 @@ class Residents:
         self._dram = dram
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
+        self._footprints: list[int] = []
+        """Of each identity."""
         self._spaces: dict[Identity, int] = {}
         self._tenants: dict[bytes, int] = {}
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
+        self.leases = 0
+        """That are open and hold something."""
         self.doomed: set[int] = set()
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
@@ -42,10 +46,12 @@ class Residents:
     def lease(self, rows: Rows) -> Lease:
         """Hold distinct rows until the lease is released."""
         self._index.hold(rows)
+        self.leases += bool(len(rows))
         return Lease(self._release, rows)
 
     def _release(self, rows: Rows) -> None:
         with self._index.lock:
+            self.leases -= 1
             self.unhold(rows)
 
     def unhold(self, rows: Rows) -> None:
@@ -83,6 +89,7 @@ class Residents:
     def seal(self, rows: Rows) -> None:
         """Pending rows are whole."""
         self._index.state[DRAM][rows] = SEALED
+        self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
         if self._checks is not None:
             for row in rows.tolist():
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
@@ -131,6 +138,7 @@ class Residents:
         if space is None:
             space = self._spaces[identity] = len(self._identities)
             self._identities.append(identity)
+            self._footprints.append(identity.geometry.footprint)
             self._tenants.setdefault(identity.tenant, len(self._tenants) + 1)
             self._index.tenants = len(self._tenants)
         return space

@@ -30,12 +30,15 @@ class Transfer:
         """``run`` calls callbacks; without it, the thread that ends the transfer does."""
         self._clock = clock
         self._run = run
+        self._began = clock.monotonic()
         self.deadline = deadline
         """On the monotonic clock; None: whenever."""
         self.arrived: set[int] = set()
         """Rows that are in DRAM, whole and verified."""
         self.failed: set[int] = set()
         self._waiting: set[int] = set()
+        self._left = False
+        """Whether it ended while something was under way."""
         self._ended = False
         self._lock = threading.Lock()
         self._event = threading.Event()
@@ -69,6 +72,18 @@ class Transfer:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return self._clock.monotonic() - self._began
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: ``whole``, ``partial`` (some blocks could not be had), by its ``deadline``, ``cancelled``."""
+        if self._left and self.deadline is not None and self._clock.monotonic() >= self.deadline:
+            return "deadline"
+        return "cancelled" if self._left else "partial" if self.failed else "whole"
+
     # -- for the pipeline ---------------------------------------------------------------------------------
 
     def expect(self, rows: Iterable[int]) -> None:
@@ -98,6 +113,7 @@ class Transfer:
             if self._ended:
                 return
             self._ended = True
+            self._left = bool(self._waiting)
             self.failed |= self._waiting
             self._waiting.clear()
             callbacks, self._callbacks = self._callbacks, []

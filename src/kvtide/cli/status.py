@@ -1,0 +1,207 @@
+"""``kvtide status``: a live view of one node."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from kvtide.node.statistics import Status
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="Where the node listens: its socket, with or without unix:")] = (
+        "kvtide.sock"
+    ),
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics once as JSON, for programs.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+) -> None:
+    """Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.
+
+    Rates are those since the last frame; hit rates also those since the node began.
+
+        [bold]kvtide status /run/kvtide.sock --once[/bold]
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.live import Live
+
+    from kvtide.errors import TierError
+    from kvtide.node.client import Client
+
+    path = Path(address.removeprefix("unix:"))
+    with Client(path) as client:
+
+        def now() -> Status:
+            found = client.status()
+            if not found.node.pid:
+                raise TierError(f"the node at {path} is gone; start it again with: kvtide node --socket {path}")
+            return found
+
+        if as_json:
+            typer.echo(msgspec.json.format(msgspec.json.encode(now()), indent=2).decode())
+            return
+        last, console = now(), Console()
+        if once:
+            console.print(frame(last))
+            return
+        try:
+            with Live(frame(last), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+                while True:
+                    time.sleep(every)
+                    latest = now()
+                    live.update(frame(latest, last), refresh=True)
+                    last = latest
+        except KeyboardInterrupt:
+            pass
+
+
+def frame(now: Status, last: Status | None = None) -> RenderableType:
+    """What a node does; with rates since ``last``, if that was the same life of it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if last is not None and (last.node.pid != now.node.pid or last.node.seconds >= now.node.seconds):
+        last = None
+    store, node = now.store, now.node
+    loads = store.pipeline.loads
+    ended = ", ".join(f"{n:,} {how}" for how, n in loads.outcomes.items() if n)
+    notes = [
+        f"{store.blocks:,} blocks, {store.held:,} held, {store.pinned:,} pinned; rights to read "
+        f"{store.pipeline.leases:,}, to write {store.pipeline.reservations:,}",
+        f"loads from colder tiers: {loads.under_way:,} under way" + (f", {ended}" if ended else ""),
+        *(f"{n:,} {name}" for name, n in store.counts.items() if _odd(name)),
+    ]
+    title = f"node {node.pid} at {node.path}, {_span(node.seconds)}, {node.requests:,} requests"
+    parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
+    for table in (_tiers(now, last), _hits(now, last), _lanes(now), _clients(now)):
+        if table.row_count:
+            parts += ["", table]
+    return Group(*parts, "", *notes)
+
+
+def _odd(count: str) -> bool:
+    """Whether a count is worth a line: what was refused, lost or damaged."""
+    return any(word in count for word in ("dropped:", "unreadable", "changed"))
+
+
+def _span(seconds: float) -> str:
+    """A time in its two largest units."""
+    left = int(seconds)
+    said: list[str] = []
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= length or (unit == "s" and not said):
+            said.append(f"{left // length} {unit}")
+            left %= length
+    return " ".join(said[:2])
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _tiers(now: Status, last: Status | None) -> Table:
+    from rich.progress_bar import ProgressBar
+
+    from kvtide.cli._show import share, size
+
+    table = _table("tier", "used", "", "of", "blocks", "out/s", "in/s", "evicted", "unused for", "policy")
+    seconds = now.node.seconds - last.node.seconds if last else 0.0
+    for name, tier in now.store.tiers.items():
+        before = last.store.tiers.get(name) if last else None
+        rates = ["-", "-"]
+        if before is not None:
+            moved = tier.bytes_read - before.bytes_read, tier.bytes_written - before.bytes_written
+            rates = [size(n / seconds) for n in moved]
+        evictor = now.store.pipeline.evictors.get(name)
+        gone = (
+            (f"{evictor.ages.count:,}", _age(evictor.ages.total, evictor.ages.count), evictor.policy) if evictor else ()
+        )
+        table.add_row(
+            f"[red]{name}: failed[/red]" if tier.failed else name,
+            ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
+            share(tier.bytes_used, tier.budget),
+            size(tier.budget),
+            f"{tier.blocks:,}",
+            *rates,
+            *gone,
+        )
+    return table
+
+
+def _age(total: float, count: int) -> str:
+    return _span(total / count) if count else "-"
+
+
+def _hits(now: Status, last: Status | None) -> Table:
+    from kvtide.cli._show import share
+
+    table = _table("tokens asked for", "since the start", "", "lately", "")
+    tokens = now.store.planner.tokens
+    before = last.store.planner.tokens if last else {}
+    recent = {name: n - before.get(name, 0) for name, n in tokens.items()} if last else {}
+    names = {"slower": "there, but quicker to compute", "missed": "missed"}
+    for name, count in tokens.items():
+        lately = (f"{recent[name]:,}", share(recent[name], sum(recent.values()))) if recent else ("-", "-")
+        table.add_row(names.get(name, f"found in {name}"), f"{count:,}", share(count, sum(tokens.values())), *lately)
+    return table
+
+
+def _lanes(now: Status) -> Table:
+    from kvtide.cli._show import size
+
+    table = _table("lane", "waiting to read", "", "to write", "", "under way", "reads", "writes", "may write")
+    for name, lane in now.store.lanes.items():
+        budget = now.store.pipeline.write_budgets.get(name)
+        table.add_row(
+            name,
+            f"{lane.reads_waiting:,}",
+            size(lane.read_bytes_waiting),
+            f"{lane.writes_waiting:,}",
+            size(lane.write_bytes_waiting),
+            f"{lane.blocks_under_way:,}",
+            f"{size(lane.read_speed.bytes_per_second)}/s" if lane.read_speed.measured else "-",
+            f"{size(lane.write_speed.bytes_per_second)}/s" if lane.write_speed.measured else "-",
+            "all" if budget is None else size(max(0.0, budget.bytes_left)),
+        )
+    return table
+
+
+def _clients(now: Status) -> Table:
+    from kvtide.cli._show import size
+
+    table = _table("client", "since", "sessions", "to read", "to write", "visits", "requests", "failed", "unread", "")
+    for client in sorted(now.node.clients, key=lambda c: -c.seconds):
+        if client.pid == os.getpid():
+            continue
+        table.add_row(
+            str(client.pid),
+            _span(client.seconds),
+            f"{client.sessions:,}",
+            f"{client.holdings:,}",
+            f"{client.reservations:,}",
+            f"{client.visits:,}",
+            f"{client.requests:,}",
+            f"{client.failures:,}",
+            size(client.bytes_unsent),
+            "" if client.connected else f"[red]gone; {client.slots_quarantined:,} slots wait for its death[/red]",
+        )
+    return table

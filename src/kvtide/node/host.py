@@ -1,0 +1,43 @@
+"""The node, as its clients' guests see it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvtide.node.ledger import Ledger
+from kvtide.node.statistics import Status
+from kvtide.node.team import Team
+from kvtide.store import Store
+
+if TYPE_CHECKING:
+    from kvtide.node.guest import Guest
+
+__all__ = ["Host"]
+
+
+class Host(Protocol):
+    """What a guest needs of the node."""
+
+    store: Store
+    loop: asyncio.AbstractEventLoop
+    ledger: Ledger
+    teams: dict[str, Team]
+    """By the token of the session that they belong to."""
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call in the loop, from any thread."""
+
+    def left(self, guest: Guest) -> None:
+        """A client has ended, and holds nothing any more."""
+
+    def flush(self, done: Callable[[], None]) -> None:
+        """Call when colder tiers have what they were given."""
+
+    @property
+    def status(self) -> Status:
+        """What it and its store have done."""
+
+    def forget(self, token: str, process: int) -> None:
+        """A process says that it uses nothing of an earlier client of its own any more."""

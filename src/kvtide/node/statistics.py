@@ -1,0 +1,55 @@
+"""What a node says of itself and of its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtide.store import Statistics
+
+__all__ = ["ClientStatistics", "NodeStatistics", "Status"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatistics:
+    """One process, as long as it is connected or holds something."""
+
+    pid: int
+    connected: bool
+    """Whether its socket is open. What a client holds that is not connected any more waits for its death."""
+    seconds: float
+    """Since it came."""
+    sessions: int
+    holdings: int
+    """Rights to read."""
+    reservations: int
+    """Rights to write."""
+    visits: int
+    """What it uses as a worker of another process's session."""
+    requests: int
+    failures: int
+    """Operations that could not be done."""
+    bytes_unsent: int
+    """That it has not read yet."""
+    slots_quarantined: int = 0
+    """That nobody may use until it is dead, because it may still read or write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatistics:
+    pid: int = 0
+    path: str = ""
+    seconds: float = 0.0
+    """Since it began to serve."""
+    stopping: bool = False
+    requests: int = 0
+    """Of all clients, those that have gone too."""
+    failures: int = 0
+    clients: list[ClientStatistics] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A node and its store."""
+
+    store: Statistics
+    node: NodeStatistics

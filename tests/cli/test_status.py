@@ -1,0 +1,128 @@
+"""``kvtide status``: what it shows of a real node."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvtide import cli
+from kvtide.cli.status import frame
+from kvtide.errors import TierError
+from kvtide.node.client import Client
+from kvtide.node.statistics import ClientStatistics, NodeStatistics, Status
+from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
+from tests.node.serving import Process
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = Process(tmp_path_factory.mktemp("node"), KVTIDE_NVME_STORE="through")
+    yield process
+    process.stop()
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["status", *arguments], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def shown(now: Status, last: Status | None = None) -> list[list[str]]:
+    """The words of each line of a frame."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(frame(now, last))
+    return [line.split() for line in console.export_text().splitlines()]
+
+
+def test_one_frame_shows_tiers_hits_queues_and_clients(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(60)
+        assert length(session, prompt(1, 2, 3, 4)) == 2 * SIZE
+        with session.match(prompt(1)):
+            text = subprocess.run(
+                [sys.executable, "-m", "kvtide", "status", f"unix:{node.path}", "--once"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+                env={**os.environ, "COLUMNS": "160"},
+            ).stdout
+    lines = [line.split() for line in text.splitlines()]
+    assert f"node {node.process.pid} at {node.path}" in text
+    (dram,) = [line for line in lines if line[:1] == ["dram"]]
+    assert {"16", "MiB", "lru"} <= set(dram)
+    assert ["found", "in", "dram", "48", "60", "%", "-", "-"] in lines
+    assert ["missed", "32", "40", "%", "-", "-"] in lines
+    (mine,) = [line for line in lines if line[:1] == [str(os.getpid())]]
+    assert mine[-5:-1] != ["0"] * 4
+    assert "rights to read 1, to write 0" in text
+
+
+def test_the_frame_leaves_itself_out_and_the_json_does_not(node: Process) -> None:
+    assert f"\n{os.getpid()} " not in run(str(node.path), "--once")
+    found = json.loads(run(str(node.path), "--json"))
+    assert [c["pid"] for c in found["node"]["clients"]] == [os.getpid()]
+    status = msgspec.convert(found, Status)
+    assert status.store.tiers["dram"].budget == 16 << 20
+    assert status.node.path == str(node.path)
+
+
+def test_rates_are_those_since_the_last_frame(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        first = client.status()
+        session.store(prompt(10, 11), data(PLAIN, prompt(10, 11)))
+        assert length(session, prompt(10, 11)) == 2 * SIZE
+        second = client.status()
+    lines = shown(second, first)
+    assert any(line[:3] == ["found", "in", "dram"] and line[-3:] == ["32", "100", "%"] for line in lines)
+    (dram,) = [line for line in lines if line[:1] == ["dram"]]
+    assert "-" not in dram[:8]
+    restarted = Status(second.store, NodeStatistics(first.node.pid + 1, first.node.path, 5.0))
+    assert any(line[:3] == ["found", "in", "dram"] and line[-2:] == ["-", "-"] for line in shown(restarted, first))
+
+
+def test_what_is_wrong_stands_out(node: Process) -> None:
+    with Client(node.path) as client:
+        store = client.status().store
+    gone = ClientStatistics(4711, False, 90_061.0, 1, 0, 2, 3, 10, 1, 0, 7)
+    store.counts["stores dropped: no room in DRAM"] = 3
+    text = "\n".join(" ".join(line) for line in shown(Status(store, NodeStatistics(1, "x", 61.0, True, 1, 1, [gone]))))
+    assert "4711 1 d 1 h 1 0 2 3 10 1 0 B gone; 7 slots wait for its death" in text
+    assert "node 1 at x, 1 min 1 s, 1 requests, stopping" in text
+    assert "3 stores dropped: no room in DRAM" in text
+
+
+def test_it_goes_on_until_it_is_interrupted(node: Process) -> None:
+    """In a terminal."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "kvtide", "status", str(node.path), "--every", "0.1"]
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True) as process:
+        os.close(follower)
+        seen = b""
+        while seen.count(b"requests") < 3:
+            seen += os.read(leader, 65536)
+        process.send_signal(2)
+        while process.poll() is None:
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:  # it has hung up
+                break
+        assert process.wait(60) == 0, seen
+    os.close(leader)
+
+
+def test_without_a_node_it_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"no node answers at .*; start one with: kvtide node"):
+        CliRunner().invoke(cli.app, ["status", str(tmp_path / "none.sock")], catch_exceptions=False)
