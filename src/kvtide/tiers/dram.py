@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
+from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of
 
 __all__ = ["Dram", "copy"]
 
@@ -85,65 +85,70 @@ class Dram:
 
     # -- slots --------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int, owner: int) -> int | None:
+    def take(self, nbytes: int, owner: int, domain: int = 0) -> int | None:
         """A slot for a block of that footprint, or None: then ``grow``, or evict."""
         with self._lock:
-            place = self._segments.take(ladder(nbytes), owner)
-            self._look_ahead(ladder(nbytes))
+            kind = ladder(nbytes) | domain
+            place = self._segments.take(kind, owner)
+            self._look_ahead(kind)
             return place
 
-    def take_many(self, nbytes: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
+    def take_many(
+        self, nbytes: int, count: int, owners: npt.NDArray[np.int64] | None = None, domain: int = 0
+    ) -> list[int]:
         """Up to ``count`` slots for blocks of that footprint; without ``owners``, tell them with ``own``."""
+        kind = ladder(nbytes) | domain
         with self._lock:
-            places = self._segments.take_many(ladder(nbytes), count, owners)
-            self._look_ahead(ladder(nbytes))
+            places = self._segments.take_many(kind, count, owners)
+            self._look_ahead(kind)
             return places
 
-    def _look_ahead(self, size: int) -> None:
-        if self._ahead and size not in self._asked and self._segments.scarce(size):
-            self._asked.add(size)
-            self._scarce.put(size)
+    def _look_ahead(self, kind: int) -> None:
+        if self._ahead and kind not in self._asked and self._segments.scarce(kind):
+            self._asked.add(kind)
+            self._scarce.put(kind)
 
     def _stay_ahead(self) -> None:
-        while size := self._scarce.get():
+        while kind := self._scarce.get():
             with self._grow_lock:
                 with self._lock:
-                    slots = self._segments.fit(size) if self._segments.scarce(size) else 0
-                    segment = self._add(size, slots) if slots else None
+                    slots = self._segments.fit(kind) if self._segments.scarce(kind) else 0
+                    segment = self._add(kind, slots) if slots else None
                 if segment is not None:
                     self._fill(segment)
-            self._asked.discard(size)
+            self._asked.discard(kind)
 
-    def growable(self, nbytes: int) -> bool:
+    def growable(self, nbytes: int, domain: int = 0) -> bool:
         """Whether ``grow`` could make room for a block of that footprint."""
-        size = ladder(nbytes)
+        kind = ladder(nbytes) | domain
         with self._lock:
-            return bool(self._segments.fit(size)) or self._segments.spare(size) is not None
+            return bool(self._segments.fit(kind)) or self._segments.spare(kind) is not None
 
-    def grow(self, nbytes: int) -> bool:
+    def grow(self, nbytes: int, domain: int = 0) -> bool:
         """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock."""
         size = ladder(nbytes)
+        kind = size | domain
         with self._grow_lock:
             with self._lock:
-                if self._segments.free(size):
+                if self._segments.free(kind):
                     return True
-                spare = self._segments.spare(size)
+                spare = self._segments.spare(kind)
                 if spare is not None:
                     wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
-                    if wasted * 16 <= spare.nbytes:
-                        self._segments.recut(spare, size)
+                    if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain:
+                        self._segments.recut(spare, kind)
                         return True
                     self._remove(spare)
                     return True
-                slots = self._segments.fit(size)
+                slots = self._segments.fit(kind)
                 if not slots:
                     return False
-                segment = self._add(size, slots)
+                segment = self._add(kind, slots)
             return self._fill(segment)
 
-    def _add(self, size: int, slots: int) -> Segment:
+    def _add(self, kind: int, slots: int) -> Segment:
         """A segment that is in the book, but has no memory yet."""
-        segment = self._segments.add(size, slots)
+        segment = self._segments.add(kind, slots)
         self._segments.drain(segment)
         return segment
 

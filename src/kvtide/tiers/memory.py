@@ -42,6 +42,7 @@ class Memory:
         if huge_pages == "2MiB":
             flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
         self.fd = os.memfd_create(f"kvtide-{self.serial}", flags)
+        os.fchmod(self.fd, 0o600)  # else whoever gets it to read could open it anew to write
         os.ftruncate(self.fd, nbytes)
         os.posix_fallocate(self.fd, 0, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

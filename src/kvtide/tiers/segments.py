@@ -5,6 +5,10 @@ at most 1/32, so that a compressed block really takes less room and two models s
 segment is empty it may be cut anew for another size; when a size starves, the owner of this book empties the coldest
 segment of another size (see ``kvtide.plan.evict``). So two models that take turns each get the whole budget.
 
+A segment belongs to one *trust domain*, where a tier has several: it is never cut anew for another, because whoever has
+mapped it would see that one's blocks. The *kind* of a slot is its size and its domain in one number: sizes are whole
+pages, so their low bits are free for it.
+
 This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
 """
 
@@ -20,7 +24,19 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN
 
-__all__ = ["EMPTY", "SOMEBODY", "Segment", "Segments", "by_segment", "ladder", "place_of", "segment_of", "slot_of"]
+__all__ = [
+    "EMPTY",
+    "SOMEBODY",
+    "Segment",
+    "Segments",
+    "by_segment",
+    "domain_of",
+    "ladder",
+    "place_of",
+    "segment_of",
+    "size_of",
+    "slot_of",
+]
 
 EMPTY = 0
 """The owner of a slot that is free: row 0, which is no block."""
@@ -37,6 +53,16 @@ def ladder(nbytes: int) -> int:
     pages = -(-nbytes // ALIGN)
     step = 1 << max(0, pages.bit_length() - 6)
     return -(-pages // step) * step * ALIGN
+
+
+def size_of(kind: int) -> int:
+    """The size of slots of that kind."""
+    return kind & -ALIGN
+
+
+def domain_of(kind: int) -> int:
+    """Their trust domain."""
+    return kind & (ALIGN - 1)
 
 
 def place_of(segment: int, slot: int) -> int:
@@ -68,11 +94,12 @@ def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray
 class Segment:
     """Some bytes cut into slots of one size."""
 
-    __slots__ = ("draining", "free", "generation", "nbytes", "number", "owner", "size", "slots")
+    __slots__ = ("draining", "free", "generation", "kind", "nbytes", "number", "owner", "size", "slots")
 
     def __init__(self, number: int, nbytes: int, generation: int = 0) -> None:
         self.number = number
         self.nbytes = nbytes
+        self.kind = 0
         self.size = 0
         self.slots = 0
         self.draining = False
@@ -89,10 +116,10 @@ class Segment:
     def empty(self) -> bool:
         return len(self.free) == self.slots
 
-    def cut(self, size: int, slots: int) -> None:
+    def cut(self, kind: int, slots: int) -> None:
         """Cut the empty segment into slots. Generations go on counting, so that old places stay recognisable."""
         assert self.empty, self
-        self.size, self.slots, self.draining = size, slots, False
+        self.kind, self.size, self.slots, self.draining = kind, size_of(kind), slots, False
         self.free = array("I", range(slots - 1, -1, -1))
         self.owner = np.zeros(slots, np.int64)
         latest = self.generation.max(initial=0) + 1
@@ -124,9 +151,9 @@ class Segments:
         """The highest of any segment that was removed: its number may be given to another."""
         self._all: dict[int, Segment] = {}
         self._kinds: Counter[int] = Counter()
-        """By slot size: how many segments."""
+        """How many segments there are."""
         self._open: dict[int, list[Segment]] = {}
-        """By slot size: segments with a free slot."""
+        """Segments with a free slot."""
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._all.values())
@@ -142,8 +169,9 @@ class Segments:
         segment = self._all.get(segment_of(place))
         return segment is not None and slot_of(place) < segment.slots and bool(segment.owner[slot_of(place)] != EMPTY)
 
-    def fit(self, size: int) -> int:
-        """How many slots a segment that could be added for ``size`` now would have; 0 if there is no room."""
+    def fit(self, kind: int) -> int:
+        """How many slots a segment that could be added for ``kind`` now would have; 0 if there is no room."""
+        size = size_of(kind)
         left = self.budget - self.taken - self.aside
         room = (left - self.header) // (size + self.per_slot)
         slots = max(0, min(room, max(1, self.nominal // size)))
@@ -151,25 +179,25 @@ class Segments:
             slots -= 1
         return slots
 
-    def scarce(self, size: int) -> bool:
-        """Whether less than half a segment of that size is free, though there is room for more."""
-        some = self._open.get(size, [])
+    def scarce(self, kind: int) -> bool:
+        """Whether less than half a segment of that kind is free, though there is room for more."""
+        some = self._open.get(kind, [])
         if len(some) > 1 or (some and 2 * len(some[0].free) >= some[0].slots):
             return False
-        return self.fit(size) > 0
+        return self.fit(kind) > 0
 
     def _bytes(self, size: int, slots: int) -> int:
         return -(-(self.header + slots * size) // self.grain) * self.grain
 
-    def add(self, size: int, slots: int, number: int | None = None) -> Segment:
+    def add(self, kind: int, slots: int, number: int | None = None) -> Segment:
         """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
         if number is None:
             number = next(i for i in range(len(self._all) + 1) if i not in self._all)
-        segment = Segment(number, self._bytes(size, slots), self._generation)
-        segment.cut(size, slots)
+        segment = Segment(number, self._bytes(size_of(kind), slots), self._generation)
+        segment.cut(kind, slots)
         self._all[number] = segment
-        self._open.setdefault(size, []).append(segment)
-        self._kinds[size] += 1
+        self._open.setdefault(kind, []).append(segment)
+        self._kinds[kind] += 1
         self._count(segment, 1)
         return segment
 
@@ -177,47 +205,48 @@ class Segments:
         """Forget an empty segment whose bytes were given back to the host."""
         assert segment.empty, segment
         self._close(segment)
-        self._kinds[segment.size] -= 1
+        self._kinds[segment.kind] -= 1
         del self._all[segment.number]
         self._generation = max(self._generation, int(segment.generation.max()))
         self._count(segment, -1)
 
-    def recut(self, segment: Segment, size: int) -> None:
+    def recut(self, segment: Segment, kind: int) -> None:
         """Cut an empty segment anew, in the bytes that it has."""
+        assert domain_of(kind) == domain_of(segment.kind), segment
         self._close(segment)
-        self._kinds[segment.size] -= 1
-        self._kinds[size] += 1
+        self._kinds[segment.kind] -= 1
+        self._kinds[kind] += 1
         self._count(segment, -1)
-        segment.cut(size, (segment.nbytes - self.header) // size)
+        segment.cut(kind, (segment.nbytes - self.header) // size_of(kind))
         self._count(segment, 1)
-        self._open.setdefault(size, []).append(segment)
+        self._open.setdefault(kind, []).append(segment)
 
     def _count(self, segment: Segment, sign: int) -> None:
         self.taken += sign * (segment.nbytes + segment.slots * self.per_slot)
         self.slots += sign * segment.slots
 
-    def spare(self, size: int) -> Segment | None:
-        """An empty segment of another size, or one that was emptied for a size which then found room elsewhere."""
-        return next((s for s in self._all.values() if s.empty and (s.size != size or s.draining)), None)
+    def spare(self, kind: int) -> Segment | None:
+        """An empty segment of another kind, or one that was emptied for a kind which then found room elsewhere."""
+        return next((s for s in self._all.values() if s.empty and (s.kind != kind or s.draining)), None)
 
-    def others(self, size: int) -> list[Segment]:
-        """Segments of other sizes that could be emptied."""
-        if self._kinds[size] == len(self._all):
+    def others(self, kind: int) -> list[Segment]:
+        """Segments of other kinds that could be emptied."""
+        if self._kinds[kind] == len(self._all):
             return []
-        return [s for s in self._all.values() if s.size != size and not s.draining and not s.empty]
+        return [s for s in self._all.values() if s.kind != kind and not s.draining and not s.empty]
 
     def drain(self, segment: Segment) -> None:
         """Let nothing new into ``segment``."""
         segment.draining = True
         self._close(segment)
 
-    def free(self, size: int) -> bool:
-        """Whether a slot of that size is free."""
-        return bool(self._open.get(size))
+    def free(self, kind: int) -> bool:
+        """Whether a slot of that kind is free."""
+        return bool(self._open.get(kind))
 
-    def take(self, size: int, owner: int) -> int | None:
-        """A free slot of exactly that size, or None."""
-        segments = self._open.get(size)
+    def take(self, kind: int, owner: int) -> int | None:
+        """A free slot of exactly that kind, or None."""
+        segments = self._open.get(kind)
         if not segments:
             return None
         segment = segments[-1]
@@ -225,16 +254,16 @@ class Segments:
         if not segment.free:
             segments.pop()
         segment.owner[slot] = owner
-        self.used += size
+        self.used += segment.size
         return place_of(segment.number, slot)
 
-    def take_many(self, size: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
-        """Up to ``count`` free slots of exactly that size. Without ``owners``, these are told later (``own``)."""
+    def take_many(self, kind: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
+        """Up to ``count`` free slots of exactly that kind. Without ``owners``, these are told later (``own``)."""
         if count == 1:
-            place = self.take(size, SOMEBODY if owners is None else int(owners[0]))
+            place = self.take(kind, SOMEBODY if owners is None else int(owners[0]))
             return [] if place is None else [place]
         places: list[int] = []
-        segments = self._open.get(size, [])
+        segments = self._open.get(kind, [])
         while segments and len(places) < count:
             segment = segments[-1]
             slots = segment.free[: -(count - len(places)) - 1 : -1]
@@ -243,7 +272,7 @@ class Segments:
                 segments.pop()
             done = len(places)
             segment.owner[slots] = SOMEBODY if owners is None else owners[done : done + len(slots)]
-            self.used += size * len(slots)
+            self.used += segment.size * len(slots)
             first = place_of(segment.number, 0)
             places += [first | slot for slot in slots]
         return places
@@ -264,7 +293,7 @@ class Segments:
         self._close(segment)
         segment.free = array("I", np.flatnonzero(segment.owner == EMPTY)[::-1].tolist())
         if segment.free:
-            self._open.setdefault(segment.size, []).append(segment)
+            self._open.setdefault(segment.kind, []).append(segment)
 
     def release(self, place: int) -> None:
         """Give a slot back."""
@@ -274,7 +303,7 @@ class Segments:
         segment.owner[slot] = EMPTY
         segment.generation[slot] += 1
         if not segment.free and not segment.draining:
-            self._open.setdefault(segment.size, []).append(segment)
+            self._open.setdefault(segment.kind, []).append(segment)
         segment.free.append(slot)
         self.used -= segment.size
 
@@ -289,14 +318,14 @@ class Segments:
         """Where the slot begins in its segment's bytes."""
         return self.header + slot_of(place) * self._all[segment_of(place)].size
 
-    def owners(self, size: int) -> npt.NDArray[np.int64]:
-        """Who owns the slots of that size."""
-        found = [s.owner for s in self._all.values() if s.size == size]
+    def owners(self, kind: int) -> npt.NDArray[np.int64]:
+        """Who owns the slots of that kind."""
+        found = [s.owner for s in self._all.values() if s.kind == kind]
         owners = np.concatenate(found) if found else np.zeros(0, np.int64)
         taken: npt.NDArray[np.int64] = owners[owners != EMPTY]
         return taken
 
     def _close(self, segment: Segment) -> None:
-        peers = self._open.get(segment.size)
+        peers = self._open.get(segment.kind)
         if peers and segment in peers:
             peers.remove(segment)
