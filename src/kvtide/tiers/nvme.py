@@ -2,9 +2,10 @@
 
 The way of a write, on one of the tier's own threads: make the checksums (and compress), take a slot of the right size,
 evicting if need be, then in this order: journal "slot freed" (for what was evicted) and "slot is being written",
-payload, header, journal "slot holds key". A crash at any point leaves either a whole record, or one whose header or
-checksums do not agree, which is a miss. No fsync is needed for that; ``durable`` adds one before a write is
-acknowledged, and ``drop`` always syncs, because a dropped block must not come back.
+payload, header, journal "slot holds key" (with the next record, at the latest when the batch ends). A crash at any
+point leaves either a whole record, or one whose header or checksums do not agree, which is a miss. No fsync is needed
+for that; ``durable`` adds one before a write is acknowledged, and ``drop`` always syncs, because a dropped block must
+not come back.
 
 The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
 sequence, namespace, layout and every section's checksum are checked.
@@ -19,6 +20,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +32,15 @@ from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import HOLDS, WRITING, entry
-from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, verify
+from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
 from kvtide.tiers.segments import Segments, ladder
-from kvtide.tiers.shelves import Shelves
+from kvtide.tiers.shelves import Location, Shelves
 
 __all__ = ["Nvme"]
 
 log = logging.getLogger("kvtide.nvme")
+
+T = TypeVar("T")
 
 
 def _reason(verb: str, e: Exception) -> str:
@@ -75,24 +79,34 @@ class _Worker:
         return self._decoder
 
 
-class _Batch:
-    """Counts the items of a batch down; ``finish`` runs on the thread that ends the last one."""
+class _Batch(Generic[T]):
+    """Items that several threads take in turn; ``finish`` runs on the thread that ends the last one.
 
-    __slots__ = ("_left", "_lock", "finish", "results")
+    Each thread that helps tells once what it did, because a lock and a wake-up for every block would cost more than all
+    else that Python does for it.
+    """
 
-    def __init__(self, results: list[int], finish: Callable[[list[int]], None]) -> None:
-        self.results = results
-        self.finish = finish
-        self._left = len(results)
+    __slots__ = ("_finish", "_left", "_lock", "_results", "_turns")
+
+    def __init__(self, items: Sequence[T], finish: Callable[[list[int]], None]) -> None:
+        self._results = [NOWHERE] * len(items)
+        self._finish = finish
+        self._left = len(items)
+        self._turns = enumerate(items)
         self._lock = threading.Lock()
 
-    def end(self, item: int, result: int) -> None:
-        self.results[item] = result
+    def work(self, one: Callable[[T, _Worker], int], worker: _Worker) -> None:
+        """Do items until none is left."""
+        count = 0
+        for i, item in self._turns:
+            self._results[i] = one(item, worker)
+            count += 1
+            del item
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._left -= count
+            if not count or self._left:
                 return
-        self.finish(self.results)
+        self._finish(self._results)
 
 
 class Nvme:
@@ -140,23 +154,32 @@ class Nvme:
     # -- the contract -------------------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        def finish(sizes: list[int]) -> None:
+            with self._lock:
+                self._read += sum(sizes)
+                if any(sizes):
+                    self._errors = 0
+            done([size > 0 for size in sizes])
+
         if not batch:
             done([])
-        ends = _Batch([0] * len(batch), lambda results: done([bool(r) for r in results]))
-        for i, item in enumerate(batch):
-            self._queue.put(lambda w, i=i, item=item: ends.end(i, self._read_one(item, w)))  # type: ignore[misc]
+        found = self._shelves.find([item.place for item in batch])
+        self._share(_Batch(list(zip(batch, found, strict=True)), finish), self._read_one, len(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
+            self._shelves.note()
             if self._durable:
                 self._shelves.sync([item.key for item in batch], places)
             done(places)
 
         if not batch:
             done([])
-        ends = _Batch([NOWHERE] * len(batch), finish)
-        for i, item in enumerate(batch):
-            self._queue.put(lambda w, i=i, item=item: ends.end(i, self._write_one(item, w)))  # type: ignore[misc]
+        self._share(_Batch(batch, finish), self._write_one, len(batch))
+
+    def _share(self, batch: _Batch[T], one: Callable[[T, _Worker], int], count: int) -> None:
+        for _ in range(min(count, len(self._threads))):
+            self._queue.put(lambda worker: batch.work(one, worker))
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
@@ -214,30 +237,33 @@ class Nvme:
             task(worker)
             del task  # else the spans of the last one live on until the next comes
 
-    def _read_one(self, item: Read, worker: _Worker) -> int:
+    def _read_one(self, wanted: tuple[Read, Location | None], worker: _Worker) -> int:
+        """How many bytes were read and verified; 0 if not all was."""
         try:
-            nbytes = self._fill(item, worker)
+            return self._fill(*wanted, worker)
         except Exception as e:  # noqa: BLE001 - see _reason
             with self._lock, self._shelves.lock:
                 self._failed_reads += 1
                 self._errors += isinstance(e, OSError)
                 self._shelves.reasons[_reason("read", e)] += 1
             return 0
-        with self._lock:
-            self._errors = 0
-            self._read += nbytes
-        return 1
 
-    def _fill(self, item: Read, worker: _Worker) -> int:
-        geometry, sections = item.identity.geometry, item.wanted
-        if not sections:
-            raise Rejected("no such sections")
-        fd, offset, room, sequence = self._shelves.find(item.place)
+    def _fill(self, item: Read, location: Location | None, worker: _Worker) -> int:
+        if location is None:
+            raise Rejected("evicted")
+        fd, offset, room, sequence = location
+        names, geometry = item.identity, item.identity.geometry
         guess = header_bytes(geometry.sections)
         start = worker.header.get(guess)
         whole = item.sections is None
         span = item.span[: max(0, room - guess)] if whole else item.span[:0]
         got = self._shelves.read(fd, [start, span], offset)
+        expected = sequence, item.key, names.namespace, names.tenant, names.layout
+        if whole and got == guess + geometry.footprint and sound(start, span, geometry, expected):
+            return geometry.footprint
+        sections = item.wanted
+        if not sections:
+            raise Rejected("no such sections")
         size = recognise(start[:got])
         if size > room:
             raise Rejected("corrupt header")
@@ -312,7 +338,12 @@ class Nvme:
             header.pack_into(page)
             self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
-            self._shelves.name(place, sequence, page)
+            self._shelves.name(
+                place,
+                page,
+                sequence,
+                entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority),
+            )
         except Exception as e:  # noqa: BLE001 - see _reason
             if place != NOWHERE:
                 self._shelves.failed(place)
@@ -324,5 +355,4 @@ class Nvme:
         with self._lock:
             self._errors = 0
             self._written += size + len(payload)
-        self._shelves.note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))
         return place
