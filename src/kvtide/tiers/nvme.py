@@ -42,6 +42,16 @@ log = logging.getLogger("kvtide.nvme")
 
 T = TypeVar("T")
 
+Slot = tuple[int, int, int, int]
+"""Where a block is to be written: place, file, offset there, and its record's sequence number."""
+
+_NO_SLOT: Slot = (NOWHERE, NOWHERE, NOWHERE, NOWHERE)
+
+
+def _header_of(item: Write) -> int:
+    """The size of the header of its record."""
+    return header_bytes(item.identity.geometry.sections, len(item.tokens))
+
 
 def _reason(verb: str, e: Exception) -> str:
     """Why a block could not be read or written, for the statistics."""
@@ -135,6 +145,7 @@ class Nvme:
     ) -> None:
         self._clock = clock or SystemClock()
         self._durable = durable
+        self._compressed = compression != "raw"
         self._make_room = evict
         workers = [_Worker(compression) for _ in range(2 * threads)]
         self._shelves = Shelves(path, budget, segment, threads, direct, disk or Disk())
@@ -175,7 +186,10 @@ class Nvme:
 
         if not batch:
             done([])
-        self._share(_Batch(batch, finish), self._write_one, len(batch))
+        elif self._compressed:
+            self._share(_Batch([(item, None) for item in batch], finish), self._write_one, len(batch))
+        else:
+            self._queue.put(lambda worker: self._write_raw(batch, finish, worker))
 
     def _share(self, batch: _Batch[T], one: Callable[[T, _Worker], int], count: int) -> None:
         for _ in range(min(count, len(self._threads))):
@@ -304,19 +318,60 @@ class Nvme:
         ):
             raise Rejected("another model or tenant")
 
-    def _write_one(self, item: Write, worker: _Worker) -> int:
+    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: _Worker) -> None:
+        """Write blocks as they are: how large their records will be is known, so they get their slots in one go."""
+        try:
+            slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
+        except Exception as e:  # noqa: BLE001 - see _reason
+            self._count_failed(len(batch), e)
+            finish([NOWHERE] * len(batch))
+        else:
+            shared = _Batch(list(zip(batch, slots, strict=True)), finish)
+            self._share(shared, self._write_one, len(batch) // 2)
+            # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
+            shared.work(self._write_one, worker)
+
+    def _slots(self, wanted: Sequence[tuple[Write, int]]) -> list[Slot]:
+        """Slots for blocks whose records have so many bytes, announced in the journal."""
+        slots: list[Slot] = []
+        try:
+            for item, nbytes in wanted:
+                place = self._shelves.take(ladder(nbytes), item.owner, self._make_room)
+                slots.append(_NO_SLOT if place is None else (place, *self._shelves.begin(item.key, place)))
+            self._shelves.note(
+                b"".join(
+                    [
+                        entry(WRITING, place, item.key, sequence)
+                        for (place, _, _, sequence), (item, _) in zip(slots, wanted, strict=True)
+                        if place != NOWHERE
+                    ]
+                )
+            )
+        except BaseException:
+            for place, *_ in slots:
+                if place != NOWHERE:
+                    self._shelves.failed(place)
+            raise
+        return slots
+
+    def _count_failed(self, count: int, e: Exception) -> None:
+        with self._lock, self._shelves.lock:
+            self._failed_writes += count
+            self._errors += isinstance(e, OSError)
+            self._shelves.reasons[_reason("write", e)] += count
+
+    def _write_one(self, wanted: tuple[Write, Slot | None], worker: _Worker) -> int:
+        item, slot = wanted
         identity, geometry = item.identity, item.identity.geometry
-        size = header_bytes(geometry.sections, len(item.tokens))
-        place = NOWHERE
+        size = _header_of(item)
         try:
             payload, table, kind = codec.encode(
                 item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
             )
-            found = self._shelves.take(ladder(size + len(payload)), item.owner, self._make_room)
-            if found is None:
+            slot = slot or self._slots([(item, size + len(payload))])[0]
+            place, fd, offset, sequence = slot
+            if place == NOWHERE:
                 raise Rejected("full")
-            place = found
-            fd, offset, sequence = self._shelves.begin(item.key, place)
             header = Header(
                 item.key,
                 item.parent,
@@ -336,7 +391,6 @@ class Nvme:
             )
             page = worker.header.get(size)
             header.pack_into(page)
-            self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
             self._shelves.name(
                 place,
@@ -345,12 +399,9 @@ class Nvme:
                 entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority),
             )
         except Exception as e:  # noqa: BLE001 - see _reason
-            if place != NOWHERE:
-                self._shelves.failed(place)
-            with self._lock, self._shelves.lock:
-                self._failed_writes += 1
-                self._errors += isinstance(e, OSError)
-                self._shelves.reasons[_reason("write", e)] += 1
+            if slot and slot != _NO_SLOT:
+                self._shelves.failed(slot[0])
+            self._count_failed(1, e)
             return NOWHERE
         with self._lock:
             self._errors = 0

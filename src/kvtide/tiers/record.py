@@ -122,44 +122,42 @@ class Header:
     @property
     def stored(self) -> int:
         """The bytes of all sections as they lie in the record, padding included."""
-        last = self.sections[-1]
-        return int(last["offset"]) + padded(int(last["stored"])) - self.pages * ALIGN
+        offset, stored, _, _ = self.sections[-1].item()
+        return int(offset) + padded(stored) - self.pages * ALIGN
 
     def pack_into(self, out: Span) -> None:
         """Write the header at the start of ``out``, which is at least ``pages`` pages."""
         pages = self.pages
         size = pages * ALIGN
-        fields = b""
+        rest = self.sections.tobytes()
+        fields = 0
         if self.tokens:
-            fields = FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
-        table = self.sections.tobytes()
-        end = TABLE + len(table) + len(fields)
-        out[:size] = (
-            _CLEAR.pack(MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
-            + _BODY.pack(
-                self.sequence,
-                self.created,
-                self.expiry,
-                self.depth,
-                self.tokens_covered,
-                self.stored,
-                self.raw,
-                self.codec,
-                self.priority,
-                len(self.sections),
-                len(fields),
-                0,
-                self.key,
-                self.parent,
-                self.namespace,
-                self.tenant,
-                self.layout,
-                _ZEROS,
-            )
-            + table
-            + fields
-            + bytes(size - end)
+            rest += FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
+            fields = FIELD.size + len(self.tokens)
+        _CLEAR.pack_into(out, 0, MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
+        _BODY.pack_into(
+            out,
+            _CLEAR.size,
+            self.sequence,
+            self.created,
+            self.expiry,
+            self.depth,
+            self.tokens_covered,
+            self.stored,
+            self.raw,
+            self.codec,
+            self.priority,
+            len(self.sections),
+            fields,
+            0,
+            self.key,
+            self.parent,
+            self.namespace,
+            self.tenant,
+            self.layout,
+            _ZEROS,
         )
+        out[TABLE:size] = rest.ljust(size - TABLE, b"\0")
         out[16:32] = xxh3_128_digest(out[:size])
 
 

@@ -135,6 +135,11 @@ class Lane:
         """Bytes that a new read would wait for."""
         return self._read_bytes
 
+    @property
+    def write_bytes(self) -> int:
+        """Bytes that are to be written or are being written."""
+        return self._write_bytes
+
     def room(self, nbytes: int) -> bool:
         """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
         with self._lock:
