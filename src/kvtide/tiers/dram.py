@@ -225,7 +225,7 @@ class Dram:
         number, view, size = -1, memoryview(b""), 0
         for place in places:
             if place >> 32 != number:
-                number = segment_of(place)
+                number = place >> 32
                 view, size = self._memory[number].view, self._segments[number].size
             start = (place & 0xFFFFFFFF) * size
             found.append(view[start : start + nbytes])

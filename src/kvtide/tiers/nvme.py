@@ -20,14 +20,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, padded
 from kvtide.clock import Clock, SystemClock
-from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
@@ -35,6 +34,7 @@ from kvtide.tiers.journal import HOLDS, WRITING, entry
 from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
 from kvtide.tiers.segments import Segments, ladder
 from kvtide.tiers.shelves import Location, Shelves
+from kvtide.tiers.workers import Batch, Worker
 
 __all__ = ["Nvme"]
 
@@ -66,59 +66,6 @@ def _reason(verb: str, e: Exception) -> str:
     return f"{verb}: {type(e).__name__}"
 
 
-class _Worker:
-    """What one I/O thread has for itself."""
-
-    __slots__ = ("_decoder", "codec", "header", "payload")
-
-    def __init__(self, name: str) -> None:
-        self.header = codec.Scratch()
-        self.payload = codec.Scratch()
-        self.codec = codec.make(name)
-        self._decoder = self.codec
-
-    @property
-    def decoder(self) -> codec.Codec:
-        """What reads compressed records, where raw ones are written too."""
-        if self._decoder is None:
-            try:
-                self._decoder = codec.make("zstd")
-            except ConfigError as e:
-                raise Rejected("its codec is not installed") from e
-            assert self._decoder is not None
-        return self._decoder
-
-
-class _Batch(Generic[T]):
-    """Items that several threads take in turn; ``finish`` runs on the thread that ends the last one.
-
-    Each thread that helps tells once what it did, because a lock and a wake-up for every block would cost more than all
-    else that Python does for it.
-    """
-
-    __slots__ = ("_finish", "_left", "_lock", "_results", "_turns")
-
-    def __init__(self, items: Sequence[T], finish: Callable[[list[int]], None]) -> None:
-        self._results = [NOWHERE] * len(items)
-        self._finish = finish
-        self._left = len(items)
-        self._turns = enumerate(items)
-        self._lock = threading.Lock()
-
-    def work(self, one: Callable[[T, _Worker], int], worker: _Worker) -> None:
-        """Do items until none is left."""
-        count = 0
-        for i, item in self._turns:
-            self._results[i] = one(item, worker)
-            count += 1
-            del item
-        with self._lock:
-            self._left -= count
-            if not count or self._left:
-                return
-        self._finish(self._results)
-
-
 class Nvme:
     """A directory of blocks. Opening it takes it for this process alone.
 
@@ -147,11 +94,11 @@ class Nvme:
         self._durable = durable
         self._compressed = compression != "raw"
         self._make_room = evict
-        workers = [_Worker(compression) for _ in range(2 * threads)]
+        workers = [Worker(compression) for _ in range(2 * threads)]
         self._shelves = Shelves(path, budget, segment, threads, direct, disk or Disk())
         self._lock = threading.Lock()
         self._read = self._written = self._failed_reads = self._failed_writes = self._errors = 0
-        self._queue: queue.SimpleQueue[Callable[[_Worker], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[Worker], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(w,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, w in enumerate(workers)
@@ -175,7 +122,7 @@ class Nvme:
         if not batch:
             done([])
         found = self._shelves.find([item.place for item in batch])
-        self._share(_Batch(list(zip(batch, found, strict=True)), finish), self._read_one, len(batch))
+        self._share(Batch(list(zip(batch, found, strict=True)), finish), self._read_one, len(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -187,11 +134,11 @@ class Nvme:
         if not batch:
             done([])
         elif self._compressed:
-            self._share(_Batch([(item, None) for item in batch], finish), self._write_one, len(batch))
+            self._share(Batch([(item, None) for item in batch], finish), self._write_one, len(batch))
         else:
             self._queue.put(lambda worker: self._write_raw(batch, finish, worker))
 
-    def _share(self, batch: _Batch[T], one: Callable[[T, _Worker], int], count: int) -> None:
+    def _share(self, batch: Batch[T], one: Callable[[T, Worker], int], count: int) -> None:
         for _ in range(min(count, len(self._threads))):
             self._queue.put(lambda worker: batch.work(one, worker))
 
@@ -246,12 +193,12 @@ class Nvme:
 
     # -- the I/O threads ----------------------------------------------------------------------------------
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: Worker) -> None:
         while (task := self._queue.get()) is not None:
             task(worker)
             del task  # else the spans of the last one live on until the next comes
 
-    def _read_one(self, wanted: tuple[Read, Location | None], worker: _Worker) -> int:
+    def _read_one(self, wanted: tuple[Read, Location | None], worker: Worker) -> int:
         """How many bytes were read and verified; 0 if not all was."""
         try:
             return self._fill(*wanted, worker)
@@ -262,7 +209,7 @@ class Nvme:
                 self._shelves.reasons[_reason("read", e)] += 1
             return 0
 
-    def _fill(self, item: Read, location: Location | None, worker: _Worker) -> int:
+    def _fill(self, item: Read, location: Location | None, worker: Worker) -> int:
         if location is None:
             raise Rejected("evicted")
         fd, offset, room, sequence = location
@@ -318,7 +265,7 @@ class Nvme:
         ):
             raise Rejected("another model or tenant")
 
-    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: _Worker) -> None:
+    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: Worker) -> None:
         """Write blocks as they are: how large their records will be is known, so they get their slots in one go."""
         try:
             slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
@@ -326,7 +273,7 @@ class Nvme:
             self._count_failed(len(batch), e)
             finish([NOWHERE] * len(batch))
         else:
-            shared = _Batch(list(zip(batch, slots, strict=True)), finish)
+            shared = Batch(list(zip(batch, slots, strict=True)), finish)
             self._share(shared, self._write_one, len(batch) // 2)
             # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
             shared.work(self._write_one, worker)
@@ -360,7 +307,7 @@ class Nvme:
             self._errors += isinstance(e, OSError)
             self._shelves.reasons[_reason("write", e)] += count
 
-    def _write_one(self, wanted: tuple[Write, Slot | None], worker: _Worker) -> int:
+    def _write_one(self, wanted: tuple[Write, Slot | None], worker: Worker) -> int:
         item, slot = wanted
         identity, geometry = item.identity, item.identity.geometry
         size = _header_of(item)

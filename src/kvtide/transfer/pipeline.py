@@ -233,9 +233,9 @@ class Pipeline:
 
     def _take(self, size: int, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Slots in DRAM for as many as can be had, by evicting too, but not by growing. Under the lock."""
-        if ladder(size) > self._dram.segments.budget:
-            return []  # nothing that could leave would make room for it
         places = self._dram.take_many(size, count, owners)
+        if len(places) < count and ladder(size) > self._dram.segments.budget:
+            return []  # nothing that could leave would make room for it
         while (left := count - len(places)) and not self._dram.growable(size):
             if not self._make_room(ladder(size), left, events):
                 break
@@ -258,7 +258,7 @@ class Pipeline:
             self._residents.seal(kept)
             for row in rows[~good].tolist():
                 self._residents.leave(row)
-            ready = self._ascent.landed(rows, good)
+            ready = self._ascent.landed(rows.tolist(), good.tolist())
             for cold in self._colds:
                 self._descent.write(cold, kept[cold.admission.on_store(kept)])
             self.counts["blocks stored"] += len(kept)
