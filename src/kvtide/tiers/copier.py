@@ -20,7 +20,7 @@ __all__ = ["Copier"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE = 4 << 20
+_PIECE = 2 << 20
 _WORTH_SHARING = 4 << 20
 
 
