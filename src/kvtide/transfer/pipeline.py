@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtide.block import BlockKey
+from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
@@ -74,7 +74,7 @@ class _Granted:
     rows: list[int]
     places: list[int]
     depths: list[int]
-    sizes: list[int]
+    spans: list[Span]
 
 
 class Pipeline:
@@ -175,7 +175,7 @@ class Pipeline:
         reservation = Reservation(
             granted.keys,
             rows_of(granted.rows),
-            [self._dram.span(place, size) for place, size in zip(granted.places, granted.sizes, strict=True)],
+            granted.spans,
             granted.depths,
             [self._dram.generation(place) for place in granted.places],
             self._finish,
@@ -228,7 +228,7 @@ class Pipeline:
         granted.rows += rows
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
-        granted.sizes += [size] * len(places)
+        granted.spans += self._dram.spans(places, size)
         return wanted[len(places)] if len(places) < len(wanted) else len(pledge.keys)
 
     def _take(self, size: int, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
