@@ -148,7 +148,7 @@ class LocalDesk:
             )
             for g in layout.groups
         }
-        self.largest = store.largest_part
+        self.largest = 2 * store.largest_part  # within one process there are few who store at a time
 
     # -- reading ------------------------------------------------------------------------------------------
 

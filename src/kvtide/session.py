@@ -235,7 +235,7 @@ class Session:
                         ]
                     )
                     stored, refused, last = stored + len(part.keys), refused + part.refused, part
-                    first, step = stop, max(1, min(2 * step, most))
+                    first, step = stop, max(1, min(3 * step, most))
                 if last is not None:
                     last.seal()
         return Stored(stored, total - stored - refused, refused)

@@ -82,7 +82,7 @@ class Store:
         self.feed = Feed()
         memory = config.dram
         self.dram = Dram(memory.budget, memory.segment, memory.huge_pages, memory.prefault, shared, aside, ahead=shared)
-        self.copier = Copier()
+        self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self._colds))
         self._uses = Uses(self.index, self.clock)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)

@@ -46,6 +46,14 @@ def test_between_padded_sections() -> None:
     copier.close()
 
 
+def test_every_byte_arrives_though_somebody_else_needs_a_core() -> None:
+    copier = Copier(busy=lambda: True)
+    pairs = [pair(i, 3 << 20) for i in range(5)]
+    copier.copy(pairs)
+    assert all(np.array_equal(target, source) for target, source in pairs)
+    copier.close()
+
+
 def test_nothing_to_copy() -> None:
     copier = Copier(2)
     copier.copy([])

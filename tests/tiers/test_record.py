@@ -23,6 +23,7 @@ from kvtide.tiers.record import (
     header_bytes,
     parse,
     recognise,
+    sound,
     verify,
 )
 
@@ -275,6 +276,68 @@ def test_sections_are_verified_alone() -> None:
     for wanted, start in ((range(4), 0), (range(1, 2), 8192), (range(1, 4), 8192)):
         with pytest.raises(Rejected, match="corrupt payload"):
             verify(header, wanted, memoryview(data)[start:])
+
+
+GEOMETRY = Geometry(4, 5000)
+
+
+def whole(tokens: bytes = b"") -> tuple[bytearray, bytearray, Header]:
+    """A header, its payload, and what they say."""
+    (key,) = keys(1)
+    payload = bytearray(content(key, GEOMETRY.footprint).tobytes())
+    header = sample(4, tokens)
+    header.sections = table(4, 5000)
+    cuts = [slice(i * GEOMETRY.stride, i * GEOMETRY.stride + 5000) for i in range(4)]
+    header.sections["check"] = np.array([xxh3_128_digest(payload[cut]) for cut in cuts], "V16")
+    return packed(header), payload, header
+
+
+def is_sound(page: bytearray, payload: bytearray, header: Header) -> bool:
+    names = header.sequence, header.key, header.namespace, header.tenant, header.layout
+    return sound(memoryview(page), memoryview(payload), GEOMETRY, names)
+
+
+def accepted(page: bytearray, payload: bytearray, wanted: Header) -> bool:
+    """The same, step by step."""
+    try:
+        found = parse(memoryview(page))
+        check_table(found, len(page), GEOMETRY, len(page) + len(payload))
+        verify(found, range(4), memoryview(payload), GEOMETRY)
+    except Rejected:
+        return False
+    return all(
+        getattr(found, name) == getattr(wanted, name) for name in ("sequence", "key", "namespace", "tenant", "layout")
+    )
+
+
+@given(st.data())
+def test_the_usual_record_is_judged_in_one_go_as_step_by_step(data: st.DataObject) -> None:
+    page, payload, header = whole()
+    assert is_sound(page, payload, header)
+    assert accepted(page, payload, header)
+    where = data.draw(st.sampled_from([page, payload]))
+    where[data.draw(st.integers(0, len(where) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        resealed(page)
+    before = bytes(page)
+    if is_sound(page, payload, header):
+        assert accepted(page, payload, header)
+    assert page == before
+
+
+@pytest.mark.parametrize("name", ["sequence", "key", "namespace", "tenant", "layout"])
+def test_a_sound_record_of_another_block_is_not_it(name: str) -> None:
+    page, payload, header = whole()
+    other = getattr(header, name)
+    setattr(header, name, other + 1 if isinstance(other, int) else bytes([other[0] ^ 1]) + other[1:])
+    assert not is_sound(page, payload, header)
+    assert not accepted(page, payload, header)
+
+
+def test_a_record_with_more_in_it_is_judged_step_by_step() -> None:
+    page, payload, header = whole(tokens=b"1234")
+    assert not is_sound(page, payload, header)
+    assert accepted(page, payload, header)
 
 
 def test_a_block_that_never_expires() -> None:

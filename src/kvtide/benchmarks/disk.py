@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 import kvtide
+from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings, block_sources, into, layout_of, size_name
 from kvtide.block import Span
@@ -27,6 +29,7 @@ from kvtide.index.index import DRAM
 __all__ = ["nvme"]
 
 THREADS = 4
+SHARED = "kvtide, shared memory"
 
 
 class _RawDisk:
@@ -66,18 +69,19 @@ class _RawDisk:
 class _OurDisk:
     """Through DRAM to NVMe and, after DRAM was emptied, back, verified."""
 
-    def __init__(self, folder: Path, nbytes: int, count: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, count: int, shared: bool = False) -> None:
         budget = (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB
-        self._store = kvtide.open(
-            dram={"budget": budget, "prefault": True},
-            nvme={
+        sizes: Any = {
+            "dram": {"budget": budget, "prefault": True},
+            "nvme": {
                 "path": str(folder),
                 "budget": int(count * nbytes * 1.2) + 64 * MIB,
                 "threads": THREADS,
                 "queue": count * nbytes,
                 "store": "through",
             },
-        )
+        }
+        self._store = kvtide.Store(configuration.read(None, **sizes), shared=shared)
         self._store.dram.wait_prefault()
         self._total = count * nbytes
         layout = layout_of(nbytes)
@@ -119,6 +123,8 @@ def nvme(settings: Settings) -> Iterator[Record]:
                 "kvtide": _OurDisk(folder / "ours", nbytes, count),
                 "raw": _RawDisk(folder, nbytes, count),
             }
+            if nbytes == 32 * MIB:
+                ours[SHARED] = _OurDisk(folder / "shared", nbytes, count, shared=True)
             with ExitStack() as stack:
                 for one in ours.values():
                     stack.callback(one.close)
@@ -140,7 +146,7 @@ def _rehearsed(contestant: Contestant) -> Contestant:
 
 def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[Record]:
     size = size_name(nbytes)
-    peers = {n: t for n, t in rounds.items() if n not in ("raw", "kvtide")}
+    peers = {n: t for n, t in rounds.items() if n not in ("raw", "kvtide", SHARED)}
     # Into the page cache is not onto the disk.
     direct = {n: t for n, t in peers.items() if "buffered" not in n}
     checksum = _checksum_cost(nbytes)
@@ -160,6 +166,8 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[R
             command=settings.command,
         )
         ours_cpu = [s.cpu_per_gb for s in rounds["kvtide"][task]]
+        if task == "load" and SHARED in rounds:
+            yield from _shared_records(settings, size, rounds)
         if not direct:
             continue
         best = max(direct, key=lambda n: statistics.median(s.speed for s in direct[n][task]))
@@ -189,14 +197,39 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[R
         )
 
 
+def _shared_records(settings: Settings, size: str, rounds: Rounds) -> Iterator[Record]:
+    """What the memory of a node, which others map, costs against that of an embedded store."""
+    ours, private = rounds[SHARED]["load"], rounds["kvtide"]["load"]
+    note = "into the memory of a node, in ordinary pages where the system gives no huge ones to it"
+    yield figure(
+        f"nvme-load-{size}-shared",
+        "GB/s",
+        [s.speed for s in ours],
+        better="higher",
+        against="memory that is not shared",
+        reference=[s.speed for s in private],
+        command=settings.command,
+        note=note,
+    )
+    yield figure(
+        f"nvme-load-cpu-{size}-shared",
+        "CPU s/GB",
+        [s.cpu_per_gb for s in ours],
+        better="lower",
+        against="memory that is not shared",
+        reference=[s.cpu_per_gb for s in private],
+        command=settings.command,
+        note=note,
+    )
+
+
 def _checksum_cost(nbytes: int) -> float:
-    """CPU seconds per GB of the checksums alone."""
-    data = block_sources(nbytes)[0].data
+    """CPU seconds per GB of the checksums alone, of bytes that no cache has: blocks come from the disk, or are many."""
+    data = np.tile(block_sources(nbytes)[0], 256 * MIB // nbytes).data
     step = nbytes // 64
 
     def work() -> None:
-        for _ in range(256 * MIB // nbytes):
-            for i in range(0, nbytes, step):
-                xxh3_128_digest(data[i : i + step])
+        for i in range(0, 256 * MIB, step):
+            xxh3_128_digest(data[i : i + step])
 
     return statistics.median(timed(work, nbytes=256 * MIB).cpu_per_gb for _ in range(5))

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import Header, Rejected, checksums, plain
+from kvtide.tiers.record import SECTION, Header, Rejected, checksums, plain
 
 __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
 
@@ -104,9 +104,8 @@ def encode(
     lies in ``scratch``. If compressing the whole block gains no page, it is raw.
     """
     count, size, stride = geometry.sections, geometry.section, geometry.stride
-    usual = plain(geometry, header)
-    table = usual.table.copy()
     if codec is not None:
+        table = np.zeros(count, SECTION)
         out = scratch.get(geometry.footprint)
         end = 0
         for i in range(count):
@@ -122,7 +121,8 @@ def encode(
             end += padded(len(data))
         else:
             return out[:end], table, codec.number
-    table[:] = usual.table
+    usual = plain(geometry, header)
+    table = usual.table.copy()
     table["check"] = np.frombuffer(checksums(span, usual.cuts), "V16")
     return span, table, RAW
 

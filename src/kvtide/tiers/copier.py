@@ -1,15 +1,16 @@
 """Copies between callers' buffers and the arena, at the speed of memory.
 
 One core does not saturate the memory of a server: a second one nearly doubles a copy. So large batches are cut into
-pieces that a few threads take in turn, the caller's own among them. ``numpy.copyto`` releases the GIL; a memoryview
-assignment would hold it.
+pieces that a few threads take in turn, the caller's own among them. But a disk that has work needs a core too: copies
+on all of them would let it stand still, and it is slower than any copy. ``numpy.copyto`` releases the GIL; a
+memoryview assignment would hold it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,25 +20,32 @@ __all__ = ["Copier"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE = 4 << 20
+_PIECE = 2 << 20
 _WORTH_SHARING = 4 << 20
 
 
 class Copier:
-    """A few threads that copy. Safe from any thread; a small batch is copied by the caller alone."""
+    """A few threads that copy. Safe from any thread; a small batch is copied by the caller alone.
 
-    def __init__(self, threads: int = 0) -> None:
-        self._helpers = (threads or min(4, os.cpu_count() or 1)) - 1
+    ``busy`` says whether somebody else needs a core now.
+    """
+
+    def __init__(self, threads: int = 0, busy: Callable[[], bool] = lambda: False) -> None:
+        cores = os.cpu_count() or 1
+        self._helpers = (threads or min(4, cores)) - 1
+        self._helpers_when_busy = max(0, min(self._helpers, cores - 2))
+        self._busy = busy
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvtide-copy")
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
         """Copy each second array over its first; both of a pair have one shape. Returns when all is copied."""
-        if not self._helpers or sum(target.nbytes for target, _ in pairs) < _WORTH_SHARING:
+        count = self._helpers_when_busy if self._busy() else self._helpers
+        if not count or sum(target.nbytes for target, _ in pairs) < _WORTH_SHARING:
             for target, source in pairs:
                 np.copyto(target, source)
             return
         pieces = _Pieces(pairs)
-        helpers = [self._pool.submit(pieces.work) for _ in range(self._helpers)]
+        helpers = [self._pool.submit(pieces.work) for _ in range(count)]
         pieces.work()
         for helper in helpers:
             if not helper.cancel():

@@ -36,14 +36,18 @@ class Noop:
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         results = []
         with self._lock:
+            get = self._held.get
             for item in batch:
-                key, identity = self._held.get(item.place, (None, None))
-                here = key == item.key and (identity is item.identity or identity == item.identity)
-                sections = 0
-                if here:
-                    sections = item.identity.geometry.sections if item.sections is None else len(item.wanted)
-                self._read += sections * item.identity.geometry.stride
-                results.append(sections > 0)
+                key, identity = get(item.place, (None, None))
+                if key != item.key or (identity is not item.identity and identity != item.identity):
+                    results.append(False)
+                elif item.sections is None:
+                    self._read += identity.geometry.footprint
+                    results.append(True)
+                else:
+                    sections = len(item.wanted)
+                    self._read += sections * identity.geometry.stride
+                    results.append(sections > 0)
             self._failed_reads += results.count(False)
         done(results)
 

@@ -2,9 +2,10 @@
 
 The way of a write, on one of the tier's own threads: make the checksums (and compress), take a slot of the right size,
 evicting if need be, then in this order: journal "slot freed" (for what was evicted) and "slot is being written",
-payload, header, journal "slot holds key". A crash at any point leaves either a whole record, or one whose header or
-checksums do not agree, which is a miss. No fsync is needed for that; ``durable`` adds one before a write is
-acknowledged, and ``drop`` always syncs, because a dropped block must not come back.
+payload, header, journal "slot holds key" (with the next record, at the latest when the batch ends). A crash at any
+point leaves either a whole record, or one whose header or checksums do not agree, which is a miss. No fsync is needed
+for that; ``durable`` adds one before a write is acknowledged, and ``drop`` always syncs, because a dropped block must
+not come back.
 
 The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
 sequence, namespace, layout and every section's checksum are checked.
@@ -19,24 +20,37 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, padded
 from kvtide.clock import Clock, SystemClock
-from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import HOLDS, WRITING, entry
-from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, verify
+from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
 from kvtide.tiers.segments import Segments, ladder
-from kvtide.tiers.shelves import Shelves
+from kvtide.tiers.shelves import Location, Shelves
+from kvtide.tiers.workers import Batch, Worker
 
 __all__ = ["Nvme"]
 
 log = logging.getLogger("kvtide.nvme")
+
+T = TypeVar("T")
+
+Slot = tuple[int, int, int, int]
+"""Where a block is to be written: place, file, offset there, and its record's sequence number."""
+
+_NO_SLOT: Slot = (NOWHERE, NOWHERE, NOWHERE, NOWHERE)
+
+
+def _header_of(item: Write) -> int:
+    """The size of the header of its record."""
+    return header_bytes(item.identity.geometry.sections, len(item.tokens))
 
 
 def _reason(verb: str, e: Exception) -> str:
@@ -50,49 +64,6 @@ def _reason(verb: str, e: Exception) -> str:
     # A fault of ours. It costs this block, not the thread, and nobody who waits for the batch.
     log.error("could not %s a block", verb, exc_info=e)
     return f"{verb}: {type(e).__name__}"
-
-
-class _Worker:
-    """What one I/O thread has for itself."""
-
-    __slots__ = ("_decoder", "codec", "header", "payload")
-
-    def __init__(self, name: str) -> None:
-        self.header = codec.Scratch()
-        self.payload = codec.Scratch()
-        self.codec = codec.make(name)
-        self._decoder = self.codec
-
-    @property
-    def decoder(self) -> codec.Codec:
-        """What reads compressed records, where raw ones are written too."""
-        if self._decoder is None:
-            try:
-                self._decoder = codec.make("zstd")
-            except ConfigError as e:
-                raise Rejected("its codec is not installed") from e
-            assert self._decoder is not None
-        return self._decoder
-
-
-class _Batch:
-    """Counts the items of a batch down; ``finish`` runs on the thread that ends the last one."""
-
-    __slots__ = ("_left", "_lock", "finish", "results")
-
-    def __init__(self, results: list[int], finish: Callable[[list[int]], None]) -> None:
-        self.results = results
-        self.finish = finish
-        self._left = len(results)
-        self._lock = threading.Lock()
-
-    def end(self, item: int, result: int) -> None:
-        self.results[item] = result
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self.finish(self.results)
 
 
 class Nvme:
@@ -121,12 +92,13 @@ class Nvme:
     ) -> None:
         self._clock = clock or SystemClock()
         self._durable = durable
+        self._compressed = compression != "raw"
         self._make_room = evict
-        workers = [_Worker(compression) for _ in range(2 * threads)]
+        workers = [Worker(compression) for _ in range(2 * threads)]
         self._shelves = Shelves(path, budget, segment, threads, direct, disk or Disk())
         self._lock = threading.Lock()
         self._read = self._written = self._failed_reads = self._failed_writes = self._errors = 0
-        self._queue: queue.SimpleQueue[Callable[[_Worker], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[Worker], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(w,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, w in enumerate(workers)
@@ -140,23 +112,35 @@ class Nvme:
     # -- the contract -------------------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        def finish(sizes: list[int]) -> None:
+            with self._lock:
+                self._read += sum(sizes)
+                if any(sizes):
+                    self._errors = 0
+            done([size > 0 for size in sizes])
+
         if not batch:
             done([])
-        ends = _Batch([0] * len(batch), lambda results: done([bool(r) for r in results]))
-        for i, item in enumerate(batch):
-            self._queue.put(lambda w, i=i, item=item: ends.end(i, self._read_one(item, w)))  # type: ignore[misc]
+        found = self._shelves.find([item.place for item in batch])
+        self._share(Batch(list(zip(batch, found, strict=True)), finish), self._read_one, len(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
+            self._shelves.note()
             if self._durable:
                 self._shelves.sync([item.key for item in batch], places)
             done(places)
 
         if not batch:
             done([])
-        ends = _Batch([NOWHERE] * len(batch), finish)
-        for i, item in enumerate(batch):
-            self._queue.put(lambda w, i=i, item=item: ends.end(i, self._write_one(item, w)))  # type: ignore[misc]
+        elif self._compressed:
+            self._share(Batch([(item, None) for item in batch], finish), self._write_one, len(batch))
+        else:
+            self._queue.put(lambda worker: self._write_raw(batch, finish, worker))
+
+    def _share(self, batch: Batch[T], one: Callable[[T, Worker], int], count: int) -> None:
+        for _ in range(min(count, len(self._threads))):
+            self._queue.put(lambda worker: batch.work(one, worker))
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
@@ -209,35 +193,38 @@ class Nvme:
 
     # -- the I/O threads ----------------------------------------------------------------------------------
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: Worker) -> None:
         while (task := self._queue.get()) is not None:
             task(worker)
             del task  # else the spans of the last one live on until the next comes
 
-    def _read_one(self, item: Read, worker: _Worker) -> int:
+    def _read_one(self, wanted: tuple[Read, Location | None], worker: Worker) -> int:
+        """How many bytes were read and verified; 0 if not all was."""
         try:
-            nbytes = self._fill(item, worker)
+            return self._fill(*wanted, worker)
         except Exception as e:  # noqa: BLE001 - see _reason
             with self._lock, self._shelves.lock:
                 self._failed_reads += 1
                 self._errors += isinstance(e, OSError)
                 self._shelves.reasons[_reason("read", e)] += 1
             return 0
-        with self._lock:
-            self._errors = 0
-            self._read += nbytes
-        return 1
 
-    def _fill(self, item: Read, worker: _Worker) -> int:
-        geometry, sections = item.identity.geometry, item.wanted
-        if not sections:
-            raise Rejected("no such sections")
-        fd, offset, room, sequence = self._shelves.find(item.place)
+    def _fill(self, item: Read, location: Location | None, worker: Worker) -> int:
+        if location is None:
+            raise Rejected("evicted")
+        fd, offset, room, sequence = location
+        names, geometry = item.identity, item.identity.geometry
         guess = header_bytes(geometry.sections)
         start = worker.header.get(guess)
         whole = item.sections is None
         span = item.span[: max(0, room - guess)] if whole else item.span[:0]
         got = self._shelves.read(fd, [start, span], offset)
+        expected = sequence, item.key, names.namespace, names.tenant, names.layout
+        if whole and got == guess + geometry.footprint and sound(start, span, geometry, expected):
+            return geometry.footprint
+        sections = item.wanted
+        if not sections:
+            raise Rejected("no such sections")
         size = recognise(start[:got])
         if size > room:
             raise Rejected("corrupt header")
@@ -278,19 +265,60 @@ class Nvme:
         ):
             raise Rejected("another model or tenant")
 
-    def _write_one(self, item: Write, worker: _Worker) -> int:
+    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: Worker) -> None:
+        """Write blocks as they are: how large their records will be is known, so they get their slots in one go."""
+        try:
+            slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
+        except Exception as e:  # noqa: BLE001 - see _reason
+            self._count_failed(len(batch), e)
+            finish([NOWHERE] * len(batch))
+        else:
+            shared = Batch(list(zip(batch, slots, strict=True)), finish)
+            self._share(shared, self._write_one, len(batch) // 2)
+            # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
+            shared.work(self._write_one, worker)
+
+    def _slots(self, wanted: Sequence[tuple[Write, int]]) -> list[Slot]:
+        """Slots for blocks whose records have so many bytes, announced in the journal."""
+        slots: list[Slot] = []
+        try:
+            for item, nbytes in wanted:
+                place = self._shelves.take(ladder(nbytes), item.owner, self._make_room)
+                slots.append(_NO_SLOT if place is None else (place, *self._shelves.begin(item.key, place)))
+            self._shelves.note(
+                b"".join(
+                    [
+                        entry(WRITING, place, item.key, sequence)
+                        for (place, _, _, sequence), (item, _) in zip(slots, wanted, strict=True)
+                        if place != NOWHERE
+                    ]
+                )
+            )
+        except BaseException:
+            for place, *_ in slots:
+                if place != NOWHERE:
+                    self._shelves.failed(place)
+            raise
+        return slots
+
+    def _count_failed(self, count: int, e: Exception) -> None:
+        with self._lock, self._shelves.lock:
+            self._failed_writes += count
+            self._errors += isinstance(e, OSError)
+            self._shelves.reasons[_reason("write", e)] += count
+
+    def _write_one(self, wanted: tuple[Write, Slot | None], worker: Worker) -> int:
+        item, slot = wanted
         identity, geometry = item.identity, item.identity.geometry
-        size = header_bytes(geometry.sections, len(item.tokens))
-        place = NOWHERE
+        size = _header_of(item)
         try:
             payload, table, kind = codec.encode(
                 item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
             )
-            found = self._shelves.take(ladder(size + len(payload)), item.owner, self._make_room)
-            if found is None:
+            slot = slot or self._slots([(item, size + len(payload))])[0]
+            place, fd, offset, sequence = slot
+            if place == NOWHERE:
                 raise Rejected("full")
-            place = found
-            fd, offset, sequence = self._shelves.begin(item.key, place)
             header = Header(
                 item.key,
                 item.parent,
@@ -310,19 +338,19 @@ class Nvme:
             )
             page = worker.header.get(size)
             header.pack_into(page)
-            self._shelves.note(entry(WRITING, place, item.key, sequence))
             self._shelves.write(fd, payload, offset + size)
-            self._shelves.name(place, sequence, page)
+            self._shelves.name(
+                place,
+                page,
+                sequence,
+                entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority),
+            )
         except Exception as e:  # noqa: BLE001 - see _reason
-            if place != NOWHERE:
-                self._shelves.failed(place)
-            with self._lock, self._shelves.lock:
-                self._failed_writes += 1
-                self._errors += isinstance(e, OSError)
-                self._shelves.reasons[_reason("write", e)] += 1
+            if slot and slot != _NO_SLOT:
+                self._shelves.failed(slot[0])
+            self._count_failed(1, e)
             return NOWHERE
         with self._lock:
             self._errors = 0
             self._written += size + len(payload)
-        self._shelves.note(entry(HOLDS, place, item.key, sequence, item.parent, item.depth, item.expiry, item.priority))
         return place

@@ -67,6 +67,7 @@ __all__ = [
     "parse",
     "plain",
     "recognise",
+    "sound",
     "verify",
 ]
 
@@ -84,6 +85,9 @@ FIELD_TOKENS = 1
 REQUIRED = 0x8000
 
 _ZEROS = bytes(16)
+
+_NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
+"""Of the body: sequence, codec, number of sections, length of fields, key, namespace, tenant, layout."""
 
 
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
@@ -118,44 +122,42 @@ class Header:
     @property
     def stored(self) -> int:
         """The bytes of all sections as they lie in the record, padding included."""
-        last = self.sections[-1]
-        return int(last["offset"]) + padded(int(last["stored"])) - self.pages * ALIGN
+        offset, stored, _, _ = self.sections[-1].item()
+        return int(offset) + padded(stored) - self.pages * ALIGN
 
     def pack_into(self, out: Span) -> None:
         """Write the header at the start of ``out``, which is at least ``pages`` pages."""
         pages = self.pages
         size = pages * ALIGN
-        fields = b""
+        rest = self.sections.tobytes()
+        fields = 0
         if self.tokens:
-            fields = FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
-        table = self.sections.tobytes()
-        end = TABLE + len(table) + len(fields)
-        out[:size] = (
-            _CLEAR.pack(MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
-            + _BODY.pack(
-                self.sequence,
-                self.created,
-                self.expiry,
-                self.depth,
-                self.tokens_covered,
-                self.stored,
-                self.raw,
-                self.codec,
-                self.priority,
-                len(self.sections),
-                len(fields),
-                0,
-                self.key,
-                self.parent,
-                self.namespace,
-                self.tenant,
-                self.layout,
-                _ZEROS,
-            )
-            + table
-            + fields
-            + bytes(size - end)
+            rest += FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
+            fields = FIELD.size + len(self.tokens)
+        _CLEAR.pack_into(out, 0, MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
+        _BODY.pack_into(
+            out,
+            _CLEAR.size,
+            self.sequence,
+            self.created,
+            self.expiry,
+            self.depth,
+            self.tokens_covered,
+            self.stored,
+            self.raw,
+            self.codec,
+            self.priority,
+            len(self.sections),
+            fields,
+            0,
+            self.key,
+            self.parent,
+            self.namespace,
+            self.tenant,
+            self.layout,
+            _ZEROS,
         )
+        out[TABLE:size] = rest.ljust(size - TABLE, b"\0")
         out[16:32] = xxh3_128_digest(out[:size])
 
 
@@ -262,6 +264,8 @@ def checksums(payload: Span, cuts: Iterable[slice]) -> bytes:
 class Plain:
     """How sections lie that were stored as they are, one stride apart."""
 
+    start: bytes
+    """How the header of such a record begins."""
     table: npt.NDArray[np.void]
     """Without checksums."""
     places: bytes
@@ -276,12 +280,39 @@ def plain(geometry: Geometry, first: int) -> Plain:
     table = np.zeros(geometry.sections, SECTION)
     table["offset"] = first + np.arange(geometry.sections, dtype=np.uint64) * geometry.stride
     table["stored"] = table["raw"] = geometry.section
-    starts = range(0, geometry.footprint, geometry.stride)
-    return Plain(table, _places(table), tuple(slice(i, i + geometry.section) for i in starts))
+    return Plain(
+        _CLEAR.pack(MAGIC, VERSION, first // ALIGN, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)[:16],
+        table,
+        _halves(table)[0::2].tobytes(),
+        tuple(slice(i, i + geometry.section) for i in range(0, geometry.footprint, geometry.stride)),
+    )
 
 
-def _places(table: npt.NDArray[np.void]) -> bytes:
-    return table.view("<u8").reshape(-1, 4)[:, :2].tobytes()
+def _halves(table: Span | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """A section table cut in halves: where a section lies, its checksum, and so on."""
+    return np.frombuffer(table, "V16")
+
+
+def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, BlockKey, bytes, bytes, bytes]) -> bool:
+    """Whether header and payload are this block's, stored as it is, with nothing else in the record, and verified.
+
+    ``names`` are its sequence number, key, namespace, tenant and layout. This is what ``parse``, ``check_table`` and
+    ``verify`` say of the usual record, in one go; of any other, and of a bad one, the answer is False, and they know
+    why. ``page`` is the header alone, and is written to meanwhile.
+    """
+    usual = plain(geometry, len(page))
+    if page[:16] != usual.start:
+        return False
+    check = bytes(page[16:32])
+    page[16:32] = _ZEROS
+    whole = xxh3_128_digest(page) == check
+    page[16:32] = check
+    count = geometry.sections
+    sequence, key, *rest = names
+    if not whole or _NAMES.unpack_from(page, _CLEAR.size) != (sequence, 0, count, 0, key.ljust(48, b"\0"), *rest):
+        return False
+    halves = _halves(page[TABLE : TABLE + count * SECTION.itemsize])
+    return halves[0::2].tobytes() == usual.places and halves[1::2].tobytes() == checksums(payload, usual.cuts)
 
 
 def verify(header: Header, sections: range, payload: Span, geometry: Geometry | None = None) -> None:
@@ -305,7 +336,8 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     A header's checksum guards against accidents, not against a writer that is wrong.
     """
     table = header.sections
-    if header.codec == 0 and _places(table) == plain(geometry, first).places and first + geometry.footprint <= room:
+    usual = plain(geometry, first)
+    if header.codec == 0 and _halves(table)[0::2].tobytes() == usual.places and first + geometry.footprint <= room:
         return
     if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
         raise Rejected("another layout")

@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -48,6 +49,7 @@ SOMEBODY = -1
 """The owner of a slot whose owner was not told yet."""
 
 
+@lru_cache(maxsize=1024)
 def ladder(nbytes: int) -> int:
     """The slot size for a block of ``nbytes``: the next rung, at most 1/32 above."""
     pages = -(-nbytes // ALIGN)

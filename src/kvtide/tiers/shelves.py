@@ -21,6 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +37,14 @@ from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import Rejected
 from kvtide.tiers.segments import Segment, Segments, segment_of, slot_of
 
-__all__ = ["Shelves"]
+__all__ = ["Location", "Shelves"]
 
 log = logging.getLogger("kvtide.nvme")
 
 _WIPED = bytes(ALIGN)
+
+Location = tuple[int, int, int, int]
+"""Of a slot: its file, its offset there, its size, and the sequence number of what it holds."""
 
 
 class Shelves:
@@ -50,7 +54,10 @@ class Shelves:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
         self._disk = disk
-        self._writes = threading.Semaphore(writes)
+        # A queue of turns is a semaphore without a line of Python in it.
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        for _ in range(writes):
+            self._turns.put(None)
         self._directory = Directory(path, disk)
         self._directory.create()
         self._directory.lock()
@@ -61,8 +68,8 @@ class Shelves:
         """Segments that were written to since they were last synced."""
         self._nameless: set[int] = set()
         """Segments whose file may vanish with a power loss: the folder could not be synced since it was made."""
-        self._freed: list[bytes] = []
-        """Journal records of evictions that are not written yet."""
+        self._unnoted: list[bytes] = []
+        """Journal records that are not written yet."""
         self.lock = threading.Lock()
         self._headers = threading.Condition(self.lock)
         self._naming = 0
@@ -124,14 +131,15 @@ class Shelves:
 
     # -- slots --------------------------------------------------------------------------------------------
 
-    def find(self, place: int) -> tuple[int, int, int, int]:
-        """File, offset, size and sequence number of a slot in use. Raises Rejected if it is not."""
+    def find(self, places: Sequence[int]) -> list[Location | None]:
+        """Where slots are, but for those that are not in use. What they hold may change at once: see the header."""
         with self.lock:
-            if not self.segments.holds(place):
-                raise Rejected("evicted")
-            number = segment_of(place)
-            sequence = int(self._sequences[number][slot_of(place)])
-            return self._files[number], self.segments.offset(place), self.segments[number].size, sequence
+            return [self._location(place) if self.segments.holds(place) else None for place in places]
+
+    def _location(self, place: int) -> Location:
+        number, slot = segment_of(place), slot_of(place)
+        size = self.segments[number].size
+        return self._files[number], self.segments.header + slot * size, size, int(self._sequences[number][slot])
 
     def begin(self, key: BlockKey, place: int) -> tuple[int, int, int]:
         """``key`` is about to be written to a slot: its file, its offset, and the record's sequence number."""
@@ -141,8 +149,10 @@ class Shelves:
             self._coming[place] = key
             return self._files[segment_of(place)], self.segments.offset(place), sequence
 
-    def name(self, place: int, sequence: int, page: Span) -> None:
+    def name(self, place: int, page: Span, sequence: int, record: bytes) -> None:
         """Write a record's header, its payload being written: if it goes well, the record is kept.
+
+        ``record`` is then for the journal, which ``note`` tells.
 
         Not while headers are erased: the slot of a block that is being dropped may be another's by now.
         """
@@ -166,6 +176,7 @@ class Shelves:
                 if written:
                     del self._stale[place], self._coming[place]
                     self._dirty.add(number)
+                    self._unnoted.append(record)
 
     def failed(self, place: int) -> None:
         """The record could not be written."""
@@ -183,8 +194,11 @@ class Shelves:
 
     def write(self, fd: int, data: Span, offset: int) -> None:
         # A few fill the disk; more would only be in the way of reads that come meanwhile.
-        with self._writes:
+        self._turns.get()
+        try:
             self._write(fd, data, offset)
+        finally:
+            self._turns.put(None)
 
     def _write(self, fd: int, data: Span, offset: int) -> None:
         """Also for single pages, which need not wait for their turn."""
@@ -344,15 +358,15 @@ class Shelves:
         """Give back a slot whose header names ``key``. Under the lock."""
         self.segments.release(place)
         self._stale[place] = key
-        self._freed.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
+        self._unnoted.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
 
     def note(self, record: bytes = b"") -> None:
-        """Tell the journal which slots were freed and, after that, what ``record`` says."""
+        """Tell the journal which slots were freed and named and, after that, what ``record`` says."""
         with self._journal_lock:
             with self.lock:
-                freed, self._freed = self._freed, []
+                unnoted, self._unnoted = self._unnoted, []
                 slots = self.segments.slots
-            body = b"".join(freed) + record
+            body = b"".join(unnoted) + record
             if body:
                 if self._journal.full(slots, len(body)):
                     self._journal.compact(self._current)

@@ -11,13 +11,15 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.histogram import Histogram, HistogramStatistics
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, every
+from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Rows, at
 from kvtide.tiers.base import Identity, Read
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.cold import Cold
@@ -47,9 +49,16 @@ class LoadStatistics:
     seconds: HistogramStatistics = field(default_factory=HistogramStatistics)
 
 
-def _part(rows: Rows, mask: Mask) -> tuple[Rows, Rows]:
-    """Rows that the mask has, and those that it has not."""
-    return (rows, rows[:0]) if every(mask) else (rows[mask], rows[~mask])
+_NONE: Rows = np.empty(0, np.int64)
+
+
+def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, Rows]:
+    """Rows that are in ``state``, and the others."""
+    found = states[at(rows)].tobytes()
+    if found.count(state) == len(rows):
+        return rows, _NONE
+    mask = np.frombuffer(found, np.uint8) == state
+    return rows[mask], rows[~mask]
 
 
 class Ascent:
@@ -117,14 +126,14 @@ class Ascent:
         events: list[Event] = []
         jobs: list[tuple[Cold, Rows, list[Read]]] = []
         with index.lock:
-            here, away, left = rows[:0], rows, rows[:0]
-            state = index.state[DRAM][rows]
-            if not every(state == ABSENT):
-                here, away = rows[state == SEALED], rows[state == ABSENT]
-                for row in rows[state == PENDING].tolist():
+            left = _NONE
+            away, here = _part(rows, index.state[DRAM], ABSENT)
+            if len(here):
+                here, coming = _part(here, index.state[DRAM], SEALED)
+                for row in coming.tolist():
                     self._flights[row] = (*self._flights.get(row, ()), transfer)
             for cold in self._colds:
-                mine, away = _part(away, index.state[cold.number][away] == SEALED)
+                mine, away = _part(away, index.state[cold.number], SEALED)
                 places = self._take(identity.geometry.footprint, len(mine), events, mine)
                 if len(places) < len(mine):
                     mine, rest = mine[: len(places)], mine[len(places) :]
@@ -135,7 +144,8 @@ class Ascent:
                         away = np.concatenate([away, rest])
                 if len(mine):
                     jobs += self._fly(cold, mine, places, identity, transfer)
-        self._feed.publish(events)
+        if events:
+            self._feed.publish(events)
         if len(here):
             transfer.finish(here.tolist(), [True] * len(here))
         if len(away):
@@ -155,13 +165,11 @@ class Ascent:
         index, size = self._index, identity.geometry.footprint
         self._residents.enter(rows, places, identity)
         self._flights.update(dict.fromkeys(rows.tolist(), (transfer,)))
-        reads = [
-            Read(key, identity, source, span)
-            for key, source, span in zip(
-                index.keys(rows), index.place[cold.number][rows].tolist(), self._dram.spans(places, size), strict=True
-            )
-        ]
+        sources = index.place[cold.number].take(rows).tolist()
+        reads = list(map(Read, index.keys(rows), repeat(identity), sources, self._dram.spans(places, size)))
         step = max(1, _CHUNK // size)
+        if len(reads) <= step:
+            return [(cold, rows, reads)]
         return [(cold, rows[i : i + step], reads[i : i + step]) for i in range(0, len(rows), step)]
 
     def _unwanted(self, cold: Cold, rows: Rows, reads: list[Read]) -> bool:
@@ -181,21 +189,23 @@ class Ascent:
 
     def _land(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> Callable[[], None]:
         """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
-        index = self._index
+        index, doomed = self._index, self._residents.doomed
         bad: list[tuple[BlockKey, int]] = []
-        good = np.array(results, np.bool_) if results is not None else np.zeros(len(rows), np.bool_)
-        if self._residents.doomed:
-            good &= ~self._residents.are_doomed(rows)
-        arrived, lost = _part(rows, good)
+        numbers = rows.tolist()
+        good = list(results) if results is not None else [False] * len(numbers)
+        if doomed:
+            good = [fine and row not in doomed for row, fine in zip(numbers, good, strict=True)]
+        arrived = rows if False not in good else rows[good]
         self._residents.seal(arrived)
-        if len(lost):
-            for i in np.flatnonzero(~good).tolist():
-                row = int(rows[i])
+        if len(arrived) < len(rows):
+            for i, row in enumerate(numbers):
+                if good[i]:
+                    continue
                 self._residents.leave(row)
                 same = index.place[cold.number][row] == reads[i].place
-                if results is not None and not results[i] and same and row not in self._residents.doomed:
+                if results is not None and not results[i] and same and row not in doomed:
                     bad.append((reads[i].key, index.remove(row, cold.number)))
-        tell = self.landed(rows, good)
+        tell = self.landed(numbers, good)
         events: list[Event] = []
         if self._feed.followed and len(arrived):
             events.append(BlockStored("dram", index.keys(arrived)))
@@ -206,6 +216,8 @@ class Ascent:
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable"))
             for key, _ in bad:
                 self._eraser.dies(cold, key)
+        if not events:
+            return tell
 
         def ready() -> None:
             if bad:
@@ -215,15 +227,13 @@ class Ascent:
 
         return ready
 
-    def landed(self, rows: Rows, good: Mask) -> Callable[[], None]:
+    def landed(self, rows: Sequence[int], good: Sequence[bool]) -> Callable[[], None]:
         """What to call, outside the lock, for those who wait for rows."""
-        numbers, arrived = rows.tolist(), good.tolist()
-        pop = self._flights.pop
         # Each transfer is told of all the rows; it knows which of them it waits for.
-        waiting = {t for transfers in {pop(row, ()) for row in numbers} for t in transfers}
+        waiting = set(chain.from_iterable(set(map(self._flights.pop, rows, repeat(())))))
 
         def tell() -> None:
             for transfer in waiting:
-                transfer.finish(numbers, arrived)
+                transfer.finish(rows, good)
 
         return tell

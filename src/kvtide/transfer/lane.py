@@ -7,6 +7,7 @@ it is, and nobody waits.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class LaneStatistics:
 
 
 _STRETCH = 0.002
+_SPAN = operator.attrgetter("span")
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class _ReadJob:
         self.items = items
         self.done = done
         self.give_up = give_up
-        self.nbytes = sum([len(i.span) for i in items])
+        self.nbytes = sum(map(len, map(_SPAN, items)))
         self.started = 0.0
 
     def run(self) -> None:
@@ -85,7 +87,7 @@ class _WriteJob:
         self.lane = lane
         self.items = items
         self.done = done
-        self.nbytes = sum([len(i.span) for i in items])
+        self.nbytes = sum(map(len, map(_SPAN, items)))
         self.started = 0.0
 
     def give_up(self) -> bool:
@@ -115,6 +117,8 @@ class Lane:
         self._depth = depth
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._awaited = 0
+        """Who waits until it is idle."""
         self._reads: deque[_ReadJob] = deque()
         self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
@@ -134,6 +138,11 @@ class Lane:
     def read_bytes(self) -> int:
         """Bytes that a new read would wait for."""
         return self._read_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes that are to be written or are being written."""
+        return self._write_bytes
 
     def room(self, nbytes: int) -> bool:
         """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
@@ -175,7 +184,11 @@ class Lane:
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing waits or is under way."""
         with self._lock:
-            return self._idle.wait_for(lambda: not (self._reads or self._writes or self._items_under_way), timeout)
+            self._awaited += 1
+            try:
+                return self._idle.wait_for(lambda: not (self._reads or self._writes or self._items_under_way), timeout)
+            finally:
+                self._awaited -= 1
 
     def _pump(self) -> None:
         # One thread at a time starts jobs, in a loop: a tier may call back before it returns.
@@ -211,7 +224,8 @@ class Lane:
 
     def _begin(self, job: _Job) -> None:
         self._items_under_way += len(job.items)
-        self._reads_under_way += isinstance(job, _ReadJob)
+        if isinstance(job, _ReadJob):
+            self._reads_under_way += 1
 
     def _measure(self, stretch: _Stretch, speed: Speed, job: _Job) -> None:
         """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
@@ -238,9 +252,11 @@ class Lane:
                 self._reads_under_way -= 1
             else:
                 self._write_bytes -= job.nbytes
-            if not (self._reads or self._writes or self._items_under_way):
+            more = bool(self._reads or self._writes)
+            if self._awaited and not more and not self._items_under_way:
                 self._idle.notify_all()
-        self._pump()
+        if more:
+            self._pump()
 
     def statistics(self) -> LaneStatistics:
         with self._lock:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtide.block import BlockKey
+from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
@@ -74,7 +74,7 @@ class _Granted:
     rows: list[int]
     places: list[int]
     depths: list[int]
-    sizes: list[int]
+    spans: list[Span]
 
 
 class Pipeline:
@@ -175,7 +175,7 @@ class Pipeline:
         reservation = Reservation(
             granted.keys,
             rows_of(granted.rows),
-            [self._dram.span(place, size) for place, size in zip(granted.places, granted.sizes, strict=True)],
+            granted.spans,
             granted.depths,
             [self._dram.generation(place) for place in granted.places],
             self._finish,
@@ -228,14 +228,14 @@ class Pipeline:
         granted.rows += rows
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
-        granted.sizes += [size] * len(places)
+        granted.spans += self._dram.spans(places, size)
         return wanted[len(places)] if len(places) < len(wanted) else len(pledge.keys)
 
     def _take(self, size: int, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Slots in DRAM for as many as can be had, by evicting too, but not by growing. Under the lock."""
-        if ladder(size) > self._dram.segments.budget:
-            return []  # nothing that could leave would make room for it
         places = self._dram.take_many(size, count, owners)
+        if len(places) < count and ladder(size) > self._dram.segments.budget:
+            return []  # nothing that could leave would make room for it
         while (left := count - len(places)) and not self._dram.growable(size):
             if not self._make_room(ladder(size), left, events):
                 break
@@ -258,7 +258,7 @@ class Pipeline:
             self._residents.seal(kept)
             for row in rows[~good].tolist():
                 self._residents.leave(row)
-            ready = self._ascent.landed(rows, good)
+            ready = self._ascent.landed(rows.tolist(), good.tolist())
             for cold in self._colds:
                 self._descent.write(cold, kept[cold.admission.on_store(kept)])
             self.counts["blocks stored"] += len(kept)

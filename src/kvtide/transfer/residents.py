@@ -12,7 +12,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvtide.block import Span
-from kvtide.index.index import DRAM, PENDING, SEALED, Index, Mask, Rows
+from kvtide.index.index import DRAM, PENDING, SEALED, Index, Mask, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
@@ -79,16 +79,16 @@ class Residents:
 
     def enter(self, rows: Rows, places: Sequence[int], identity: Identity) -> None:
         """Rows get slots, PENDING and held, for somebody to fill."""
-        index = self._index
-        index.state[DRAM][rows] = PENDING
-        index.place[DRAM][rows] = places
-        index.space[rows] = self._space(identity)
-        index.tenant[rows] = self._tenants[identity.tenant]
-        index.holds[rows] += 1
+        index, these = self._index, at(rows)
+        index.state[DRAM][these] = PENDING
+        index.place[DRAM][these] = places if len(places) > 1 else places[0]
+        index.space[these] = self._space(identity)
+        index.tenant[these] = self._tenants[identity.tenant]
+        index.holds[these] += 1
 
     def seal(self, rows: Rows) -> None:
         """Pending rows are whole."""
-        self._index.state[DRAM][rows] = SEALED
+        self._index.state[DRAM][at(rows)] = SEALED
         self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
         if self._checks is not None:
             for row in rows.tolist():

@@ -41,7 +41,8 @@ class Transfer:
         """Whether it ended while something was under way."""
         self._ended = False
         self._lock = threading.Lock()
-        self._event = threading.Event()
+        self._event: threading.Event | None = None
+        """Made by the first who waits."""
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
@@ -95,17 +96,19 @@ class Transfer:
             if self._ended or not self._waiting:
                 return
             expected = self._waiting.intersection(rows)
-            bad = set() if False not in arrived else {r for r, good in zip(rows, arrived, strict=True) if not good}
-            self.arrived |= expected - bad
-            self.failed |= expected & bad
             self._waiting -= expected
+            if False in arrived:
+                bad = expected.intersection([r for r, good in zip(rows, arrived, strict=True) if not good])
+                self.failed |= bad
+                expected -= bad
+            self.arrived |= expected
             if self._waiting:
                 return
         self._end()
 
     def started(self) -> None:
         """Everything that is expected is known."""
-        if not self._waiting:
+        if not self._waiting and not self._ended:
             self._end()
 
     def _end(self) -> None:
@@ -117,7 +120,8 @@ class Transfer:
             self.failed |= self._waiting
             self._waiting.clear()
             callbacks, self._callbacks = self._callbacks, []
-        self._event.set()
+        if self._event is not None:
+            self._event.set()
         for callback in callbacks:
             _call(callback)
 
@@ -131,7 +135,11 @@ class Transfer:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
-        if not self._event.wait(limit) and left is not None and (timeout is None or left <= timeout):
+        with self._lock:
+            if self._ended:
+                return True
+            event = self._event = self._event or threading.Event()
+        if not event.wait(limit) and left is not None and (timeout is None or left <= timeout):
             self._end()
         return self._ended
 
