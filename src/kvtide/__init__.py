@@ -21,8 +21,7 @@ from kvtide.node.auto import open_anywhere as open  # noqa: A004 - the verb that
 from kvtide.node.client import Client, connect
 from kvtide.session import Session
 from kvtide.store import Statistics, Store
-
-__version__ = "0.1.0"
+from kvtide.version import __version__ as __version__
 
 __all__ = [
     "BlockRemoved",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtide
 from kvtide import BlockStored, EventsLost, Session
 from kvtide.block import Layout
 from kvtide.events import Event
@@ -261,3 +262,9 @@ def test_a_node_that_hangs_is_a_miss_and_is_found_again(node: Process) -> None:
         eventually(lambda: client.connected)
         assert asyncio.run(ask(session)) == 32
         eventually(lambda: other.connected and other.statistics().held == 0)
+
+
+def test_both_sides_say_their_version(node: Process) -> None:
+    with Client(node.path) as client:
+        assert client.line.welcome.version == kvtide.__version__
+        eventually(lambda: f"client {os.getpid()}, kvtide {kvtide.__version__}" in node.log)

@@ -7,12 +7,8 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockStored
@@ -119,68 +115,3 @@ def test_who_does_not_read_events_loses_some_and_nothing_else(node: Thread) -> N
                 case ["lost", count]:
                     lost += count
         assert lost
-
-
-numbers = st.one_of(st.integers(-2, 5), st.integers(-(2**63), 2**64 - 1))
-fields = st.one_of(
-    numbers,
-    st.none(),
-    st.booleans(),
-    st.floats(),
-    st.text(max_size=5),
-    st.binary(max_size=100),
-    st.builds(lambda n: os.urandom(32 * n), st.integers(0, 3)),
-    st.lists(numbers, max_size=3),
-)
-GROUPS = [list(msgspec.structs.astuple(g)) for g in p.describe(PLAIN)]
-opened = st.builds(
-    lambda where, what: ["open", [[*GROUPS[0][:where], what, *GROUPS[0][where + 1 :]]], 16, bytes(32), bytes(16)],
-    st.integers(0, 9),
-    st.one_of(fields, st.integers(1, 2**40)),
-)
-TAGS = ["open", "close", "match", "load", "cancel", "collect", "release", "reserve", "finish", "pin", "drop"]
-TAGS += ["flush", "statistics", "follow", "nonsense"]
-operations = st.one_of(
-    st.builds(lambda tag, rest: [tag, *rest], st.sampled_from(TAGS), st.lists(fields, max_size=9)),
-    opened,
-    st.builds(lambda have: ["match", 1, os.urandom(64), have, None], numbers),
-    st.builds(
-        lambda groups, start, stop, priority: ["reserve", 1, groups, os.urandom(96), start, stop, None, priority, b""],
-        st.lists(st.integers(-1, 1), max_size=2),
-        st.integers(-1, 4),
-        st.integers(-1, 4),
-        st.integers(-101, 101),
-    ),
-    st.builds(lambda n, sealed: ["finish", 1, n, sealed], st.integers(0, 9), st.booleans()),
-)
-
-
-TOKENS: list[str] = []
-"""Of the client before, which may have left rights behind."""
-
-
-@given(st.lists(st.lists(operations, max_size=4), max_size=6), st.binary(max_size=20))
-@settings(max_examples=300, deadline=None)
-def test_whatever_is_asked_is_answered_or_ends_the_connection(
-    node: Thread, requests: list[list[Any]], rubbish: bytes
-) -> None:
-    with dialled(node.path) as sock:
-        greet(sock)
-        welcome = answer(sock)
-        assert welcome[0] == "welcome"
-        forget = [["forget", token] for token in TOKENS]
-        TOKENS[:] = [welcome[3]]
-        try:
-            sock.sendall(packed([0, [*forget, ["open", GROUPS, 16, bytes(32), bytes(16)]]]))
-            for number, request in enumerate(requests, 1):
-                sock.sendall(packed([number, request]))
-            sock.sendall(rubbish)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-        assert answer(sock)[:2] == [0, [None] * len(forget) + [1]]
-        for number, request in enumerate(requests, 1):
-            found = answer(sock)
-            if found is None:
-                return
-            assert found[0] == number
-            assert len(found[1]) == len(request)

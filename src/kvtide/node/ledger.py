@@ -41,7 +41,8 @@ class Ledger:
         self._path = path
         self.life = secrets.token_hex(8)
         self._entries: dict[str, _Entry] = {}
-        self._watched: dict[str, int] = {}
+        self._watched: dict[int, int] = {}
+        """By process: its pidfd. One for all its clients, or many of them would take all descriptors."""
         self._dram: Dram | None = None
         try:
             entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
@@ -62,8 +63,8 @@ class Ledger:
         self._loop, self._dram = loop, dram
         dram.set_aside(self.elsewhere)
         dram.removed = self._given_up
-        for client, entry in list(self._entries.items()):
-            self._watch(client, entry)
+        for entry in list(self._entries.values()):
+            self._watch(entry.pid)
 
     def name(self, serial: int) -> str:
         """What the memory with that serial number is called in all nodes' lives."""
@@ -86,7 +87,7 @@ class Ledger:
         """A client is about to get memory of ours."""
         entry = self._entry(client, pid)
         entry.memory |= {self.name(s): size for s, size in zip(serials, sizes, strict=True)}
-        self._watch(client, entry)
+        self._watch(pid)
         self._write()
 
     def unmapped(self, client: str, names: Iterable[str]) -> None:
@@ -101,7 +102,9 @@ class Ledger:
         """A client has hung up. What it has not let go of stays written down until its process is dead."""
         entry = self._entries.get(client)
         if entry is not None and not entry.memory:
-            self._forget(client)
+            del self._entries[client]
+            if all(e.pid != entry.pid for e in self._entries.values()):
+                self._unwatch(entry.pid)
 
     def _entry(self, client: str, pid: int) -> _Entry:
         return self._entries.setdefault(client, _Entry(pid, _started(pid), {}))
@@ -132,25 +135,27 @@ class Ledger:
         except OSError as e:
             log.warning("cannot write %s (%s): should the node die, its successor may take too much memory", fresh, e)
 
-    def _watch(self, client: str, entry: _Entry) -> None:
-        """Wait for the death of a client's process."""
-        if client in self._watched:
+    def _watch(self, pid: int) -> None:
+        """Wait for the death of a process that has clients."""
+        if pid in self._watched:
             return
         try:
-            pidfd = os.pidfd_open(entry.pid)
+            pidfd = self._watched[pid] = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._forget(client)
-            return
-        self._watched[client] = pidfd
-        self._loop.add_reader(pidfd, self._forget, client)
+            self._died(pid)
+        else:
+            self._loop.add_reader(pidfd, self._died, pid)
 
-    def _forget(self, client: str) -> None:
-        pidfd = self._watched.pop(client, None)
+    def _unwatch(self, pid: int) -> None:
+        pidfd = self._watched.pop(pid, None)
         if pidfd is not None:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
-        if self._entries.pop(client, None) is not None:
-            self._settle()
+
+    def _died(self, pid: int) -> None:
+        self._unwatch(pid)
+        self._entries = {client: e for client, e in self._entries.items() if e.pid != pid}
+        self._settle()
 
     def close(self) -> None:
         """Stop watching. The book stays, while clients have memory of ours."""

@@ -18,6 +18,7 @@ from kvtide.errors import TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
+from kvtide.version import __version__
 
 __all__ = ["Line", "Lost"]
 
@@ -81,7 +82,7 @@ class Line:
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, "", token, self._name, sorted(self.lent)))
+        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, __version__, token, self._name, sorted(self.lent)))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):

@@ -22,6 +22,7 @@ from kvtide.node.http import Http
 from kvtide.node.ledger import Ledger
 from kvtide.node.server import Node
 from kvtide.store import Store
+from kvtide.version import __version__
 
 __all__ = ["detach", "serve"]
 
@@ -75,7 +76,7 @@ async def _serve(
                 node.close()
             store.close()
             raise
-        log.info("serving at %s", path)
+        log.info("kvtide %s serves at %s", __version__, path)
         ready()
         _notify("READY=1")
         if idle_seconds is not None:

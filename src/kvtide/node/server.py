@@ -28,6 +28,7 @@ from kvtide.node.ledger import Ledger
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
 from kvtide.store import Store
+from kvtide.version import __version__
 
 __all__ = ["Node"]
 
@@ -221,13 +222,14 @@ class Node:
                 return
             guest = Guest(self, connection, name, secrets.token_hex(16), pidfd)
             self._guests[guest.token] = guest
+            log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:
                 self._idling.cancel()
         config = self.store.config
         connection.send(
             p.Welcome(
                 p.PROTOCOL,
-                "",
+                __version__,
                 guest.token,
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,

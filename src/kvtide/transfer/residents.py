@@ -19,6 +19,9 @@ from kvtide.tiers.dram import Dram
 
 __all__ = ["Residents"]
 
+_TENANTS = 65_535
+"""That are told apart when room is short; any more have one share together."""
+
 
 class Residents:
     """Changes what is in DRAM. All calls under the index's lock, but for the release of a lease, which takes it."""
@@ -31,6 +34,9 @@ class Residents:
         self._footprints: list[int] = []
         """Of each identity."""
         self._spaces: dict[Identity, int] = {}
+        self._rows: list[int] = []
+        """How many rows each identity has; one that has none any more gives its place to another."""
+        self._vacant: list[int] = []
         self._tenants: dict[bytes, int] = {}
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
@@ -82,8 +88,9 @@ class Residents:
         index, these = self._index, at(rows)
         index.state[DRAM][these] = PENDING
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
-        index.space[these] = self._space(identity)
-        index.tenant[these] = self._tenants[identity.tenant]
+        index.space[these] = space = self._space(identity)
+        self._rows[space] += len(rows)
+        index.tenant[these] = self._tenants.get(identity.tenant, _TENANTS)
         index.holds[these] += 1
 
     def seal(self, rows: Rows) -> None:
@@ -106,6 +113,11 @@ class Residents:
     def leave(self, row: int) -> None:
         """Take a row out of DRAM. The row itself may live on in colder tiers."""
         self._dram.release(self._index.remove(row, DRAM))
+        space = int(self._index.space[row])
+        self._rows[space] -= 1
+        if not self._rows[space]:
+            del self._spaces[self._identities[space]]
+            self._vacant.append(space)
         if self.tokens:
             self.tokens.pop(row, None)
         if self._checks:
@@ -135,12 +147,17 @@ class Residents:
 
     def _space(self, identity: Identity) -> int:
         space = self._spaces.get(identity)
-        if space is None:
+        if space is None and self._vacant:
+            space = self._spaces[identity] = self._vacant.pop()
+            self._identities[space] = identity
+        elif space is None:
             space = self._spaces[identity] = len(self._identities)
             self._identities.append(identity)
-            self._footprints.append(identity.geometry.footprint)
-            self._tenants.setdefault(identity.tenant, len(self._tenants) + 1)
-            self._index.tenants = len(self._tenants)
+            self._footprints.append(0)
+            self._rows.append(0)
+        self._footprints[space] = identity.geometry.footprint
+        if identity.tenant not in self._tenants and len(self._tenants) < _TENANTS:
+            self._tenants[identity.tenant] = self._index.tenants = len(self._tenants) + 1
         return space
 
 
