@@ -119,8 +119,9 @@ def within_budget(node: Process, observer: Client) -> None:
     """As the node says, and as its processes and files are."""
     for tier in observer.statistics().tiers.values():
         assert tier.bytes_taken <= tier.budget
-    assert sum(host.memory([node.process.pid]).values()) <= DRAM
-    assert tier_bytes(node.folder / "tier") <= NVME
+    with host.standing_still([node.process.pid]):
+        assert sum(host.memory([node.process.pid]).values()) <= DRAM
+        assert tier_bytes(node.folder / "tier") <= NVME
 
 
 def readable(folder: Path) -> int:
