@@ -168,7 +168,7 @@ class LocalDesk:
                 layout, rows, usable, have, speed, self._store.read_bytes_queued, self._store.config.dram.budget
             )
             wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
-            needed = {name: rows[name][need.start : need.stop] for name, need in wanted.items()}
+            needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
             for g in layout.groups:
                 if not g.required:
                     needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]

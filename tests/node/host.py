@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["alive", "descriptors", "memory", "resident"]
+__all__ = ["alive", "descriptors", "memory", "resident", "standing_still"]
 
 _ARENA = "/memfd:kvtide"
 
@@ -18,6 +22,25 @@ def memory(pids: Iterable[int]) -> dict[int, int]:
         found |= _mapped(pid)
         found |= _opened(pid)
     return found
+
+
+@contextlib.contextmanager
+def standing_still(pids: Iterable[int]) -> Iterator[None]:
+    """Processes are stopped: what is read of one after the other is true of one moment."""
+    stopped = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+    try:
+        for pid in stopped:
+            while _state(pid) in ("R", "S", "D"):
+                time.sleep(0.0002)
+        yield
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _opened(pid: int) -> dict[int, int]:
@@ -63,11 +86,12 @@ def resident(pid: int) -> int:
 def alive(mark: str) -> list[int]:
     """Processes that were started with ``mark`` in their environment, and their forks."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if mark in _text(pid, "environ") and _running(pid)]
+    return [pid for pid in pids if mark in _text(pid, "environ") and _state(pid) not in ("Z", "X", "")]
 
 
-def _running(pid: int) -> bool:
-    return _text(pid, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+def _state(pid: int) -> str:
+    """A letter, as ``ps`` shows it; none if there is no such process."""
+    return _text(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
 def _links(pid: int) -> list[Path]:

@@ -97,7 +97,7 @@ class Rascal:
         with self._line() as sock:
             sock.sendall(packed([1, [OPEN]]))
             (session,) = self._answer(sock)[1]
-            sock.sendall(packed([2, [["match", session, os.urandom(15 << 20), 0]]]))
+            sock.sendall(packed([2, [["match", session, os.urandom(4 << 20), 0]]]))
             assert self._answer(sock)[1][0][:1] in (["matched"], ["failure"])
 
     def lie_about_lengths(self) -> None:
@@ -136,17 +136,25 @@ class Rascal:
                     f"{lie} was believed: {answer}"
                 )
 
-    def say_nothing(self) -> None:
-        """A hundred connections, and not a word."""
-        with contextlib.ExitStack() as stack:
-            for sock in [stack.enter_context(self._dial()) for _ in range(100)]:
-                self._hung_up(sock, b"")
+    def hoard(self) -> None:
+        """All the room that there is, for nothing."""
+        with self._line() as sock:
+            sock.sendall(packed([1, [OPEN]]))
+            (session,) = self._answer(sock)[1]
+            for number in range(2, 20):
+                sock.sendall(packed([number, [["reserve", session, [0], os.urandom(64 * 32), 0, 64, None, 100]]]))
+                assert self._answer(sock)[1][0][0] == "reserved"
+            sock.sendall(packed([20, [["close", session]]]))
+            assert self._answer(sock) is not None
 
-    def say_half(self) -> None:
-        """A greeting that never ends is waited for, but not for ever; a request is our own affair."""
-        with self._dial() as sock, self._line() as other:
-            other.sendall(packed([1, [["statistics"]]])[:5])
-            self._hung_up(sock, p.frame(p.Hello(1, 1, "rascal"))[:10])
+    def say_nothing(self) -> None:
+        """A hundred connections without a word, one with half of one: nobody waits for them for ever."""
+        with self._line() as waiting, contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(self._dial()) for _ in range(100)]
+            silent[-1].sendall(p.frame(p.Hello(1, 1, "rascal"))[:10])
+            waiting.sendall(packed([1, [["statistics"]]])[:5])
+            for sock in silent:
+                self._hung_up(sock, b"")
 
 
 TRICKS: list[Callable[[Rascal], None]] = [
@@ -155,6 +163,6 @@ TRICKS: list[Callable[[Rascal], None]] = [
     Rascal.ask_for_much_at_once,
     Rascal.lie_about_lengths,
     Rascal.lie_about_numbers,
+    Rascal.hoard,
     Rascal.say_nothing,
-    Rascal.say_half,
 ]

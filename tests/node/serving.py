@@ -130,7 +130,7 @@ class Process:
 
 def eventually(condition: Callable[[], T]) -> T:
     """Wait until a condition holds; answers it."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not (found := condition()):
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.005)
