@@ -1,13 +1,13 @@
 """What leaves when a tier is full.
 
 A ``Policy`` ranks, lower score sooner out, and leaf first. The ``Evictor`` does the rest: it ranks the rows of one slot
-size, keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
+kind, keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
 
 Shares: tenants that use a tier have equal shares of it. When it is full, one that has more than its share loses blocks
 first, its coldest, until it has no more than that; what nobody else wants it keeps.
 
-Sizes: a slot can only be reused for its own size. If the coldest segment of another size is colder, on average, than
-the coldest block of this size, or this size has nothing to give, that whole segment is emptied instead.
+Sizes: a slot can only be reused for its own kind. If the coldest segment of another kind is colder, on average, than
+the coldest block of this kind, or this kind has nothing to give, that whole segment is emptied instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtide.index.index import SEALED, Index, Mask, Rows
 from kvtide.plan.ages import Ages
 from kvtide.plan.policy import Policy, Scores
 from kvtide.plan.uses import Uses
-from kvtide.tiers.segments import EMPTY, Segment, Segments
+from kvtide.tiers.segments import EMPTY, Segment, Segments, size_of
 
 __all__ = ["Evictor", "EvictorStatistics", "Slotted", "room"]
 
@@ -90,17 +90,17 @@ class Evictor:
         self._policy = policy
         self._may_leave = may_leave
         self._queues: dict[int, _Queue] = {}
-        """By slot size: the coldest part, as it was ranked last."""
+        """By slot kind: the coldest part, as it was ranked last."""
         self._barren: dict[int, int] = {}
-        """By slot size: the index's count of changes when nothing could be found."""
+        """By slot kind: the index's count of changes when nothing could be found."""
         self._ages = Ages(uses.clockwork)
 
-    def victims(self, size: int, count: int = 1) -> list[int]:
-        """Rows to evict so that slots of ``size`` come free, at once or when a segment is cut anew.
+    def victims(self, kind: int, count: int = 1) -> list[int]:
+        """Rows to evict so that slots of ``kind`` come free, at once or when a segment is cut anew.
 
         At most ``count`` rows, or all of one segment; at least one, unless nothing may leave.
         """
-        rows = self._victims(size, count)
+        rows = self._victims(kind, count)
         if rows:
             self._ages.add(self._index.used[rows])
         return rows
@@ -108,13 +108,13 @@ class Evictor:
     def statistics(self) -> EvictorStatistics:
         return EvictorStatistics(self._policy.in_charge, self._ages.statistics())
 
-    def _victims(self, size: int, count: int) -> list[int]:
-        rows, score = self._coldest(size, count)
-        segment = self._colder_segment(size, score if rows else None)
+    def _victims(self, kind: int, count: int) -> list[int]:
+        rows, score = self._coldest(kind, count)
+        segment = self._colder_segment(kind, score if rows else None)
         if segment is not None and (emptied := self._empty(segment)):
             return emptied
         if rows:
-            self._queues[size].at += count
+            self._queues[kind].at += count
         return rows
 
     def _empty(self, segment: Segment) -> list[int]:
@@ -131,7 +131,7 @@ class Evictor:
         return owners
 
     def coldest(self, count: int) -> Rows:
-        """The rows that would leave next, of any size, whether they may already or not."""
+        """The rows that would leave next, of any kind, whether they may already or not."""
         with self._tier.book_lock:
             owners = [s.owner for s in self._tier.segments]
         rows: Rows = np.concatenate(owners) if owners else np.zeros(0, np.int64)
@@ -149,10 +149,10 @@ class Evictor:
             good &= self._may_leave(rows)
         return good
 
-    def _coldest(self, size: int, count: int) -> tuple[list[int], int]:
-        """The next rows of that size, coldest first, and the first one's score; they stay in the queue."""
+    def _coldest(self, kind: int, count: int) -> tuple[list[int], int]:
+        """The next rows of that kind, coldest first, and the first one's score; they stay in the queue."""
         while True:
-            queue = self._queues.get(size)
+            queue = self._queues.get(kind)
             while queue is not None and queue.at < len(queue.rows):
                 rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
                 # Still here, free to go, and as cold as when they were ranked?
@@ -162,21 +162,21 @@ class Evictor:
                 if good.any():
                     return rows[good].tolist(), _LOWEST if queue.owed else int(scores[good][0])
                 queue.at += count
-            if self._barren.get(size) == self._index.changes:
+            if self._barren.get(kind) == self._index.changes:
                 return [], 0
-            self._queues[size] = queue = self._rank(size)
+            self._queues[kind] = queue = self._rank(kind)
             if not len(queue.rows):
-                self._barren[size] = self._index.changes
+                self._barren[kind] = self._index.changes
                 return [], 0
 
-    def _rank(self, size: int) -> _Queue:
+    def _rank(self, kind: int) -> _Queue:
         with self._tier.book_lock:
-            rows = self._tier.segments.owners(size)
+            rows = self._tier.segments.owners(kind)
         rows = rows[rows > EMPTY]
         rows = rows[self._leaving(rows)]
         scores = self._policy.score(rows)
         count = max(64, len(rows) // 64)
-        owed = self._owed(rows, scores, size)
+        owed = self._owed(rows, scores, kind)
         if owed is not None:
             # What is owed changes with every block that leaves, so this queue must not last long.
             rows, scores, count = (
@@ -189,8 +189,8 @@ class Evictor:
         order = np.argsort(scores)
         return _Queue(rows[order], scores[order], owed is not None and bool(owed.any()), self._uses.now())
 
-    def _owed(self, rows: Rows, scores: Scores, size: int) -> Mask | None:
-        """Which rows of slots of ``size`` their tenants have beyond their shares: the coldest of each such tenant.
+    def _owed(self, rows: Rows, scores: Scores, kind: int) -> Mask | None:
+        """Which rows of slots of ``kind`` their tenants have beyond their shares: the coldest of each such tenant.
 
         None where there is but one tenant.
         """
@@ -206,15 +206,15 @@ class Evictor:
         tenants = self._index.tenant[rows]
         for tenant in np.flatnonzero(held[1:] > share) + 1:
             mine = np.flatnonzero(tenants == tenant)
-            count = min(len(mine), int(-((share - held[tenant]) // size)))
+            count = min(len(mine), int(-((share - held[tenant]) // size_of(kind))))
             owed[mine[np.argsort(scores[mine])[:count]]] = True
         return owed
 
-    def _colder_segment(self, size: int, than: int | None) -> Segment | None:
-        """The coldest segment of another size whose blocks may all leave, if it is colder than ``than``."""
+    def _colder_segment(self, kind: int, than: int | None) -> Segment | None:
+        """The coldest segment of another kind whose blocks may all leave, if it is colder than ``than``."""
         best, best_score = None, float("inf") if than is None else float(than)
         with self._tier.book_lock:
-            others = self._tier.segments.others(size)
+            others = self._tier.segments.others(kind)
         for segment in others:
             owner = segment.owner  # once: another thread may cut an empty segment anew
             rows = owner[owner != EMPTY]

@@ -52,6 +52,8 @@ class Identity:
     block_tokens: int
     geometry: Geometry
     itemsize: int
+    domain: int = 0
+    """The trust domain in whose memory they lie; nothing on disk."""
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):

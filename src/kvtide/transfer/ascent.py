@@ -35,7 +35,7 @@ _CHUNK = 64 << 20
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds of a load that are told apart."""
 
-Take = Callable[[int, int, list[Event], Rows], list[int]]
+Take = Callable[[Identity, int, list[Event], Rows], list[int]]
 """Slots in DRAM, by evicting if need be: their size, how many, what is to be published, and whose they will be."""
 
 
@@ -114,7 +114,7 @@ class Ascent:
             left = rows
             while len(left):
                 left = self._start(left, identity, transfer)
-                if len(left) and not self._dram.grow(identity.geometry.footprint):
+                if len(left) and not self._dram.grow(identity.geometry.footprint, identity.domain):
                     self._counts["loads dropped: no room in DRAM"] += len(left)
                     transfer.finish(left.tolist(), [False] * len(left))
                     break
@@ -134,10 +134,10 @@ class Ascent:
                     self._flights[row] = (*self._flights.get(row, ()), transfer)
             for cold in self._colds:
                 mine, away = _part(away, index.state[cold.number], SEALED)
-                places = self._take(identity.geometry.footprint, len(mine), events, mine)
+                places = self._take(identity, len(mine), events, mine)
                 if len(places) < len(mine):
                     mine, rest = mine[: len(places)], mine[len(places) :]
-                    if self._dram.growable(identity.geometry.footprint):
+                    if self._dram.growable(identity.geometry.footprint, identity.domain):
                         left = np.concatenate([left, rest])
                     else:
                         self._counts["loads dropped: no room in DRAM"] += len(rest)

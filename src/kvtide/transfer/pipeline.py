@@ -194,14 +194,14 @@ class Pipeline:
         return absent
 
     def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
-        size = pledge.identity.geometry.footprint
+        size, domain = pledge.identity.geometry.footprint, pledge.identity.domain
         done = 0
         while done < len(pledge.keys):
             events: list[Event] = []
             with self._index.lock:
                 done = self._grant(pledge, done, granted, events)
             self._feed.publish(events)
-            if done < len(pledge.keys) and not self._dram.grow(size):
+            if done < len(pledge.keys) and not self._dram.grow(size, domain):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
                 return
 
@@ -209,7 +209,7 @@ class Pipeline:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
         wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
-        places = self._take(size, len(wanted), events)
+        places = self._take(pledge.identity, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
@@ -231,15 +231,16 @@ class Pipeline:
         granted.spans += self._dram.spans(places, size)
         return wanted[len(places)] if len(places) < len(wanted) else len(pledge.keys)
 
-    def _take(self, size: int, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
+    def _take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Slots in DRAM for as many as can be had, by evicting too, but not by growing. Under the lock."""
-        places = self._dram.take_many(size, count, owners)
+        size, domain = what.geometry.footprint, what.domain
+        places = self._dram.take_many(size, count, owners, domain)
         if len(places) < count and ladder(size) > self._dram.segments.budget:
             return []  # nothing that could leave would make room for it
-        while (left := count - len(places)) and not self._dram.growable(size):
-            if not self._make_room(ladder(size), left, events):
+        while (left := count - len(places)) and not self._dram.growable(size, domain):
+            if not self._make_room(ladder(size) | domain, left, events):
                 break
-            places += self._dram.take_many(size, left, None if owners is None else owners[-left:])
+            places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
         return places
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
@@ -272,9 +273,9 @@ class Pipeline:
 
     # -- out ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int, count: int, events: list[Event]) -> bool:
-        """Evict from DRAM so that up to ``count`` slots of ``size`` come free. Under the lock."""
-        rows = self._evictor.victims(size, count)
+    def _make_room(self, kind: int, count: int, events: list[Event]) -> bool:
+        """Evict from DRAM so that up to ``count`` slots of a kind come free. Under the lock."""
+        rows = self._evictor.victims(kind, count)
         if not rows:
             if self._keep_leaving:
                 self._ahead = 0
