@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtide import Model, Store, config
+from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
 from kvtide.node.statistics import ClientStatistics, NodeStatistics
 from kvtide.testing.faults import Fault, FaultyDisk
@@ -285,3 +287,13 @@ def test_the_dashboard_and_the_queries_name_metrics_that_there_are() -> None:
     assert all(named(query) and named(query) <= known for query in queries)
     page = (DOCS / "metrics.md").read_text()
     assert named(page) == known
+
+
+def test_values_are_counted_alike_one_by_one_and_together() -> None:
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 7.0]
+    alone, together = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
+    for value in values:
+        alone.add_one(value)
+    together.add(np.array(values))
+    assert alone.statistics() == together.statistics()
+    assert alone.statistics().counts == (3, 2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Histogram:
     """Counts values by steps. Safe from any thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
+        self._steps = tuple(bounds)
         self._bounds = np.array(bounds)
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._total = 0.0
@@ -40,6 +42,12 @@ class Histogram:
         with self._lock:
             self._counts += steps
             self._total += total
+
+    def add_one(self, value: float) -> None:
+        step = bisect_left(self._steps, value)
+        with self._lock:
+            self._counts[step] += 1
+            self._total += value
 
     def statistics(self) -> HistogramStatistics:
         with self._lock:

@@ -99,7 +99,7 @@ class Ascent:
 
     def _ended(self, transfer: Transfer) -> None:
         seconds, outcome = transfer.age, transfer.outcome
-        self._seconds.add(np.array([seconds]))
+        self._seconds.add_one(seconds)
         with self._index.lock:
             self._outcomes[outcome] += 1
 
