@@ -25,6 +25,8 @@ from kvtide.version import __version__
 __all__ = ["Line", "Lost", "spans"]
 
 _SPACE = socket.CMSG_SPACE(64 * 4)
+_TOGETHER = 256
+"""Operations that were put off and go with one request, at most."""
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
@@ -188,17 +190,27 @@ class Line:
     def _send(self, operations: list[p.Operation]) -> tuple[int, int]:
         """The number of the request, and how many operations were before ours in it."""
         self._check()
-        assert self._requests is not None
-        number, before = next(self._numbers), []
+        while len(before := self._put_off()) == _TOGETHER:
+            self._transmit(before)
+        return self._transmit(before + operations), len(before)
+
+    def _put_off(self) -> list[p.Operation]:
+        """What was put off, as much of it as goes into one message."""
+        found: list[p.Operation] = []
         with contextlib.suppress(IndexError):
-            while self._waiting:
-                before.append(self._waiting.popleft())
+            while len(found) < _TOGETHER:
+                found.append(self._waiting.popleft())
+        return found
+
+    def _transmit(self, operations: list[p.Operation]) -> int:
+        assert self._requests is not None
+        number = next(self._numbers)
         try:
-            self._requests.sendall(p.frame(p.Request(number, before + operations)))
+            self._requests.sendall(p.frame(p.Request(number, operations)))
         except OSError as e:
             self.close()
             raise Lost from e
-        return number, len(before)
+        return number
 
     def _receive(self) -> p.Reply:
         received, buffer = self._received, self._buffer
