@@ -6,10 +6,14 @@ to ``bench/results``; a figure that is not measured this time keeps its last one
 
 from __future__ import annotations
 
+import functools
+import itertools
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,14 @@ from typing import Any
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
 from kvtide.benchmarks import FIGURES, run
+from kvtide.benchmarks.copies import together
 from kvtide.benchmarks.record import Contestant, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings
 
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")
 """Its best ways to a disk; those through the page cache end before the bytes are on it."""
+LMCACHE_SERVER = ("handle", "shm")
+"""Its server's ways to move bytes, best first; the third, pickled bytes over the socket, is ten times slower."""
 
 
 def _samples(answer: Mapping[str, Any]) -> dict[str, Sample]:
@@ -32,11 +39,19 @@ def _samples(answer: Mapping[str, Any]) -> dict[str, Sample]:
 
 
 class RealPeers:
-    """LMCache and vLLM's file tier, each in a process and an environment of its own."""
+    """LMCache, its server, and vLLM's file tier, each in a process and an environment of its own."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._lmcache = stack.enter_context(Peer("lmcache"))
-        self._vllm = stack.enter_context(Peer("vllm"))
+        self._stack = stack
+        self._clients: list[Peer] = []
+
+    @functools.cached_property
+    def _lmcache(self) -> Peer:
+        return self._stack.enter_context(Peer("lmcache"))
+
+    @functools.cached_property
+    def _vllm(self) -> Peer:
+        return self._stack.enter_context(Peer("vllm"))
 
     def match(self) -> Mapping[str, Contestant]:
         def ask(mode: str) -> Contestant:
@@ -66,6 +81,60 @@ class RealPeers:
             **{f"lmcache {mode}": ask(self._lmcache, mode) for mode in LMCACHE_DISK},
             "vllm fs": ask(self._vllm, "fs"),
         }
+
+    def _drivers(self, count: int) -> list[Peer]:
+        """Drivers of LMCache's server, without servers or clients."""
+        while len(self._clients) < count:
+            self._clients.append(self._stack.enter_context(Peer("lmcache", driver="lmcache_server")))
+        for driver in self._clients:
+            driver.ask(op="stop")
+        return self._clients[:count]
+
+    def server_match(self) -> Mapping[str, Contestant]:
+        (driver,) = self._drivers(1)
+        port = _free_port()
+        driver.ask(op="serve", mode="handle", port=port, gigabytes=0.25, clients=1)
+        driver.ask(op="connect", mode="handle", port=port, number=0, block_bytes=4096, count=512)
+        driver.ask(op="store", turn=0)
+
+        def contestant() -> Mapping[str, Sample]:
+            answer = driver.ask(op="match", turn=0, repeats=10)
+            return {"match": Sample(answer["seconds"], answer["cpu_seconds"])}
+
+        return {"lmcache server": contestant}
+
+    def server_copies(self, clients: int, block: int, count: int) -> Mapping[str, Contestant]:
+        modes = LMCACHE_SERVER[: 1 if clients > 1 else None]
+        drivers = iter(self._drivers(clients * len(modes)))
+        return {
+            f"lmcache server, {mode}": self._copying(mode, [next(drivers) for _ in range(clients)], block, count)
+            for mode in modes
+        }
+
+    def _copying(self, mode: str, drivers: Sequence[Peer], block: int, count: int) -> Contestant:
+        port, total = _free_port(), len(drivers) * block * count
+        drivers[0].ask(op="serve", mode=mode, port=port, gigabytes=1.2 * total / 2**30, clients=len(drivers))
+        for number, driver in enumerate(drivers):
+            driver.ask(op="connect", mode=mode, port=port, number=number, block_bytes=block, count=count)
+        turns = itertools.count()
+
+        def contestant() -> Mapping[str, Sample]:
+            turn, samples = next(turns), {}
+            with ThreadPoolExecutor(len(drivers)) as pool:
+                for task in ("store", "load"):
+                    answers = list(pool.map(lambda d, op=task: d.ask(op=op, turn=turn), drivers))
+                    samples[task] = together([(a["start"], a["stop"]) for a in answers], total)
+            drivers[0].ask(op="clear")
+            return samples
+
+        return contestant
+
+
+def _free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
 
 
 def main(arguments: list[str]) -> int:

@@ -42,13 +42,14 @@ class PeerGoneError(RuntimeError):
 class Peer:
     """A running driver of the peer ``name`` (a key of ``environments.ENVIRONMENTS``)."""
 
-    def __init__(self, name: str, variables: Mapping[str, str] | None = None) -> None:
-        """``variables`` go into the driver's environment, over the ones in ``VARIABLES``."""
+    def __init__(self, name: str, variables: Mapping[str, str] | None = None, *, driver: str = "") -> None:
+        """``variables`` go into the driver's environment, over the ones in ``VARIABLES``; ``driver`` is another one
+        than ``name``'s first."""
         self.name = name
         python = environments.build(name)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            [python, Path(__file__).with_name(f"{name}_driver.py")],
+            [python, Path(__file__).with_name(f"{driver or name}_driver.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -18,18 +18,19 @@ class Door:
         """What to say to those who come too late."""
         self._inside = 0
         self._open = True
-        self._left = threading.Condition()
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
 
     def __enter__(self) -> None:
-        with self._left:
+        with self._lock:
             if not self._open:
                 raise ClosedError(self._closed)
             self._inside += 1
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        with self._left:
+        with self._lock:
             self._inside -= 1
-            if not self._inside:
+            if not self._inside and not self._open:
                 self._left.notify_all()
 
     def shut(self) -> None:

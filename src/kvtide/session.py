@@ -106,7 +106,7 @@ class Session:
         if isinstance(tokens, Chain):
             if extras:
                 raise LayoutError("extras are part of a chain: give them when it is made or extended")
-            if tokens.namer != self._namer:
+            if tokens.namer is not self._namer and tokens.namer != self._namer:
                 raise LayoutError("this chain was made for another model or tenant: its names mean other blocks")
             return tokens
         return self._namer.chain(tokens, extras)

@@ -268,3 +268,40 @@ def test_both_sides_say_their_version(node: Process) -> None:
     with Client(node.path) as client:
         assert client.line.welcome.version == kvtide.__version__
         eventually(lambda: f"client {os.getpid()}, kvtide {kvtide.__version__}" in node.log)
+
+
+# -- what is put off ----------------------------------------------------------------------------------------
+
+
+def test_what_is_released_is_given_back_soon_though_nothing_else_is_asked(node: Process) -> None:
+    with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        for _ in range(3):
+            match = session.match(prompt(1, 2))
+            assert other.statistics().held == 2
+            match.release()
+            eventually(lambda: other.statistics().held == 0)
+
+
+def test_many_releases_at_once_are_no_message_that_is_too_large(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        line = client._line
+        matches = [session.match(prompt(1, 2)) for _ in range(3000)]
+        for match in matches:
+            match.release()
+        assert client.statistics().held == 0
+        assert client._line is line, "the node did not hang up"
+
+
+def test_a_prompt_that_was_all_there_is_not_found_when_a_part_of_it_was_dropped(node: Process) -> None:
+    """It is remembered that it was all there, but not for longer than that is true."""
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert [length(session, prompt(1, 2)) for _ in range(3)] == [32, 32, 32]
+        session.drop(prompt(1, 2), start=1)
+        assert length(session, prompt(1, 2)) == 16
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert length(session, prompt(1, 2)) == 32

@@ -87,7 +87,7 @@ def test_another_process_sees_the_bytes() -> None:
     places = caller.write(keep, LARGE)
     place, size = places[2], LARGE.geometry.footprint
     span = dram.span(place, size)
-    (address,) = dram.addresses(np.array([place])).tolist()
+    (address,) = dram.addresses(np.array([place]))[0].tolist()
     fd, start = dram.descriptor(address >> 40), address & 0xFFFFFFFFFF
     arguments = [sys.executable, "-c", READER, str(fd), str(start), str(size)]
     with subprocess.Popen(arguments, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:

@@ -1,4 +1,4 @@
-"""The node: what the socket costs, beside memory itself and a server that only echoes."""
+"""The node: what the socket costs, beside memory itself, a server that only echoes and, if there is one, a peer's."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import kvtide
-from kvtide.benchmarks.record import Record, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, TOKENS, Settings, block_sources, layout_of
+from kvtide.benchmarks.copies import Copies, Memcpy, Moment, memcpy, moment, records, through, together
+from kvtide.benchmarks.crowd import Crowd
+from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
+from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, TOKENS, Settings
 
 __all__ = ["node"]
 
 _STEP = 64
 """Blocks in the message of a step."""
+_PROMPTS = 8
+"""That a client asks for in turn."""
+_TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
 
 
 @contextmanager
@@ -56,74 +63,106 @@ def _cpu(pid: int) -> float:
 def node(settings: Settings) -> Iterator[Record]:
     """Match, store and load through a node, and the round trip of a step."""
     nbytes = 32 * MIB
-    count = settings.rounds(1024, 512) * MIB // nbytes
-    with _running(count * nbytes + 512 * MIB) as (path, pid):
+    with _running(64 * MIB) as (path, pid):
         yield from _match(settings, path, pid)
-        yield from _copies(settings, path, nbytes, count)
-        yield from _steps(settings, path, pid)
+    for clients in (1, 4):
+        count = settings.rounds(1024, 512) * MIB // nbytes // clients
+        yield from _copies(settings, clients, nbytes, count)
+    with _running(64 * MIB) as (path, pid):
+        for clients in (1, 8):
+            yield from _steps(settings, path, pid, clients)
 
 
 def _match(settings: Settings, path: Path, pid: int) -> Iterator[Record]:
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
-    tiny = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
-    block = np.zeros(tiny.geometry["full"].nbytes, np.uint8)
-    repeats = settings.rounds(100, 30)
-    with kvtide.connect(f"unix:{path}") as store, store.session(kvtide.Model(tiny, "bench")) as session:
+    block = np.zeros(_TINY.geometry["full"].nbytes, np.uint8)
+    repeats = settings.rounds(50, 20)
+    with kvtide.connect(f"unix:{path}") as store, store.session(kvtide.Model(_TINY, "bench")) as session:
         session.store(tokens, [block] * (TOKENS // BLOCK_TOKENS))
-        wall, cpu = [], []
-        for _ in range(settings.rounds(7, 3)):
-            settings.progress("match through the node")
+
+        def ours() -> Mapping[str, Sample]:
             start, own, theirs = time.perf_counter(), time.process_time(), _cpu(pid)
             for _ in range(repeats):
                 with session.match(tokens) as found:
                     assert found.tokens == TOKENS
-            wall.append((time.perf_counter() - start) / repeats * 1e3)
-            cpu.append((time.process_time() - own + _cpu(pid) - theirs) / repeats * 1e3)
-    note = "131,072 tokens as a buffer, 512 blocks, all present, with the release"
-    for name, unit, values in (("node-match", "ms", wall), ("node-match-cpu", "CPU ms", cpu)):
-        yield figure(name, unit, values, better="lower", command=settings.command, note=note)
+            wall = time.perf_counter() - start
+            cpu = time.process_time() - own + _cpu(pid) - theirs
+            return {"match": Sample(wall / repeats, cpu / repeats)}
 
-
-def _copies(settings: Settings, path: Path, nbytes: int, count: int) -> Iterator[Record]:
-    sources = block_sources(nbytes)
-    target = np.zeros((count, nbytes), np.uint8)
-    scratch = np.zeros((count, nbytes), np.uint8)
-    blocks = [sources[i % 4] for i in range(count)]
-
-    def memcpy() -> Mapping[str, Sample]:
-        def copy() -> None:
-            for i in range(count):
-                np.copyto(scratch[i], blocks[i])
-
-        sample = timed(copy, nbytes=count * nbytes)
-        return {"store": sample, "load": sample}
-
-    with kvtide.connect(f"unix:{path}") as store:
-        session = store.session(kvtide.Model(layout_of(nbytes), "bench"))
-        chain = session.chain(np.arange(count * BLOCK_TOKENS, dtype=np.uint32))
-
-        def ours() -> Mapping[str, Sample]:
-            samples = {"store": timed(session.store, chain, blocks, nbytes=count * nbytes)}
-            with session.match(chain) as found:
-                samples["load"] = timed(lambda: session.load(found, list(target)).wait(), nbytes=count * nbytes)
-            assert (target[-1] == blocks[-1]).all(), "a wrong byte"
-            session.drop(chain)
-            return samples
-
-        rounds = compare({"kvtide": ours, "memcpy": memcpy}, settings.rounds(11, 5), settings.progress)
-    for task in ("store", "load"):
-        limit = [s.speed for s in rounds["memcpy"][task]]
+        rounds = compare({"kvtide": ours, **settings.peers.server_match()}, settings.rounds(11, 5), settings.progress)
+    note = "131,072 tokens as a buffer, 512 blocks, all present, with the release; CPU of both processes"
+    measures: dict[str, tuple[str, Callable[[Sample], float]]] = {
+        "node-match": ("ms", lambda s: s.seconds * 1e3),
+        "node-match-cpu": ("CPU ms", lambda s: s.cpu_seconds * 1e3),
+    }
+    for name, (unit, measure) in measures.items():
+        peers = {n: [measure(s) for s in t["match"]] for n, t in rounds.items() if n != "kvtide"}
+        best = next(iter(peers), "")
         yield figure(
-            f"node-{task}-32mib",
-            "GB/s",
-            [s.speed for s in rounds["kvtide"][task]],
-            better="higher",
-            limit=limit,
-            against="memcpy on one core",
-            reference=limit,
-            bar=0.85,
+            name,
+            unit,
+            [measure(s) for s in rounds["kvtide"]["match"]],
+            better="lower",
+            peers=peers,
+            against=best,
+            reference=peers.get(best),
+            bar=4.0 if best else None,
             command=settings.command,
+            note=note,
         )
+
+
+# -- copies ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _copying_client(number: int, path: str, nbytes: int, count: int) -> Iterator[Mapping[str, Callable[[], Any]]]:
+    with kvtide.connect(f"unix:{path}") as store:
+        copies = Copies(store, nbytes, count, number)
+
+        def end() -> None:
+            copies.check()
+            copies.drop()
+
+        yield {"store": lambda: moment(copies.store), "load": lambda: moment(copies.load()), "end": end}
+
+
+@contextmanager
+def _copying(number: int, nbytes: int, count: int) -> Iterator[Mapping[str, Callable[[], Moment]]]:
+    work = Memcpy(nbytes, count)
+    yield {"store": lambda: moment(work.copy)}
+
+
+def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterator[Record]:
+    total = clients * count * nbytes
+    with ExitStack() as stack:
+        path, _ = stack.enter_context(_running(total + 512 * MIB))
+        ours: Contestant
+        limit: Contestant
+        if clients == 1:
+            store = stack.enter_context(kvtide.connect(f"unix:{path}"))
+            ours, limit = through(Copies(store, nbytes, count), total), memcpy(nbytes, count)
+        else:
+            crowd = stack.enter_context(Crowd(clients, _copying_client, str(path), nbytes, count))
+            copiers = stack.enter_context(Crowd(clients, _copying, nbytes, count))
+
+            def ours() -> Mapping[str, Sample]:
+                samples = {task: together(crowd.do(task), total) for task in ("store", "load")}
+                crowd.do("end")
+                return samples
+
+            def limit() -> Mapping[str, Sample]:
+                sample = together(copiers.do("store"), total)
+                return {"store": sample, "load": sample}
+
+        contestants = {"kvtide": ours, "memcpy": limit, **settings.peers.server_copies(clients, nbytes, count)}
+        rounds = compare(contestants, settings.rounds(11, 3), settings.progress)
+    who = "memcpy on one core" if clients == 1 else f"memcpy by {clients} processes"
+    name = "node-{task}-32mib" + ("" if clients == 1 else f"-{clients}-clients")
+    yield from records(settings, name, rounds, who, 0.85, 2.0)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------
 
 
 def _echo(pipe: Connection, path: str) -> None:
@@ -134,7 +173,7 @@ def _echo(pipe: Connection, path: str) -> None:
             try:
                 size = await reader.readexactly(4)
                 writer.write(size + await reader.readexactly(int.from_bytes(size, "little")))
-            except asyncio.IncompleteReadError:
+            except (asyncio.IncompleteReadError, ConnectionError):
                 return
 
     async def main() -> None:
@@ -145,65 +184,95 @@ def _echo(pipe: Connection, path: str) -> None:
     asyncio.run(main())
 
 
-def _steps(settings: Settings, path: Path, pid: int) -> Iterator[Record]:
-    """A step asks for 64 blocks and gives back those of the step before, in one message."""
-    repeats = settings.rounds(3000, 500)
-    tiny = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
-    block = np.zeros(tiny.geometry["full"].nbytes, np.uint8)
-    ours_pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    echo_path = f"{path}.echo"
-    echo = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs, echo_path), daemon=True)
-    echo.start()
-    ours_pipe.recv()
+@contextmanager
+def _echoing(path: str) -> Iterator[None]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_echo, args=(theirs, path), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ours.recv()
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextmanager
+def _stepping(number: int, path: str, echo: str, repeats: int) -> Iterator[Mapping[str, Callable[[], Any]]]:
+    """A client that asks for 64 blocks and gives back those of the step before, in one message."""
+    block = np.zeros(_TINY.geometry["full"].nbytes, np.uint8)
     frame = (_STEP * 32).to_bytes(4, "little") + bytes(_STEP * 32)
     with (
         kvtide.connect(f"unix:{path}") as store,
-        store.session(kvtide.Model(tiny, "steps")) as session,
+        store.session(kvtide.Model(_TINY, "steps")) as session,
         socket.socket(socket.AF_UNIX) as sock,
     ):
-        chain = session.chain(np.arange(_STEP * BLOCK_TOKENS, dtype=np.uint32))
-        session.store(chain, [block] * _STEP)
-        sock.connect(echo_path)
+        chains = []
+        for prompt in range(_PROMPTS):
+            first = np.uint32((number * _PROMPTS + prompt) << 20)
+            chains.append(session.chain(np.arange(_STEP * BLOCK_TOKENS, dtype=np.uint32) + first))
+            session.store(chains[-1], [block] * _STEP)
+        sock.connect(echo)
 
-        def step() -> None:
-            session.match(chain).release()
+        def step(i: int) -> None:
+            session.match(chains[i % _PROMPTS]).release()
 
-        def bare() -> None:
+        def bare(i: int) -> None:
             sock.sendall(frame)
             left = len(frame)
             while left:
                 left -= len(sock.recv(left))
 
-        times: dict[str, list[float]] = {"node": [], "echo": []}
-        cpu = []
-        for _ in range(settings.rounds(7, 3)):
-            settings.progress("steps through the node")
-            before = time.process_time() + _cpu(pid)
-            times["node"] += _each(step, repeats)
-            cpu.append((time.process_time() + _cpu(pid) - before) / repeats * 1e6)
-            times["echo"] += _each(bare, repeats)
-    echo.terminate()
-    for name, at in (("p50", 0.5), ("p99", 0.99)):
-        mine, echoed = (float(np.quantile(times[who], at)) * 1e6 for who in ("node", "echo"))
+        yield {"node": lambda: _each(step, repeats), "echo": lambda: _each(bare, repeats)}
+
+
+def _each(work: Callable[[int], None], repeats: int) -> tuple[npt.NDArray[np.float64], float]:
+    """The seconds that each took, and the CPU seconds of all."""
+    found, cpu = np.zeros(repeats), time.process_time()
+    for i in range(repeats):
+        start = time.perf_counter()
+        work(i)
+        found[i] = time.perf_counter() - start
+    return found, time.process_time() - cpu
+
+
+def _steps(settings: Settings, path: Path, pid: int, clients: int) -> Iterator[Record]:
+    """A step asks for 64 blocks and gives back those of the step before, in one message."""
+    repeats = settings.rounds(3000, 500) // clients
+    echo = f"{path}.echo-{clients}"
+    quantiles = {"p50": 0.5, "p99": 0.99}
+    times: dict[str, dict[str, list[float]]] = {who: {q: [] for q in quantiles} for who in ("node", "echo")}
+    cpu: list[float] = []
+    with _echoing(echo), Crowd(clients, _stepping, str(path), echo, repeats) as crowd:
+        for i in range(settings.rounds(11, 3) + 1):
+            settings.progress(f"steps through the node, {clients} clients, round {i}")
+            for who, mine in times.items():
+                before = _cpu(pid)
+                answers = crowd.do(who)
+                used = _cpu(pid) - before + sum(seconds for _, seconds in answers)
+                if i == 0:
+                    continue
+                if who == "node":
+                    cpu.append(used / clients / repeats * 1e6)
+                for name, at in quantiles.items():
+                    mine[name].append(float(np.quantile(np.concatenate([each for each, _ in answers]), at)) * 1e6)
+    suffix = "" if clients == 1 else f"-{clients}-clients"
+    for name in quantiles:
         yield figure(
-            f"node-step-{name}",
+            f"node-step-{name}{suffix}",
             "us",
-            [mine],
+            times["node"][name],
             better="lower",
-            limit=[echoed],
+            limit=times["echo"][name],
             against="an asyncio server that echoes",
-            reference=[echoed],
+            reference=times["echo"][name],
             bar=0.5,
             command=settings.command,
-            note="match of 64 blocks that are present, found and leased, and the release of those of the step before",
+            note=f"clients: {clients}; match of 64 blocks that are present, found and leased, and the release of those "
+            "of the step before, in one message",
         )
-    yield figure("node-step-cpu", "CPU us", cpu, better="lower", bar=150, command=settings.command, note="both ends")
-
-
-def _each(work: Callable[[], None], repeats: int) -> list[float]:
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return found
+    yield figure(
+        f"node-step-cpu{suffix}", "CPU us", cpu, better="lower", bar=150, command=settings.command, note="both ends"
+    )

@@ -44,6 +44,12 @@ class Peers(Protocol):
 
     def disk(self, block: int, count: int, folder: Path) -> Mapping[str, Contestant]: ...
 
+    def server_match(self) -> Mapping[str, Contestant]:
+        """Through a server of theirs; CPU time is that of both processes."""
+
+    def server_copies(self, clients: int, block: int, count: int) -> Mapping[str, Contestant]:
+        """Through a server of theirs: ``count`` blocks for each of so many clients."""
+
 
 class NoPeers:
     """Ours and the hardware alone."""
@@ -55,6 +61,12 @@ class NoPeers:
         return {}
 
     def disk(self, block: int, count: int, folder: Path) -> Mapping[str, Contestant]:
+        return {}
+
+    def server_match(self) -> Mapping[str, Contestant]:
+        return {}
+
+    def server_copies(self, clients: int, block: int, count: int) -> Mapping[str, Contestant]:
         return {}
 
 

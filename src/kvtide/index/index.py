@@ -17,8 +17,9 @@ import contextlib
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,8 @@ class Index:
         self.lock = threading.RLock()
         self.changes = 0
         """Grows whenever a block may have become evictable; lets a fruitless search be skipped."""
+        self.departures = 0
+        """Grows whenever a block leaves DRAM or its key: what was all there before, still is while it does not grow."""
         self._rows: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None]
         self._parents: list[bytes | None] = [None]
@@ -151,10 +154,9 @@ class Index:
 
     # -- rows ---------------------------------------------------------------------------------------------
 
-    def rows(self, keys: Iterable[BlockKey]) -> Rows:
+    def rows(self, keys: Collection[BlockKey]) -> Rows:
         """The row of each key; ``NO_ROW`` for a key that is not known."""
-        get = self._rows.get
-        return np.array([get(k, NO_ROW) for k in keys], np.int64)
+        return np.fromiter(map(self._rows.get, keys, repeat(NO_ROW)), np.int64, len(keys))
 
     def row(self, key: BlockKey) -> int:
         """The row of one key, or ``NO_ROW``."""
@@ -207,7 +209,7 @@ class Index:
         self._keys.extend(keys)
         self._rows.update(zip(keys, range(first, stop), strict=True))
         digests = parents.tolist()
-        above = self.rows(BlockKey(p + k[_DIGEST:]) for p, k in zip(digests, keys, strict=True))
+        above = self.rows([BlockKey(p + k[_DIGEST:]) for p, k in zip(digests, keys, strict=True)])
         known = self._keys
         self._parents.extend([known[row] or p for row, p in zip(above.tolist(), digests, strict=True)])
         self.depth[first:stop] = depths
@@ -222,6 +224,7 @@ class Index:
     def detach(self, row: int) -> None:
         """Let nobody find ``row`` by its key any more, though it may still be held."""
         del self._rows[self.key(row)]
+        self.departures += 1
         if self._mortal:
             self.expiry[row] = np.inf
 
@@ -279,6 +282,7 @@ class Index:
     def remove(self, row: int, tier: int) -> int:
         """Record that ``row`` is no longer in ``tier``; answers where it was. Retire the row yourself."""
         place = int(self.place[tier][row])
+        self.departures += tier == DRAM
         self.state[tier][row] = ABSENT
         self.place[tier][row] = NOWHERE
         return place
@@ -333,6 +337,10 @@ class Index:
             self.changes += 1
 
     # -- questions ----------------------------------------------------------------------------------------
+
+    def all_sealed(self, rows: Rows) -> bool:
+        """Whether all rows are whole in DRAM."""
+        return self.state[DRAM][rows].tobytes().count(SEALED) == len(rows)
 
     def usable(self, rows: Rows, now: float) -> Mask:
         """Which rows are whole in some tier and not expired."""

@@ -179,7 +179,7 @@ class Namer:
 class Chain:
     """The names of a growing prompt's full blocks. For one thread at a time."""
 
-    __slots__ = ("_extras", "_keys", "_named", "_tail", "digests", "namer")
+    __slots__ = ("_extras", "_joined", "_keys", "_named", "_tail", "digests", "namer")
 
     def __init__(self, namer: Namer) -> None:
         self.namer = namer
@@ -189,6 +189,7 @@ class Chain:
         self.digests: list[bytes] = []
         """One digest per full block."""
         self._named = bytearray()
+        self._joined = b""
 
     def __repr__(self) -> str:
         return f"<Chain {self.blocks} blocks + {len(self._tail) // 4} tokens>"
@@ -246,6 +247,13 @@ class Chain:
             if e.start < last and e.stop > first
         ]
         return b"".join(sorted(touching))
+
+    @property
+    def joined(self) -> bytes:
+        """All digests, one after another."""
+        if len(self._joined) < 32 * len(self.digests):
+            self._joined = b"".join(self.digests)
+        return self._joined
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
         """The keys of the prompt's full blocks in the group with that suffix."""

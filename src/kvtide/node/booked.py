@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 
 from kvtide.block import BlockKey, Layout
 from kvtide.desk import LocalDesk, LocalHolding
@@ -22,21 +23,19 @@ class Names:
     def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> None:
         if len(digests) % 32:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        self._digests = [digests[i : i + 32] for i in range(0, len(digests), 32)]
-        if len(set(self._digests)) != len(self._digests):
-            raise LayoutError("a prompt cannot have one block twice")
+        self.joined = digests
+        self.blocks = len(digests) // 32
         self._tokens = tokens
         self._size = size
 
-    @property
-    def blocks(self) -> int:
-        return len(self._digests)
-
     def keys(self, suffix: bytes) -> list[BlockKey]:
-        return [BlockKey(d + suffix) for d in self._digests]
+        keys: list[BlockKey] = [d + suffix for d in struct.unpack("32s" * self.blocks, self.joined)]
+        if len(set(keys)) != len(keys):
+            raise LayoutError("a prompt cannot have one block twice")
+        return keys
 
     def parent(self, block: int) -> bytes:
-        return self._digests[block - 1] if block else ROOT
+        return self.joined[32 * block - 32 : 32 * block] if block else ROOT
 
     def tokens_of(self, block: int) -> bytes:
         return self._tokens[block * self._size : (block + 1) * self._size]

@@ -38,6 +38,7 @@ from kvtide.node.calls import Calls
 from kvtide.node.crew import Crew, Worker
 from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
+from kvtide.node.nudger import Nudger
 from kvtide.node.promises import Promise
 from kvtide.node.remote import RemoteDesk
 from kvtide.node.statistics import NodeStatistics, Status
@@ -91,6 +92,8 @@ class Client:
             raise
         self.deadline = self._line.welcome.deadline
         self.calls = Calls("kvtide-client-calls")
+        self._nudger = Nudger()
+        self._line.watch = self._nudger.watch
         self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
         self._listener.start()
 
@@ -171,6 +174,7 @@ class Client:
 
     def _connect(self, line: Line) -> None:
         """There is a node again."""
+        line.watch = self._nudger.watch
         self._line = line
         if self._closing.is_set():
             line.close()
@@ -302,6 +306,7 @@ class Client:
         if (line := self._line) is not None:
             line.close()
         self._listener.join(_CLOSING)
+        self._nudger.close()
         self.calls.close(_CLOSING)
         self.copier.close()
 

@@ -20,29 +20,32 @@ __all__ = ["Connection"]
 
 log = logging.getLogger("kvtide.node")
 
-_READ = 1 << 18
+_READ = 1 << 16
 _UNSENT = 8 << 20
 """A client that lets more than this pile up does not read, and is sent away."""
 _BEHIND = 1 << 20
 _GIVEN = 4
 """Descriptors that a client may send."""
+_SPACE = socket.CMSG_SPACE(_GIVEN * 4)
 _TURN = 0.005
 """Seconds after which the other clients have their turn."""
 
 
 class Connection:
-    """``receive`` is called with each frame's body and ``lost``, once, when it is over."""
+    """``receive`` is called with each frame's body, which it must not keep, and ``lost``, once, when it is over."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self._loop = loop
         self._sock = sock
+        self._buffer = bytearray(_READ)
         self._received = bytearray()
+        """The beginning of a frame whose end has not come yet."""
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
         self._writing = False
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
-        self.receive: Callable[[bytes], None] = lambda body: None
+        self.receive: Callable[[bytes | memoryview], None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
         self.drained: Callable[[], None] = lambda: None
         """Called when the client has read everything."""
@@ -75,7 +78,7 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(_READ, socket.CMSG_SPACE(_GIVEN * 4))
+            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
@@ -86,10 +89,12 @@ class Connection:
                 self.descriptors.extend(array.array("i", content[: len(content) - len(content) % 4]))
         if flags & socket.MSG_CTRUNC or len(self.descriptors) > _GIVEN:
             self.close("too many descriptors")
-        elif not data:
+        elif not size:
             self.close()
+        elif not self._received and p.whole(self._buffer, size) == size:
+            self._take(memoryview(self._buffer)[p.LENGTH.size : size])
         else:
-            self._received += data
+            self._received += memoryview(self._buffer)[:size]
             self._take_frames()
 
     def _take_frames(self) -> None:
@@ -107,16 +112,19 @@ class Connection:
             if len(received) < start + size:
                 break
             at = start + size
-            try:
-                self.receive(bytes(memoryview(received)[start:at]))
-            except msgspec.MsgspecError as e:
-                self.close(f"not understood: {e}")
-            except RecursionError:
-                self.close("not understood: nested too deeply")
-            except Exception:  # a fault of ours costs this client its connection, and nobody else anything
-                log.exception("client %d asked for what we could not do", self.pid)
-                self.close("its request failed")
+            self._take(bytes(memoryview(received)[start:at]))
         del received[:at]
+
+    def _take(self, body: bytes | memoryview) -> None:
+        try:
+            self.receive(body)
+        except msgspec.MsgspecError as e:
+            self.close(f"not understood: {e}")
+        except RecursionError:
+            self.close("not understood: nested too deeply")
+        except Exception:  # a fault of ours costs this client its connection, and nobody else anything
+            log.exception("client %d asked for what we could not do", self.pid)
+            self.close("its request failed")
 
     def _wait_for_others(self) -> None:
         """Go on with what has come when they have had their turn, and read no more before."""
@@ -139,8 +147,18 @@ class Connection:
             for fd in descriptors:
                 os.close(fd)
             return
-        data = p.frame(message)
-        self._unsent.append((memoryview(data), list(descriptors)))
+        data = memoryview(p.frame(message))
+        if not self._unsent and not descriptors:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.close()
+                return
+            if not data:
+                return
+        self._unsent.append((data, list(descriptors)))
         self.unsent_bytes += len(data)
         if not self._writing:
             self._writable()

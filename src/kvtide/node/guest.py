@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
-from kvtide.index.index import DRAM
+from kvtide.index.index import DRAM, Rows
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.booked import Booked, Names
@@ -38,6 +37,7 @@ _MOST = 10_000
 _SESSIONS = 256
 _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
+_TAKING = (p.Match, p.Reserve)
 _DESCRIPTORS = 64
 """That go with one frame."""
 
@@ -95,7 +95,7 @@ class Guest:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _receive(self, body: bytes) -> None:
+    def _receive(self, body: bytes | memoryview) -> None:
         request = self._decoder.decode(body)
         self.requests += 1
         answers = [self._answer(operation) for operation in request.operations]
@@ -118,7 +118,7 @@ class Guest:
 
     def _answer(self, operation: p.Operation) -> p.Answer:
         try:
-            if self.rights >= _MOST and isinstance(operation, p.Match | p.Reserve):
+            if isinstance(operation, _TAKING) and self.rights >= _MOST:
                 raise RightError(f"this client holds {_MOST} rights; release some")
             answer: p.Answer = _ANSWERS[type(operation)](self, operation)
             return answer
@@ -172,18 +172,29 @@ class Guest:
             [found.counts[g.name] for g in session.layout.groups],
             found.ready,
             found.pending,
-            self._slots(session.layout, session.desk, found).slots if found.ready else None,
+            self._ready_slots(session, found) if found.ready else None,
         )
+
+    def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
+        resident = holding.resident if not holding.have else None
+        if resident is not None and resident.note is not None:
+            slots: list[p.Slots] = resident.note
+            self._store.dram.moved(read=session.desk.nbytes(holding.rows))
+            return slots
+        slots = self._slots(session.layout, session.desk, holding).slots
+        if resident is not None:
+            resident.note = slots
+        return slots
 
     def _slots(self, layout: Layout, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
         blocks, first, places = desk.places(holding)
         slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in layout.groups]
         return p.Collected(blocks, slots)
 
-    def _addresses(self, places: list[int]) -> bytes:
+    def _addresses(self, places: Rows) -> bytes:
         dram = self._store.dram
-        found = dram.addresses(np.array(places, np.int64))
-        for serial in set((found >> np.uint64(40)).tolist()) - self._known:
+        found, serials = dram.addresses(places)
+        for serial in serials - self._known:
             # A copy: what comes later in the same frame may give the segment back.
             self._new.append(_Lent(serial, os.dup(dram.descriptor(serial)), dram.nbytes(serial)))
             self._known.add(serial)
@@ -233,8 +244,8 @@ class Guest:
     def _reserved(self, number: int, made: Reservation, layout: Layout, addressed: bool = True) -> p.Reserved:
         suffixes = {g.suffix: i for i, g in enumerate(layout.groups)}
         groups = [suffixes[k[32:]] for k in made.keys]
-        places = self._store.index.place[DRAM][made.rows].tolist() if addressed else []
-        return p.Reserved(number, made.refused, groups, list(made.depths), self._addresses(places))
+        places = self._addresses(self._store.index.place[DRAM][made.rows]) if addressed else b""
+        return p.Reserved(number, made.refused, groups, list(made.depths), places)
 
     def _finish(self, o: p.Finish) -> None:
         team = self._session(o.session).team

@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import threading
-from collections.abc import Hashable
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvtide.block import Span
 from kvtide.errors import TierError
@@ -20,8 +22,11 @@ from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
 from kvtide.version import __version__
 
-__all__ = ["Line", "Lost"]
+__all__ = ["Line", "Lost", "spans"]
 
+_SPACE = socket.CMSG_SPACE(64 * 4)
+_TOGETHER = 256
+"""Operations that were put off and go with one request, at most."""
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
@@ -52,13 +57,27 @@ class Line:
             self._notices = self._dial(path)
             self._greet(self._notices, self.welcome.token, [])
             self._notices.settimeout(None)
-            self._requests.settimeout(_ANSWER)
+            # The kernel's own patience: with Python's each call would poll first.
+            self._requests.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._requests.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(_ANSWER), 0))
         except BaseException:
             self.close()
             raise
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._buffer = bytearray(1 << 16)
         self._received = bytearray()
+        """The beginning of a reply whose end has not come yet."""
+        self._waiting: deque[p.Operation] = deque()
+        """What was put off."""
+        self._late: p.Operation | None = None
+        """What was the first of it at the last nudge."""
+        self.busy = False
+        """Whether anything was put off since."""
+        self.watch: Callable[[Line], None] | None = None
+        """Lets somebody nudge us from now on. Without it nothing is put off."""
+        self.watched = False
         self._heard = bytearray()
         self._descriptors: list[int] = []
         self._replies = msgspec.msgpack.Decoder(p.Reply)
@@ -131,23 +150,60 @@ class Line:
     # -- requests -----------------------------------------------------------------------------------------
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
-        """Send operations and wait for their answers."""
+        """Send operations, after those that were put off, and wait for their answers."""
         with self._lock:
-            number = self._send(operations)
+            number, before = self._send(operations)
             while (reply := self._receive()).number != number:
                 pass  # of a request whose answers nobody wanted
-        return reply.answers
+        return reply.answers[before:] if before else reply.answers
 
-    def post(self, operation: p.Operation) -> None:
-        """Send an operation whose answer does not matter."""
+    def post(self, *operations: p.Operation) -> None:
+        """Send operations whose answers do not matter, after those that were put off."""
         with self._lock:
-            self._send([operation])
+            self._send(list(operations))
 
-    def _send(self, operations: list[p.Operation]) -> int:
-        assert self._requests is not None
+    def later(self, operation: p.Operation) -> None:
+        """Put off an operation whose answer does not matter: it goes with the next request, or soon, by ``nudge``."""
+        self._check()
+        self._waiting.append(operation)
+        self.busy = True
+        if self.watch is None:
+            self.post()
+        elif not self.watched:
+            self.watched = True
+            self.watch(self)
+
+    def nudge(self) -> bool:
+        """Send what was put off before the last nudge. Whether anything was put off since."""
+        waiting = next(iter(self._waiting.copy()), None)
+        if waiting is not None and waiting is self._late:
+            self.post()
+        self._late = waiting
+        busy, self.busy = self.busy, False
+        return busy
+
+    def _check(self) -> None:
         # A line cannot be shared with a child: each would take the other's answers.
         if not self.alive or os.getpid() != self._process:
             raise Lost
+
+    def _send(self, operations: list[p.Operation]) -> tuple[int, int]:
+        """The number of the request, and how many operations were before ours in it."""
+        self._check()
+        while len(before := self._put_off()) == _TOGETHER:
+            self._transmit(before)
+        return self._transmit(before + operations), len(before)
+
+    def _put_off(self) -> list[p.Operation]:
+        """What was put off, as much of it as goes into one message."""
+        found: list[p.Operation] = []
+        with contextlib.suppress(IndexError):
+            while len(found) < _TOGETHER:
+                found.append(self._waiting.popleft())
+        return found
+
+    def _transmit(self, operations: list[p.Operation]) -> int:
+        assert self._requests is not None
         number = next(self._numbers)
         try:
             self._requests.sendall(p.frame(p.Request(number, operations)))
@@ -157,21 +213,30 @@ class Line:
         return number
 
     def _receive(self) -> p.Reply:
-        received = self._received
+        received, buffer = self._received, self._buffer
         assert self._requests is not None
         while not (end := p.whole(received)):
             try:
-                data, fds, _, _ = socket.recv_fds(self._requests, 1 << 18, 64)
+                size, ancillary, _, _ = self._requests.recvmsg_into([buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
             except OSError as e:
                 self.close()
                 raise Lost from e
-            self._descriptors += fds
-            if not data:
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._descriptors += array("i", content[: len(content) - len(content) % 4])
+            if not size:
                 self.close()
                 raise Lost
-            received += data
+            if not received and p.whole(buffer, size) == size:
+                return self._understood(memoryview(buffer)[p.LENGTH.size : size])
+            received += memoryview(buffer)[:size]
+        reply = self._understood(bytes(memoryview(received)[p.LENGTH.size : end]))
+        del received[:end]
+        return reply
+
+    def _understood(self, body: bytes | memoryview) -> p.Reply:
         try:
-            reply = self._replies.decode(bytes(memoryview(received)[4:end]))
+            reply = self._replies.decode(body)
             for serial in reply.segments:
                 name = f"{self.welcome.life}-{serial}"
                 self.lent.add(name)
@@ -179,21 +244,22 @@ class Line:
         except (msgspec.MsgspecError, TierError, OSError, IndexError) as e:
             self.close()
             raise Lost from e
-        del received[:end]
         for serial in reply.gone:
             self._segments.pop(serial, None)
         return reply
 
+    def memory(self, addresses: bytes) -> dict[int, Span]:
+        """The memory that slots lie in, by segment."""
+        segments = self._segments
+        try:
+            highs = set(memoryview(addresses).cast("I")[1::2])  # few, though the slots may be many
+            return {high >> 8: segments[high >> 8] for high in highs}
+        except KeyError:
+            raise Lost from None
+
     def spans(self, addresses: bytes, nbytes: int) -> list[Span]:
         """The memory of slots."""
-        segments, found = self._segments, []
-        for address in np.frombuffer(addresses, np.uint64).tolist():
-            start = address & 0xFFFFFFFFFF
-            segment = segments.get(address >> 40)
-            if segment is None:
-                raise Lost
-            found.append(segment[start : start + nbytes])
-        return found
+        return spans(self.memory(addresses), addresses, nbytes)
 
     # -- notices ------------------------------------------------------------------------------------------
 
@@ -212,3 +278,12 @@ class Line:
         notice: p.Notice = self._tidings.decode(memoryview(heard)[4:end])
         del heard[:end]
         return notice
+
+
+def spans(memory: Mapping[int, Span], addresses: bytes, nbytes: int) -> list[Span]:
+    """The slots at these addresses, in that memory."""
+    found = []
+    for address in memoryview(addresses).cast("Q"):
+        start = address & 0xFFFFFFFFFF
+        found.append(memory[address >> 40][start : start + nbytes])
+    return found

@@ -445,12 +445,14 @@ def frame(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def whole(received: bytes | bytearray, at: int = 0) -> int:
-    """Where the frame that starts at ``at`` ends; 0 if not all of it is there."""
-    if len(received) < at + LENGTH.size:
+def whole(received: bytes | bytearray, size: int = -1) -> int:
+    """Where the first frame ends; 0 if not all of it is there. ``size``: how much was received, if not all of it."""
+    if size < 0:
+        size = len(received)
+    if size < LENGTH.size:
         return 0
-    end = at + LENGTH.size + int(LENGTH.unpack_from(received, at)[0])
-    return end if len(received) >= end else 0
+    end = LENGTH.size + int.from_bytes(received[: LENGTH.size], "little")
+    return end if size >= end else 0
 
 
 def describe(layout: Layout) -> list[GroupFields]:

@@ -20,7 +20,7 @@ from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.calls import Calls
-from kvtide.node.line import Line, Lost
+from kvtide.node.line import Line, Lost, spans
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
 from kvtide.transfer.transfer import Transfer
@@ -56,7 +56,7 @@ class Owner(Protocol):
 class RemoteHolding(Holding):
     """A holding of the node's, by its number."""
 
-    __slots__ = ("_desk", "collected", "line", "number")
+    __slots__ = ("_desk", "line", "memory", "number", "slots")
 
     def __init__(self, desk: RemoteDesk, line: Line | None, have: int, plan: Plan, matched: p.Matched | None) -> None:
         groups = desk.layout.groups
@@ -71,14 +71,17 @@ class RemoteHolding(Holding):
         self._desk: RemoteDesk | None = desk
         self.line = line
         self.number = matched.holding if matched is not None else 0
-        self.collected: Collected | None = None
+        self.slots: list[p.Slots] | None = None
+        """Where the blocks are, once all are in memory."""
+        self.memory: dict[int, Span] = {}
+        """The memory that they are in. It is ours, whatever becomes of the node."""
 
     @property
     def released(self) -> bool:
         return self._desk is None
 
     def release(self) -> None:
-        desk, self._desk, self.collected = self._desk, None, None
+        desk, self._desk, self.slots, self.memory = self._desk, None, None, {}
         if desk is not None and self.line is not None:
             desk.release(self)
 
@@ -149,22 +152,27 @@ class RemoteDesk:
             plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
             holding = RemoteHolding(self, line, have, plan, found)
             if found.slots is not None:
-                holding.collected = self._collected(line, found.blocks, found.slots)
+                for slots in found.slots:
+                    holding.memory.update(line.memory(slots.places))
+                holding.slots = found.slots
             line.own(found.holding)
         except Lost:
             return RemoteHolding(self, None, have, Plan(min(have, names.blocks), 0.0, None), None)
         return holding
 
-    def _collected(self, line: Line, blocks: int, slots: list[p.Slots]) -> Collected:
-        first, spans = {}, {}
-        for group, found in zip(self.layout.groups, slots, strict=True):
-            first[group.name] = found.first
-            spans[group.name] = line.spans(found.places, self.layout.geometry[group.name].footprint)
-        return Collected(blocks, first, spans)
+    def _collected(self, blocks: int, slots: list[p.Slots], views: Callable[[bytes, int], list[Span]]) -> Collected:
+        names = [g.name for g in self.layout.groups]
+        first = {name: found.first for name, found in zip(names, slots, strict=True)}
+        geometry = self.layout.geometry
+        return Collected(
+            blocks, first, {n: views(s.places, geometry[n].footprint) for n, s in zip(names, slots, strict=True)}
+        )
 
     def release(self, holding: RemoteHolding) -> None:
         assert holding.line is not None
-        self._give_back(holding.line, holding.number, lambda line: line.post(p.Release(self._number, [holding.number])))
+        self._give_back(
+            holding.line, holding.number, lambda line: line.later(p.Release(self._number, [holding.number]))
+        )
 
     def _give_back(self, line: Line, right: int, tell: Callable[[Line], object]) -> None:
         line.disown(right)
@@ -189,18 +197,18 @@ class RemoteDesk:
     def collect(self, holding: RemoteHolding) -> Collected:
         if holding.released:
             raise RightError("this match was released while its load was under way")
-        found = holding.collected
-        if found is None and holding.line is not None:
+        slots, memory = holding.slots, holding.memory
+        if slots is not None:
+            return self._collected(holding.plan.blocks, slots, lambda at, nbytes: spans(memory, at, nbytes))
+        if holding.line is not None:
             with contextlib.suppress(Lost):
                 (answer,) = self._client.ask(holding.line, p.Collect(self._number, holding.number))
                 assert isinstance(answer, p.Collected)
-                found = self._collected(holding.line, answer.blocks, answer.slots)
-        if found is None:
-            blocks = min(holding.have, holding.plan.blocks)
-            tokens = self.layout.block_tokens
-            first = {g.name: g.needs(blocks, tokens, holding.have).start for g in self.layout.groups}
-            found = Collected(blocks, first, {name: [] for name in first})
-        return found
+                return self._collected(answer.blocks, answer.slots, holding.line.spans)
+        blocks = min(holding.have, holding.plan.blocks)
+        tokens = self.layout.block_tokens
+        first = {g.name: g.needs(blocks, tokens, holding.have).start for g in self.layout.groups}
+        return Collected(blocks, first, {name: [] for name in first})
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -218,7 +226,7 @@ class RemoteDesk:
         try:
             line, made, keys = self.ask_reserve(groups, names, start, stop, ttl, priority, last)
             footprints = [self.layout.geometry[g.name].footprint for g in self.layout.groups]
-            spans = line.spans(made.places, max(footprints))
+            slots = line.spans(made.places, max(footprints))
             line.own(made.reservation)
         except Lost:
             nothing = _RemoteReservation([], [], [], self._finish)
@@ -229,7 +237,7 @@ class RemoteDesk:
                 line.disown(last.number)
                 last.line = None  # the node has sealed it
             last.seal()
-        views = [span[: footprints[g]] for span, g in zip(spans, made.groups, strict=True)]
+        views = [span[: footprints[g]] for span, g in zip(slots, made.groups, strict=True)]
         reservation = _RemoteReservation(keys, views, made.depths, self._finish)
         reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
         return reservation
@@ -310,4 +318,4 @@ class RemoteDesk:
 
 def _digests(names: Names) -> bytes:
     assert isinstance(names, Chain)
-    return b"".join(names.digests)
+    return names.joined

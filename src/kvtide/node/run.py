@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -79,6 +80,8 @@ async def _serve(
         log.info("kvtide %s serves at %s", __version__, path)
         ready()
         _notify("READY=1")
+        gc.collect()
+        gc.freeze()  # what is here stays: looking at it again and again would make clients wait
         if idle_seconds is not None:
             node.when_idle(idle_seconds, stop.set)
         await stop.wait()

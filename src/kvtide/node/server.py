@@ -190,7 +190,7 @@ class Node:
         connection.send(p.Failure(kind, text))
         connection.close(text)
 
-    def _greet(self, connection: Connection, body: bytes) -> None:
+    def _greet(self, connection: Connection, body: bytes | memoryview) -> None:
         """The first frame of a connection."""
         hello = self._hello.decode(body)
         self._known(connection)

@@ -236,15 +236,25 @@ class Dram:
             found.append(view[start : start + nbytes])
         return found
 
-    def addresses(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Slots as a process that has mapped the memory finds them: its serial number, then 40 bits of offset."""
-        numbers, found = places >> 32, np.zeros(len(places), np.uint64)
+    def addresses(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], set[int]]:
+        """Slots as a process that has mapped the memory finds them: its serial number, then 40 bits of offset.
+
+        And the serial numbers of all the memory that they are in.
+        """
+        numbers, found = places >> 32, places & 0xFFFFFFFF
+        serials = set()
+        present = set(numbers.tolist())
         with self._lock:
-            for number in set(numbers.tolist()):
-                mine = numbers == number
-                offsets = (places[mine] & 0xFFFFFFFF) * self._segments[number].size
-                found[mine] = (self._memory[number].serial << 40) + offsets
-        return found
+            for number in present:
+                serial, size = self._memory[number].serial, self._segments[number].size
+                serials.add(serial)
+                if len(present) == 1:
+                    found *= size
+                    found += serial << 40
+                else:
+                    mine = numbers == number
+                    found[mine] = found[mine] * size + (serial << 40)
+        return found, serials
 
     def descriptor(self, serial: int) -> int:
         """The memfd with that serial number, to be passed to a process that may map it."""
