@@ -155,7 +155,7 @@ class LocalDesk:
             )
             for g in layout.groups
         }
-        self.largest = 2 * store.largest_part  # within one process there are few who store at a time
+        self.largest = store.largest_part
         self._checked = store.config.dram.checksum
         footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self._most = store.config.dram.budget // footprint
