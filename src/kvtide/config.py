@@ -108,6 +108,12 @@ class Naming(_Section, frozen=True):
 class Node(_Section, frozen=True):
     """A store in a process of its own."""
 
+    client_share: Annotated[
+        float, _plain("The part of DRAM that one client may hold; more is a miss for it.", ge=0.01, le=1)
+    ] = 0.9
+    users: Annotated[
+        str, _plain('Other users that may connect, with their trust domains: "1001:blue 1002:blue:read".')
+    ] = ""
     http: Annotated[str, _plain("Where it answers /healthz and /metrics: 127.0.0.1:9410, say; empty: nowhere.")] = ""
 
 

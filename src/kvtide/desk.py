@@ -138,7 +138,10 @@ class LocalHolding(Holding):
 class LocalDesk:
     """The desk of a store in this process."""
 
-    def __init__(self, store: Store, layout: Layout, namespace: bytes, tenant: bytes) -> None:
+    def __init__(
+        self, store: Store, layout: Layout, namespace: bytes, tenant: bytes, domain: int = 0, tag: bytes = b""
+    ) -> None:
+        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names."""
         self._store = store
         self._index = store.index
         self._pipeline = store.pipeline
@@ -148,13 +151,16 @@ class LocalDesk:
                 namespace,
                 tenant,
                 layout.digest,
-                g.suffix,
+                g.suffix + tag,
                 layout.block_tokens,
                 layout.geometry[g.name],
                 DTYPES[g.dtype],
+                domain,
             )
             for g in layout.groups
         }
+        self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
+        """What ends the keys of each group: the group's number."""
         self.largest = store.largest_part
         self._checked = store.config.dram.checksum
         footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)

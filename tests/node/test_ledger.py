@@ -29,6 +29,7 @@ TOKENS = np.arange(BLOCKS * LAYOUT.block_tokens, dtype=np.uint32)
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Process]:
     settings = {"DRAM_BUDGET": str(BUDGET), "DRAM_SEGMENT": str(SEGMENT), "DRAM_PREFAULT": "true", "NVME_PATH": ""}
+    settings["NODE_CLIENT_SHARE"] = "1"
     process = Process(tmp_path, **{f"KVTIDE_{name}": value for name, value in settings.items()})
     yield process
     process.kill()

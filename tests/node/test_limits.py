@@ -120,3 +120,32 @@ def test_a_frame_has_so_many_operations(node: Thread, caplog: pytest.LogCaptureF
             line.ask([p.Statistics()] * 1001)
         eventually(lambda: client._line is not line and client.connected)
         assert "not understood" in caplog.text
+
+
+def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:
+    """What it hoards is lost to others; the rest is not."""
+    tokens = prompt(*range(1, 4000))
+    with Client(node.path) as greedy, Client(node.path) as other:
+        hoard, modest = greedy.session(MODEL), other.session(MODEL)
+        got = [hoard.reserve(tokens, start=i, stop=i + 20) for i in range(0, 3900, 20)]
+        assert got[0].keys
+        assert not got[-1].keys
+        assert got[-1].refused == 20
+        held = sum(len(r.keys) for r in got) * PLAIN.geometry["full"].footprint
+        assert (8 << 20) * 0.8 < held <= (8 << 20) * 0.9
+        some = prompt(*range(5000, 5030))
+        assert modest.store(some, data(PLAIN, some)).stored == 30
+        assert length(modest, some) == len(some)
+        assert length(hoard, some) == 0, "a miss for him who has too much"
+        for reservation in got:
+            reservation.abort()
+        assert length(hoard, some) == len(some)
+        assert hoard.store(prompt(1), data(PLAIN, prompt(1))).stored == 1
+
+
+def test_a_prompt_has_so_many_blocks(node: Thread) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.match(prompt(1)).release()
+        (answered,) = client.line.ask([p.Match(1, bytes(32 * ((1 << 17) + 1)), 0)])
+        assert isinstance(answered, p.Failure)
+        assert "is too long" in answered.text

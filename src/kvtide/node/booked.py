@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Sequence
 
 from kvtide.block import BlockKey, Layout
 from kvtide.desk import LocalDesk, LocalHolding
@@ -16,19 +17,27 @@ __all__ = ["Booked", "Names"]
 
 log = logging.getLogger("kvtide.node")
 
+_BLOCKS = 1 << 17
+"""That one operation may name: more would keep the others waiting."""
+
 
 class Names:
     """A prompt's blocks, as they came over the socket."""
 
-    def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> None:
+    def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
+        """``tag`` is that of the client's trust domain."""
         if len(digests) % 32:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
+        if len(digests) > 32 * _BLOCKS:
+            raise LayoutError(f"a prompt of {len(digests) // 32} blocks is too long; {_BLOCKS} go at a time")
+        self._tag = tag
         self.joined = digests
         self.blocks = len(digests) // 32
         self._tokens = tokens
         self._size = size
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
+        suffix += self._tag
         keys: list[BlockKey] = [d + suffix for d in struct.unpack("32s" * self.blocks, self.joined)]
         if len(set(keys)) != len(keys):
             raise LayoutError("a prompt cannot have one block twice")
@@ -49,6 +58,9 @@ class Booked:
         self.desk = desk
         self.holdings: dict[int, LocalHolding] = {}
         self.reservations: dict[int, Reservation] = {}
+        self._sizes: dict[int, int] = {}
+        self.held = 0
+        """Bytes of all of them."""
         self.team: Team | None = None
 
     @property
@@ -73,9 +85,30 @@ class Booked:
         except KeyError:
             raise RightError(f"there is no reservation {number}") from None
 
+    def hold(self, number: int, holding: LocalHolding) -> None:
+        self.holdings[number] = holding
+        self.held += self.desk.nbytes(holding.rows)
+
+    def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
+        """Slots to be written, by the client or by workers of its team."""
+        if writers:
+            assert self.team is not None
+            self.team.delegate(number, made, writers)
+            return
+        self.reservations[number] = made
+        self._sizes[number] = size = sum(len(view) for view in made.views)
+        self.held += size
+
+    def finished(self, number: int) -> None:
+        """A reservation has ended."""
+        del self.reservations[number]
+        self.held -= self._sizes.pop(number)
+
     def release(self, number: int) -> None:
         """A holding is not looked at any more, by its client at least."""
         holding = self.holdings.pop(number, None)
+        if holding is not None:
+            self.held -= self.desk.nbytes(holding.rows)
         if holding is not None and self.team is not None:
             self.team.when_free(number, holding.release)
         elif holding is not None:

@@ -11,22 +11,22 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
-from kvtide.index.index import DRAM, Rows
-from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.booked import Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.host import Host
+from kvtide.node.membership import Membership
 from kvtide.node.statistics import ClientStatistics
-from kvtide.node.team import Member, Team
+from kvtide.node.team import Team
 from kvtide.node.tidings import Tidings
+from kvtide.node.trust import Trust
+from kvtide.node.window import Window
 
 __all__ = ["Guest"]
 
@@ -38,39 +38,32 @@ _SESSIONS = 256
 _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
 _TAKING = (p.Match, p.Reserve)
+_CHANGING = (p.Pin, p.Drop, p.Invite)
+"""What is not for a client that may only read; what it wants to store is refused, as if there were no room."""
 _DESCRIPTORS = 64
 """That go with one frame."""
-
-
-class _Lent(NamedTuple):
-    """A segment that a client is about to get."""
-
-    serial: int
-    fd: int
-    nbytes: int
 
 
 class Guest:
     """A client: a process, what it may do, and what it holds."""
 
-    def __init__(self, host: Host, connection: Connection, name: str, token: str, pidfd: int) -> None:
+    def __init__(self, host: Host, connection: Connection, trust: Trust, name: str, token: str, pidfd: int) -> None:
         self._host = host
         self._store = host.store
         self._connection = connection
+        self._trust = trust
         self._forget = connection.lost
         self.name = name
         """What it calls itself, in all its lives' nodes."""
         self.token = token
         self._pidfd = pidfd
         self._numbers = itertools.count(1)
-        self.tidings = Tidings(host.store.feed, host.soon, self._numbers)
+        self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
         self._sessions: dict[int, Booked] = {}
-        self._members: dict[int, Member] = {}
-        self._known: set[int] = set()
-        """Segments whose descriptors it has."""
-        self._new: list[_Lent] = []
-        """That go with the next reply."""
-        self._removals = 0
+        self._window = Window(host.store, trust.stores)
+        self._crews = Membership(host.teams, self._window, self._numbers, trust)
+        self._limit = int(host.store.config.dram.budget * host.store.config.node.client_share)
+        """Bytes that it may hold."""
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
         self._came = host.loop.time()
@@ -84,12 +77,12 @@ class Guest:
 
     @property
     def rights(self) -> int:
-        return sum(s.rights for s in self._sessions.values()) + sum(len(m.visits) for m in self._members.values())
+        return sum(s.rights for s in self._sessions.values()) + self._crews.visits
 
     def statistics(self) -> ClientStatistics:
         c, age, sessions = self._connection, self._host.loop.time() - self._came, self._sessions.values()
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
-        rights = len(sessions), reading, writing, sum(len(m.visits) for m in self._members.values())
+        rights = len(sessions), reading, writing, self._crews.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
         return ClientStatistics(c.pid, c.open, age, *rights, self.requests, self.failures, c.unsent_bytes, slots)
 
@@ -99,16 +92,10 @@ class Guest:
         request = self._decoder.decode(body)
         self.requests += 1
         answers = [self._answer(operation) for operation in request.operations]
-        dram = self._store.dram
-        gone: list[int] = []
-        if dram.removals != self._removals:
-            self._removals = dram.removals
-            gone = sorted(self._known - dram.serials)
-            self._known.difference_update(gone)
-        if not self._new:
+        gone, new = self._window.gone(), self._window.take_new()
+        if not new:
             self._connection.send(p.Reply(request.number, answers, [], gone))
             return
-        new, self._new = self._new, []
         self._host.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
         while len(new) > _DESCRIPTORS:
             first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
@@ -120,6 +107,8 @@ class Guest:
         try:
             if isinstance(operation, _TAKING) and self.rights >= _MOST:
                 raise RightError(f"this client holds {_MOST} rights; release some")
+            if isinstance(operation, _CHANGING) and not self._trust.stores:
+                raise RightError("this client may only read")
             answer: p.Answer = _ANSWERS[type(operation)](self, operation)
             return answer
         except KvtideError as e:
@@ -144,7 +133,9 @@ class Guest:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
-        self._sessions[number] = Booked(layout, LocalDesk(self._store, layout, o.namespace, o.tenant))
+        self._sessions[number] = Booked(
+            layout, LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
+        )
         return number
 
     def _close(self, o: p.Close) -> None:
@@ -160,9 +151,12 @@ class Guest:
         session = self._session(o.session)
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(Names(o.digests), o.have, o.prefill)
+        found = session.desk.match(self._names(o.digests), o.have, o.prefill)
+        if not self._room(session.desk.nbytes(found.rows)):
+            found.release()
+            found = session.desk.match(self._names(b""), 0, o.prefill)
         number = next(self._numbers)
-        session.holdings[number] = found
+        session.hold(number, found)
         plan = found.plan
         return p.Matched(
             number,
@@ -175,30 +169,23 @@ class Guest:
             self._ready_slots(session, found) if found.ready else None,
         )
 
+    def _names(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> Names:
+        return Names(digests, tokens, size, self._trust.tag)
+
+    def _room(self, nbytes: int) -> bool:
+        """Whether the client may hold so much more. Otherwise it is a miss: what hangs must leave room for others."""
+        return sum(s.held for s in self._sessions.values()) + nbytes <= self._limit
+
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
         resident = holding.resident if not holding.have else None
         if resident is not None and resident.note is not None:
             slots: list[p.Slots] = resident.note
             self._store.dram.moved(read=session.desk.nbytes(holding.rows))
             return slots
-        slots = self._slots(session.layout, session.desk, holding).slots
+        slots = self._window.slots(session.layout, session.desk, holding).slots
         if resident is not None:
             resident.note = slots
         return slots
-
-    def _slots(self, layout: Layout, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
-        blocks, first, places = desk.places(holding)
-        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in layout.groups]
-        return p.Collected(blocks, slots)
-
-    def _addresses(self, places: Rows) -> bytes:
-        dram = self._store.dram
-        found, serials = dram.addresses(places)
-        for serial in serials - self._known:
-            # A copy: what comes later in the same frame may give the segment back.
-            self._new.append(_Lent(serial, os.dup(dram.descriptor(serial)), dram.nbytes(serial)))
-            self._known.add(serial)
-        return found.tobytes()
 
     def _load(self, o: p.Load) -> int:
         session = self._session(o.session)
@@ -211,7 +198,7 @@ class Guest:
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
-        return self._slots(session.layout, session.desk, session.holding(o.holding))
+        return self._window.slots(session.layout, session.desk, session.holding(o.holding))
 
     def _release(self, o: p.Release) -> None:
         session = self._session(o.session)
@@ -221,7 +208,7 @@ class Guest:
     def _reserve(self, o: p.Reserve) -> p.Reserved:
         session = self._session(o.session)
         layout = session.layout
-        names = Names(o.digests, o.tokens, 4 * layout.block_tokens)
+        names = self._names(o.digests, o.tokens, 4 * layout.block_tokens)
         if not 0 <= o.start <= o.stop <= names.blocks or any(not 0 <= g < len(layout.groups) for g in o.groups):
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
         if not -100 <= o.priority <= 100 or (o.ttl is not None and not o.ttl > 0):
@@ -230,22 +217,16 @@ class Guest:
             raise LayoutError(f"ranks {o.writers} are not among those that were invited to this session")
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
-        made = session.desk.reserve(groups, names, o.start, o.stop, o.ttl, o.priority, after)
+        nbytes = (o.stop - o.start) * sum(layout.geometry[g.name].footprint for g in groups)
+        allowed = self._trust.stores and self._room(nbytes)
+        stop = o.stop if allowed else o.start
+        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
+        made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
-            del session.reservations[o.after]
+            session.finished(o.after)
         number = next(self._numbers)
-        if o.writers:
-            assert session.team is not None
-            session.team.delegate(number, made, o.writers)
-        else:
-            session.reservations[number] = made
-        return self._reserved(number, made, layout, addressed=not o.writers)
-
-    def _reserved(self, number: int, made: Reservation, layout: Layout, addressed: bool = True) -> p.Reserved:
-        suffixes = {g.suffix: i for i, g in enumerate(layout.groups)}
-        groups = [suffixes[k[32:]] for k in made.keys]
-        places = self._addresses(self._store.index.place[DRAM][made.rows]) if addressed else b""
-        return p.Reserved(number, made.refused, groups, list(made.depths), places)
+        session.reserve(number, made, o.writers)
+        return self._window.reserved(number, made, session.desk, addressed=not o.writers)
 
     def _finish(self, o: p.Finish) -> None:
         team = self._session(o.session).team
@@ -256,7 +237,7 @@ class Guest:
             reservation.seal()
         else:
             reservation.abort()
-        del self._session(o.session).reservations[o.reservation]
+        self._session(o.session).finished(o.reservation)
 
     # -- an engine of several processes -------------------------------------------------------------------
 
@@ -264,51 +245,16 @@ class Guest:
         session = self._session(o.session)
         if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
             raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
-        session.team = Team(session.layout, session.desk, session.holdings, o.token, o.ranks)
+        session.team = Team(session.layout, session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
         self._host.teams[o.token] = session.team
-
-    def _join(self, o: p.Join) -> p.Joined:
-        team = self._host.teams.get(o.token)
-        if team is None:
-            raise RightError("no session has this token; its scheduler is not here, or has ended it")
-        number = next(self._numbers)
-        self._members[number] = team.join(o.rank)
-        return p.Joined(number, team.ranks, p.describe(team.layout), team.layout.block_tokens)
-
-    def _member(self, number: int) -> Member:
-        try:
-            return self._members[number]
-        except KeyError:
-            raise RightError(f"there is no worker {number}") from None
-
-    def _visit(self, o: p.Visit) -> p.Collected:
-        member = self._member(o.member)
-        holding = member.team.holding(o.holding)
-        member.visit(o.holding)
-        return self._slots(member.team.layout, member.team.desk, holding)
-
-    def _fill(self, o: p.Fill) -> p.Reserved:
-        member = self._member(o.member)
-        made = member.team.reservation(o.reservation)
-        member.visit(o.reservation)
-        return self._reserved(o.reservation, made, member.team.layout)
-
-    def _leave(self, o: p.Leave) -> None:
-        member = self._member(o.member)
-        for number in o.rights:
-            member.leave(number, o.good)
-
-    def _resign(self, o: p.Resign) -> None:
-        self._member(o.member).end()
-        del self._members[o.member]
 
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
     def _pin(self, o: p.Pin) -> int:
-        return self._session(o.session).desk.pin(Names(o.digests), o.stop, 1 if o.step > 0 else -1)
+        return self._session(o.session).desk.pin(self._names(o.digests), o.stop, 1 if o.step > 0 else -1)
 
     def _drop(self, o: p.Drop) -> int:
-        session, names, number = self._session(o.session), Names(o.digests), self.tidings.promise()
+        session, names, number = self._session(o.session), self._names(o.digests), self.tidings.promise()
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         found = 0
 
@@ -341,12 +287,12 @@ class Guest:
     def _lost(self) -> None:
         """The socket was closed: the rights stay until the process cannot use them any more."""
         self._forget()
-        for lent in self._new:
-            os.close(lent.fd)
+        self._window.close()
         self.tidings.close()
-        for team in [s.team for s in self._sessions.values()] + [m.team for m in self._members.values()]:
-            if team is not None:
-                team.fail()
+        self._crews.lost()
+        for session in self._sessions.values():
+            if session.team is not None:
+                session.team.fail()
         if not self.rights:
             self._end()
             return
@@ -362,9 +308,7 @@ class Guest:
 
     def _end(self) -> None:
         self._ended = True
-        for member in self._members.values():
-            member.end()
-        self._members.clear()
+        self._crews.end()
         for session in self._sessions.values():
             self._end_session(session)
         self._sessions.clear()
@@ -390,10 +334,10 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Follow: Guest._follow,
     p.Unmapped: Guest._unmapped,
     p.Invite: Guest._invite,
-    p.Join: Guest._join,
-    p.Visit: Guest._visit,
-    p.Fill: Guest._fill,
-    p.Leave: Guest._leave,
-    p.Resign: Guest._resign,
+    p.Join: lambda guest, o: guest._crews.join(o),
+    p.Visit: lambda guest, o: guest._crews.visit(o),
+    p.Fill: lambda guest, o: guest._crews.fill(o),
+    p.Leave: lambda guest, o: guest._crews.leave(o),
+    p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
 }

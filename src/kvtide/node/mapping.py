@@ -36,7 +36,9 @@ class Mappings:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise TierError("the node sent memory that is not sealed")
-            memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
+            reading = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            rights = mmap.PROT_READ if reading else mmap.PROT_READ | mmap.PROT_WRITE
+            memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, rights)
         finally:
             os.close(fd)
         self._names.add(name)

@@ -27,6 +27,7 @@ from kvtide.node.guest import Guest
 from kvtide.node.ledger import Ledger
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
+from kvtide.node.trust import Trusted
 from kvtide.store import Store
 from kvtide.version import __version__
 
@@ -70,6 +71,7 @@ class Node:
         """Of clients that have left."""
         self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
+        self._trusted = Trusted(store.config.node.users)
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
@@ -81,7 +83,7 @@ class Node:
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            old = os.umask(0o177)
+            old = os.umask(0o111 if self._trusted else 0o177)  # who comes is looked at when it has come
             try:
                 listener.bind(str(self.path))
             finally:
@@ -172,8 +174,8 @@ class Node:
         self._strangers[connection] = late
         connection.receive = lambda body: self._greet(connection, body)
         connection.lost = lambda: self._lost(connection)
-        if connection.uid not in (os.getuid(), 0):
-            connection.close(f"user {connection.uid} is not ours")
+        if self._trusted.of(connection.uid) is None:
+            connection.close(f"user {connection.uid} is not ours, nor in node.users")
         elif len(self._strangers) > _STRANGERS:
             next(iter(self._strangers)).close("others wait to say hello, and it does not")
 
@@ -220,7 +222,9 @@ class Node:
                 os.close(pidfd)
                 connection.close("it calls itself by another process's name")
                 return
-            guest = Guest(self, connection, name, secrets.token_hex(16), pidfd)
+            trust = self._trusted.of(connection.uid)
+            assert trust is not None
+            guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd)
             self._guests[guest.token] = guest
             log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:

@@ -27,12 +27,19 @@ class Team:
     """The workers of one session, and what they use."""
 
     def __init__(
-        self, layout: Layout, desk: LocalDesk, holdings: dict[int, LocalHolding], token: str, ranks: int
+        self,
+        layout: Layout,
+        desk: LocalDesk,
+        holdings: dict[int, LocalHolding],
+        token: str,
+        ranks: int,
+        domain: int,
     ) -> None:
         self.layout = layout
         self.desk = desk
         self.token = token
         self.ranks = ranks
+        self.domain = domain
         self._holdings = holdings
         self._members: dict[int, Member] = {}
         self._visitors: dict[int, set[Member]] = {}

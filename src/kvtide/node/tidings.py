@@ -7,11 +7,13 @@ many, and loses nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvtide.errors import RightError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, Feed
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
+from kvtide.node.trust import seen
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["Tidings"]
@@ -23,8 +25,11 @@ _UNDER_WAY = 1000
 class Tidings:
     """What one client is told. All in the node's loop, but for events, which come on any thread."""
 
-    def __init__(self, feed: Feed, soon: Callable[[Callable[[], None]], None], numbers: Iterator[int]) -> None:
-        """``soon`` makes a call in the loop."""
+    def __init__(
+        self, feed: Feed, soon: Callable[[Callable[[], None]], None], numbers: Iterator[int], tag: bytes
+    ) -> None:
+        """``soon`` makes a call in the loop; ``tag`` is that of the client's trust domain."""
+        self._tag = tag
         self._feed = feed
         self._soon = soon
         self._numbers = numbers
@@ -79,6 +84,10 @@ class Tidings:
             self._unfollow = None
 
     def _happened(self, event: Event) -> None:
+        if isinstance(event, BlockStored | BlockRemoved):
+            event = replace(event, keys=seen(self._tag, event.keys))
+            if not event.keys:
+                return
         if self._backlog.put(event):
             self._soon(self._tell_events)
 

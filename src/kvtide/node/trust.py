@@ -10,11 +10,13 @@ The system's users are the border because it guards nothing finer: processes of 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
 
-__all__ = ["Trust", "Trusted"]
+__all__ = ["Trust", "Trusted", "seen"]
 
 _MOST = 4000
 
@@ -28,6 +30,13 @@ class Trust:
     tag: bytes = b""
     """What ends the names of its blocks, in every life."""
     stores: bool = True
+
+
+def seen(tag: bytes, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+    """Those keys that are of the domain with that tag, as its clients know them."""
+    if not tag:
+        return tuple(k for k in keys if b"\0" not in k[32:])
+    return tuple(BlockKey(k.removesuffix(tag)) for k in keys if k.endswith(tag))
 
 
 class Trusted:

@@ -1,0 +1,75 @@
+"""A client as a worker: the crews that it has joined, in which it uses what others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvtide.errors import RightError
+from kvtide.node import protocol as p
+from kvtide.node.team import Member, Team
+from kvtide.node.trust import Trust
+from kvtide.node.window import Window
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """All crews of one client."""
+
+    def __init__(self, teams: Mapping[str, Team], window: Window, numbers: Iterator[int], trust: Trust) -> None:
+        self._teams = teams
+        self._window = window
+        self._numbers = numbers
+        self._trust = trust
+        self._members: dict[int, Member] = {}
+
+    @property
+    def visits(self) -> int:
+        """Rights of others that it uses."""
+        return sum(len(m.visits) for m in self._members.values())
+
+    def join(self, o: p.Join) -> p.Joined:
+        team = self._teams.get(o.token)
+        if team is None or team.domain != self._trust.domain or not self._trust.stores:
+            raise RightError("no session has this token; its scheduler is not here, or has ended it")
+        number = next(self._numbers)
+        self._members[number] = team.join(o.rank)
+        return p.Joined(number, team.ranks, p.describe(team.layout), team.layout.block_tokens)
+
+    def _member(self, number: int) -> Member:
+        try:
+            return self._members[number]
+        except KeyError:
+            raise RightError(f"there is no worker {number}") from None
+
+    def visit(self, o: p.Visit) -> p.Collected:
+        member = self._member(o.member)
+        holding = member.team.holding(o.holding)
+        member.visit(o.holding)
+        return self._window.slots(member.team.layout, member.team.desk, holding)
+
+    def fill(self, o: p.Fill) -> p.Reserved:
+        member = self._member(o.member)
+        made = member.team.reservation(o.reservation)
+        member.visit(o.reservation)
+        return self._window.reserved(o.reservation, made, member.team.desk)
+
+    def leave(self, o: p.Leave) -> None:
+        member = self._member(o.member)
+        for number in o.rights:
+            member.leave(number, o.good)
+
+    def resign(self, o: p.Resign) -> None:
+        self._member(o.member).end()
+        del self._members[o.member]
+
+    def lost(self) -> None:
+        """The connection is gone; what it uses stays as it is until its process is dead."""
+        for member in self._members.values():
+            member.team.fail()
+
+    def end(self) -> None:
+        """Its process is dead, or uses nothing any more."""
+        for member in self._members.values():
+            member.end()
+        self._members.clear()

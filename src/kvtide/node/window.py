@@ -1,0 +1,78 @@
+"""What a client sees of the node's memory: slots by address, and descriptors of segments that it has not got yet."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from kvtide.block import Layout
+from kvtide.desk import LocalDesk, LocalHolding
+from kvtide.index.index import DRAM, Rows
+from kvtide.index.lease import Reservation
+from kvtide.node import protocol as p
+from kvtide.store import Store
+
+__all__ = ["Lent", "Window"]
+
+
+class Lent(NamedTuple):
+    """A segment that a client is about to get."""
+
+    serial: int
+    fd: int
+    nbytes: int
+
+
+class Window:
+    """For one client, which may write through it or not."""
+
+    def __init__(self, store: Store, writable: bool) -> None:
+        self._dram = store.dram
+        self._index = store.index
+        self._writable = writable
+        self._known: set[int] = set()
+        """Segments whose descriptors it has."""
+        self._new: list[Lent] = []
+        self._removals = 0
+
+    def slots(self, layout: Layout, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
+        """Where a holding lies."""
+        blocks, first, places = desk.places(holding)
+        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in layout.groups]
+        return p.Collected(blocks, slots)
+
+    def reserved(self, number: int, made: Reservation, desk: LocalDesk, addressed: bool = True) -> p.Reserved:
+        """A reservation and, if it is ``addressed`` to this client, where it lies."""
+        groups = [desk.numbers[k[32:]] for k in made.keys]
+        places = self._addresses(self._index.place[DRAM][made.rows]) if addressed else b""
+        return p.Reserved(number, made.refused, groups, list(made.depths), places)
+
+    def _addresses(self, places: Rows) -> bytes:
+        dram = self._dram
+        found, serials = dram.addresses(places)
+        for serial in serials - self._known:
+            # A copy: what comes later in the same frame may give the segment back.
+            self._new.append(Lent(serial, self._copy(dram.descriptor(serial)), dram.nbytes(serial)))
+            self._known.add(serial)
+        return found.tobytes()
+
+    def _copy(self, fd: int) -> int:
+        return os.dup(fd) if self._writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def take_new(self) -> list[Lent]:
+        """What goes with the next reply; whoever takes it closes the descriptors."""
+        new, self._new = self._new, []
+        return new
+
+    def gone(self) -> list[int]:
+        """Segments that it has and that there are no more, told once."""
+        if self._dram.removals == self._removals:
+            return []
+        self._removals = self._dram.removals
+        gone = sorted(self._known - self._dram.serials)
+        self._known.difference_update(gone)
+        return gone
+
+    def close(self) -> None:
+        for lent in self.take_new():
+            os.close(lent.fd)
