@@ -96,7 +96,7 @@ def test_who_never_reads_is_sent_away(node: Thread) -> None:
 
 
 def test_who_does_not_read_events_loses_some_and_nothing_else(node: Thread) -> None:
-    keys = tuple(BlockKey(os.urandom(33)) for _ in range(1000))
+    keys = tuple(BlockKey(os.urandom(32) + b"f") for _ in range(1000))
     with dialled(node.path) as sock, dialled(node.path) as notices:
         greet(sock)
         notices.sendall(packed(["hello", 1, 1, "", answer(sock)[3]]))

@@ -17,6 +17,8 @@ __all__ = ["Booked", "Names"]
 
 log = logging.getLogger("kvtide.node")
 
+_RIGHTS = 10_000
+"""That one session may have at a time."""
 _BLOCKS = 1 << 17
 """That one operation may name: more would keep the others waiting."""
 
@@ -59,8 +61,9 @@ class Booked:
         self.holdings: dict[int, LocalHolding] = {}
         self.reservations: dict[int, Reservation] = {}
         self._sizes: dict[int, int] = {}
+        """Bytes of holdings."""
         self.held = 0
-        """Bytes of all of them."""
+        """Bytes that are not given to others on its account."""
         self.team: Team | None = None
 
     @property
@@ -85,34 +88,44 @@ class Booked:
         except KeyError:
             raise RightError(f"there is no reservation {number}") from None
 
-    def hold(self, number: int, holding: LocalHolding) -> None:
+    def check_rights(self) -> None:
+        if len(self.holdings) + len(self.reservations) >= _RIGHTS:
+            raise RightError(f"this session holds {_RIGHTS} rights; release some")
+
+    def hold(self, number: int, holding: LocalHolding, nbytes: int) -> None:
         self.holdings[number] = holding
-        self.held += self.desk.nbytes(holding.rows)
+        self._sizes[number] = nbytes
+        self.held += nbytes
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Slots to be written, by the client or by workers of its team."""
+        size = sum(len(view) for view in made.views)
+        self.held += size
+        made.on_end.append(lambda _: self._let_go(size))
         if writers:
             assert self.team is not None
             self.team.delegate(number, made, writers)
-            return
-        self.reservations[number] = made
-        self._sizes[number] = size = sum(len(view) for view in made.views)
-        self.held += size
+        else:
+            self.reservations[number] = made
 
-    def finished(self, number: int) -> None:
-        """A reservation has ended."""
-        del self.reservations[number]
-        self.held -= self._sizes.pop(number)
+    def _let_go(self, nbytes: int) -> None:
+        self.held -= nbytes
 
     def release(self, number: int) -> None:
         """A holding is not looked at any more, by its client at least."""
         holding = self.holdings.pop(number, None)
-        if holding is not None:
-            self.held -= self.desk.nbytes(holding.rows)
-        if holding is not None and self.team is not None:
-            self.team.when_free(number, holding.release)
-        elif holding is not None:
+        if holding is None:
+            return
+        nbytes = self._sizes.pop(number)
+
+        def give_back() -> None:
             holding.release()
+            self._let_go(nbytes)
+
+        if self.team is None:
+            give_back()
+        else:
+            self.team.when_free(number, give_back)
 
     def end(self) -> None:
         """Give everything back: the client does not look at the memory any more."""

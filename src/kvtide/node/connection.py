@@ -31,6 +31,11 @@ _TURN = 0.005
 """Seconds after which the other clients have their turn."""
 
 
+# As plain numbers: to compute with the names' own kind of number costs more than all the rest of a short frame.
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+
+
 class Connection:
     """``receive`` is called with each frame's body, which it must not keep, and ``lost``, once, when it is over."""
 
@@ -78,7 +83,7 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _SPACE, _CLOSE_ON_EXEC)
         except BlockingIOError:
             return
         except OSError:
@@ -87,7 +92,7 @@ class Connection:
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self.descriptors.extend(array.array("i", content[: len(content) - len(content) % 4]))
-        if flags & socket.MSG_CTRUNC or len(self.descriptors) > _GIVEN:
+        if flags & _TRUNCATED or len(self.descriptors) > _GIVEN:
             self.close("too many descriptors")
         elif not size:
             self.close()

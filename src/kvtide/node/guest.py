@@ -32,14 +32,9 @@ __all__ = ["Guest"]
 
 log = logging.getLogger("kvtide.node")
 
-_MOST = 10_000
-"""Rights that one client may have at a time."""
 _SESSIONS = 256
 _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
-_TAKING = (p.Match, p.Reserve)
-_CHANGING = (p.Pin, p.Drop, p.Invite)
-"""What is not for a client that may only read; what it wants to store is refused, as if there were no room."""
 _DESCRIPTORS = 64
 """That go with one frame."""
 
@@ -105,10 +100,6 @@ class Guest:
 
     def _answer(self, operation: p.Operation) -> p.Answer:
         try:
-            if isinstance(operation, _TAKING) and self.rights >= _MOST:
-                raise RightError(f"this client holds {_MOST} rights; release some")
-            if isinstance(operation, _CHANGING) and not self._trust.stores:
-                raise RightError("this client may only read")
             answer: p.Answer = _ANSWERS[type(operation)](self, operation)
             return answer
         except KvtideError as e:
@@ -147,16 +138,24 @@ class Guest:
         if session.team is not None:
             del self._host.teams[session.team.token]
 
+    def _writer(self, number: int) -> Booked:
+        """A session, for what a client that may only read must not do."""
+        if not self._trust.stores:
+            raise RightError("this client may only read")
+        return self._session(number)
+
     def _match(self, o: p.Match) -> p.Matched:
         session = self._session(o.session)
+        session.check_rights()
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
         found = session.desk.match(self._names(o.digests), o.have, o.prefill)
-        if not self._room(session.desk.nbytes(found.rows)):
+        nbytes = session.desk.nbytes(found.rows)
+        if not self._room(nbytes):
             found.release()
-            found = session.desk.match(self._names(b""), 0, o.prefill)
+            found, nbytes = session.desk.match(self._names(b""), 0, o.prefill), 0
         number = next(self._numbers)
-        session.hold(number, found)
+        session.hold(number, found, nbytes)
         plan = found.plan
         return p.Matched(
             number,
@@ -166,7 +165,7 @@ class Guest:
             [found.counts[g.name] for g in session.layout.groups],
             found.ready,
             found.pending,
-            self._ready_slots(session, found) if found.ready else None,
+            self._ready_slots(session, found, nbytes) if found.ready else None,
         )
 
     def _names(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> Names:
@@ -176,11 +175,11 @@ class Guest:
         """Whether the client may hold so much more. Otherwise it is a miss: what hangs must leave room for others."""
         return sum(s.held for s in self._sessions.values()) + nbytes <= self._limit
 
-    def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
+    def _ready_slots(self, session: Booked, holding: LocalHolding, nbytes: int) -> list[p.Slots]:
         resident = holding.resident if not holding.have else None
         if resident is not None and resident.note is not None:
             slots: list[p.Slots] = resident.note
-            self._store.dram.moved(read=session.desk.nbytes(holding.rows))
+            self._store.dram.moved(read=nbytes)
             return slots
         slots = self._window.slots(session.layout, session.desk, holding).slots
         if resident is not None:
@@ -207,6 +206,7 @@ class Guest:
 
     def _reserve(self, o: p.Reserve) -> p.Reserved:
         session = self._session(o.session)
+        session.check_rights()
         layout = session.layout
         names = self._names(o.digests, o.tokens, 4 * layout.block_tokens)
         if not 0 <= o.start <= o.stop <= names.blocks or any(not 0 <= g < len(layout.groups) for g in o.groups):
@@ -223,7 +223,7 @@ class Guest:
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
-            session.finished(o.after)
+            del session.reservations[o.after]
         number = next(self._numbers)
         session.reserve(number, made, o.writers)
         return self._window.reserved(number, made, session.desk, addressed=not o.writers)
@@ -237,12 +237,12 @@ class Guest:
             reservation.seal()
         else:
             reservation.abort()
-        self._session(o.session).finished(o.reservation)
+        del self._session(o.session).reservations[o.reservation]
 
     # -- an engine of several processes -------------------------------------------------------------------
 
     def _invite(self, o: p.Invite) -> None:
-        session = self._session(o.session)
+        session = self._writer(o.session)
         if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
             raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
         session.team = Team(session.layout, session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
@@ -251,10 +251,10 @@ class Guest:
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
     def _pin(self, o: p.Pin) -> int:
-        return self._session(o.session).desk.pin(self._names(o.digests), o.stop, 1 if o.step > 0 else -1)
+        return self._writer(o.session).desk.pin(self._names(o.digests), o.stop, 1 if o.step > 0 else -1)
 
     def _drop(self, o: p.Drop) -> int:
-        session, names, number = self._session(o.session), self._names(o.digests), self.tidings.promise()
+        session, names, number = self._writer(o.session), self._names(o.digests), self.tidings.promise()
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         found = 0
 
