@@ -82,6 +82,10 @@ class Desk(Protocol):
     def largest(self) -> int:
         """Bytes that one reservation should have at most, so that there can be room for it."""
 
+    @property
+    def eager(self) -> bool:
+        """Whether colder tiers want the first blocks of many before the last are copied."""
+
     def match(self, names: Names, have: int, prefill: float | None) -> Holding:
         """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already."""
 
@@ -162,6 +166,7 @@ class LocalDesk:
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """What ends the keys of each group: the group's number."""
         self.largest = store.largest_part
+        self.eager = store.has_colder
         self._checked = store.config.dram.checksum
         footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self._most = store.config.dram.budget // footprint

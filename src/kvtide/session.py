@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import Geometry, Span
+from kvtide.block import Span
 from kvtide.desk import Desk
 from kvtide.door import Door
 from kvtide.errors import ClosedError, LayoutError, RightError
-from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
+from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
-from kvtide.tiers.copier import Bytes, Copier
+from kvtide.tiers.copier import Copier, same_shape
 from kvtide.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -53,18 +51,53 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
     return inside
 
 
-class Home(Protocol):
-    """Where a session lives: a store in this process, or the client of a node."""
+class Home:
+    """Where sessions live: a store in this process, or the client of a node."""
 
     copier: Copier
-    closed: bool
 
-    @property
-    def door(self) -> AbstractContextManager[None]:
+    def __init__(self, again: str) -> None:
+        """``again`` says how to open another when this is closed."""
+        self._again = f"this store is closed; {again}"
+        self.door = Door(self._again)
         """Open while the memory of the store may be used."""
+        self.closed = False
+        self._sessions: set[Session] = set()
+
+    def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
+        """The store as one engine sees it: for one model and tenant."""
+        if self.closed:
+            raise ClosedError(self._again)
+        session = Session(self, model, tenant, self._desk(model, tenant))
+        self._sessions.add(session)
+        return session
+
+    def _desk(self, model: Model, tenant: Tenant) -> Desk:
+        raise NotImplementedError
 
     def ended(self, session: Session) -> None:
         """``session`` was closed."""
+        self._sessions.discard(session)
+
+    def _end_sessions(self) -> bool:
+        """Close all sessions, and the door. False if that was done before."""
+        if self.closed:
+            return False
+        self.closed = True
+        for session in list(self._sessions):
+            session.close()
+        self.door.shut()
+        return True
+
+    def close(self) -> None:
+        """End all sessions, and let go of everything."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
 
 class Session:
@@ -176,7 +209,7 @@ class Session:
         if into is not None:
             for name, spans in found.spans.items():
                 geometry = self.layout.geometry[name]
-                pairs = [_same_shape(geometry, span, to) for to, span in zip(into[name], spans, strict=False)]
+                pairs = [same_shape(geometry, span, to) for to, span in zip(into[name], spans, strict=False)]
                 self._home.copier.copy([(target, source) for source, target in pairs])
         views = {name: [s.toreadonly() for s in spans] for name, spans in found.spans.items()}
         return Loaded(found.blocks * self.layout.block_tokens, found.first, views)
@@ -220,7 +253,8 @@ class Session:
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
             # one before, because a part costs something too; none is so large that others could not make room for it.
             most = self._desk.largest // geometry.footprint
-            first, step = start, max(1, min(_FIRST_PART // geometry.footprint, most))
+            step = min(_FIRST_PART // geometry.footprint, most) if self._desk.eager else most
+            first, step = start, max(1, step)
             with contextlib.ExitStack() as parts:
                 last: Reservation | None = None
                 while first < start + len(given):
@@ -230,7 +264,7 @@ class Session:
                     )
                     self._home.copier.copy(
                         [
-                            _same_shape(geometry, view, given[depth - start])
+                            same_shape(geometry, view, given[depth - start])
                             for depth, view in zip(part.depths, part.views, strict=True)
                         ]
                     )
@@ -359,12 +393,3 @@ def _bytes(buffer: Block, size: int, group: str, number: int, writable: bool) ->
     if writable and view.readonly:
         raise LayoutError(f"buffer {number} of group {group!r} is read-only; a load must write into it")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Bytes]:
-    """A slot and a caller's block as arrays of one shape: flat, or by section where a slot has padding."""
-    flat = np.frombuffer(block, np.uint8)
-    if geometry.stride == geometry.section:
-        return np.frombuffer(slot, np.uint8), flat
-    by_section = np.frombuffer(slot, np.uint8).reshape(geometry.sections, geometry.stride)
-    return by_section[:, : geometry.section], flat.reshape(geometry.sections, geometry.section)

@@ -7,20 +7,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
-from kvtide.desk import LocalDesk
-from kvtide.door import Door
-from kvtide.errors import ClosedError, TierError
+from kvtide.desk import Desk, LocalDesk
+from kvtide.errors import TierError
 from kvtide.events import Event, Feed, FeedStatistics
 from kvtide.index.index import DRAM, SEALED, Index
-from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
+from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
@@ -28,7 +25,7 @@ from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learner import Learner
 from kvtide.plan.planner import Planner, PlannerStatistics, Source
 from kvtide.plan.uses import Uses
-from kvtide.session import Session
+from kvtide.session import Home
 from kvtide.tiers.base import Held, TierStatistics
 from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
@@ -63,7 +60,7 @@ class Statistics:
     """Of this process."""
 
 
-class Store:
+class Store(Home):
     """Blocks of KV in DRAM and on NVMe. Open it with ``kvtide.open``; close it, or use it in a ``with``."""
 
     def __init__(
@@ -76,6 +73,7 @@ class Store:
         aside: int = 0,
     ) -> None:
         """``shared``: other processes will map its memory, and have ``aside`` bytes of its budget already."""
+        super().__init__("open it again with kvtide.open(...)")
         self.config = config
         self.clock = clock or SystemClock()
         self.index = Index(tiers=2 if config.nvme.path else 1)
@@ -86,11 +84,8 @@ class Store:
         self._uses = Uses(self.index, self.clock)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)
-        self._sessions: set[Session] = set()
-        self.door = Door("this store is closed; open it again with kvtide.open(...)")
         self._next_expiry = float("inf")
         self._colds: list[Cold] = []
-        self.closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self.copier.close)
             undo.callback(self.dram.close)
@@ -151,23 +146,21 @@ class Store:
 
     # -- for sessions -------------------------------------------------------------------------------------
 
-    def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
-        """The store as one engine sees it: for one model and tenant."""
-        if self.closed:
-            raise ClosedError("this store is closed; open it again with kvtide.open(...)")
-        desk = LocalDesk(self, model.layout, model.namespace(tenant), tenant.tag)
-        session = Session(self, model, tenant, desk)
-        self._sessions.add(session)
-        return session
-
-    def ended(self, session: Session) -> None:
-        """``session`` was closed."""
-        self._sessions.discard(session)
+    def _desk(self, model: Model, tenant: Tenant) -> Desk:
+        return LocalDesk(self, model.layout, model.namespace(tenant), tenant.tag)
 
     @property
     def largest_part(self) -> int:
-        """Bytes that one reservation should have at most, so that others can make room for it."""
-        return self.config.dram.budget // 8
+        """Bytes that one reservation should have at most, so that others can make room for it.
+
+        Where blocks must be written down before they leave, room comes more slowly.
+        """
+        return self.config.dram.budget // (8 if self.has_colder else 4)
+
+    @property
+    def has_colder(self) -> bool:
+        """Whether there are tiers below DRAM."""
+        return bool(self._colds)
 
     @property
     def read_bytes_queued(self) -> int:
@@ -256,12 +249,8 @@ class Store:
 
     def close(self) -> None:
         """End all sessions, write down what should outlive the process, and let go of everything."""
-        if self.closed:
+        if not self._end_sessions():
             return
-        self.closed = True
-        for session in list(self._sessions):
-            session.close()
-        self.door.shut()
         self._learner.close()
         with contextlib.ExitStack() as stack:
             stack.callback(self.copier.close)
@@ -270,9 +259,3 @@ class Store:
                 stack.callback(cold.tier.close)
             self.pipeline.flush()
             self.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

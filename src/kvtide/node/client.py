@@ -20,18 +20,17 @@ import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from kvtide import errors
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
-from kvtide.door import Door
-from kvtide.errors import ClosedError, KvtideError, RightError, TierError
+from kvtide.desk import Desk
+from kvtide.errors import KvtideError, RightError, TierError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
-from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
+from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
 from kvtide.node.calls import Calls
@@ -42,7 +41,7 @@ from kvtide.node.nudger import Nudger
 from kvtide.node.promises import Promise
 from kvtide.node.remote import RemoteDesk
 from kvtide.node.statistics import NodeStatistics, Status
-from kvtide.session import Session
+from kvtide.session import Home, Session
 from kvtide.store import Statistics
 from kvtide.tiers.copier import Copier
 from kvtide.transfer.transfer import Transfer
@@ -59,7 +58,7 @@ _CLOSING = 5.0
 """Seconds that closing waits for a callback, or for an attempt to reach the node."""
 
 
-class Client:
+class Client(Home):
     """A node's store, with the interface of ``Store``. Made by ``kvtide.connect``; close it, or use it in a ``with``.
 
     Safe from any thread.
@@ -67,16 +66,14 @@ class Client:
 
     def __init__(self, path: Path, dial: Callable[[str, Mappings], Line] | None = None) -> None:
         """``dial`` reaches the node, and may start it; it is given our name and mappings."""
+        super().__init__("connect again with kvtide.connect(...)")
         self.path = path
         self._dial = dial or functools.partial(Line, path)
         self.clock: Clock = SystemClock()
         self.copier = Copier()
-        self.door = Door("this store is closed; connect again with kvtide.connect(...)")
-        self.closed = False
         self._feed = Feed()
         self._backlog = Backlog()
         self._following = threading.Lock()
-        self._sessions: set[Session] = set()
         self._past: set[Line] = set()
         """Lines that were lost, while the node may still keep for us what they gave."""
         self._closing = threading.Event()
@@ -222,13 +219,8 @@ class Client:
 
     # -- for everybody ------------------------------------------------------------------------------------
 
-    def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
-        """The store as one engine sees it: for one model and tenant."""
-        if self.closed:
-            raise ClosedError("this store is closed; connect again with kvtide.connect(...)")
-        session = Session(self, model, tenant, RemoteDesk(self, model, tenant))
-        self._sessions.add(session)
-        return session
+    def _desk(self, model: Model, tenant: Tenant) -> Desk:
+        return RemoteDesk(self, model, tenant)
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
@@ -242,10 +234,6 @@ class Client:
             return Worker(self, token, rank)
         except Lost:
             raise TierError(f"no node answers at {self.path}; join again when it is back") from None
-
-    def ended(self, session: Session) -> None:
-        """``session`` was closed."""
-        self._sessions.discard(session)
 
     def weights(self, path: str | Path | None = None, weights_id: str | None = None) -> WeightsId:
         """The identity of weights by their path or a name of your own: what ``Model`` takes as ``weights``."""
@@ -293,12 +281,8 @@ class Client:
 
     def close(self) -> None:
         """End all sessions and hang up. The node and its blocks live on."""
-        if self.closed:
+        if not self._end_sessions():
             return
-        self.closed = True
-        for session in list(self._sessions):
-            session.close()
-        self.door.shut()
         if (line := self._line) is not None:
             line.unmap()
         self._tell_unmapped()  # when it answers, it knows of all else that was given back, too
@@ -309,12 +293,6 @@ class Client:
         self._nudger.close()
         self.calls.close(_CLOSING)
         self.copier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def connect(address: str) -> Client:

@@ -115,6 +115,8 @@ class RemoteDesk:
         self._number = 0
         self._invited: tuple[str, int] | None = None
 
+    eager = True
+
     @property
     def largest(self) -> int:
         try:

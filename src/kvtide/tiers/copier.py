@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Copier"]
+from kvtide.block import Geometry, Span
+
+__all__ = ["Copier", "same_shape"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE = 2 << 20
+_PIECE = 8 << 20
 _WORTH_SHARING = 4 << 20
 
 
@@ -76,3 +78,12 @@ class _Pieces:
             if piece is None:
                 return
             np.copyto(*piece)
+
+
+def same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Bytes]:
+    """A slot and a caller's block as arrays of one shape: flat, or by section where a slot has padding."""
+    flat = np.frombuffer(block, np.uint8)
+    if geometry.stride == geometry.section:
+        return np.frombuffer(slot, np.uint8), flat
+    by_section = np.frombuffer(slot, np.uint8).reshape(geometry.sections, geometry.stride)
+    return by_section[:, : geometry.section], flat.reshape(geometry.sections, geometry.section)
