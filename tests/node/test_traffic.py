@@ -22,7 +22,8 @@ SETTINGS = {
     "KVTIDE_NVME_BUDGET": str(16 * MIB),
     "KVTIDE_NVME_SEGMENT": str(MIB),
 }
-GROWTH = 16 * MIB
+GROWTH = 32 * MIB
+"""What the node may take more, the arena apart: the tables of what comes back fill up, and then no more."""
 """Of the node's own memory, since every trick was tried once, that is no leak."""
 
 
