@@ -168,15 +168,16 @@ class LocalDesk:
         self.largest = store.largest_part
         self.eager = store.has_colder
         self._checked = store.config.dram.checksum
-        footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
-        self._most = store.config.dram.budget // footprint
-        """How many blocks fit into DRAM."""
+        self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self._recent = Recent(self._index)
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def match(self, names: Names, have: int, prefill: float | None) -> LocalHolding:
+    def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
+        """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         layout, index = self._layout, self._index
+        budget = self._store.config.dram.budget
+        room = budget if room is None else max(0, min(room, budget))
         speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
         now = self._store.sweep()
         with index.lock:
@@ -184,7 +185,7 @@ class LocalDesk:
             if resident is None:
                 rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
                 resident = self._recent.note(names.joined, rows)
-            if resident is not None and names.blocks <= have + self._most:
+            if resident is not None and (names.blocks - have) * self._footprint <= room:
                 return self._all_here(names, resident, have, speed, now)
             rows = resident.rows if resident is not None else rows
             whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -192,9 +193,7 @@ class LocalDesk:
                 for mask in whole.values():
                     mask[:have] = True
             usable = index.lengths(layout, rows, whole)
-            plan = self._store.planner.plan(
-                layout, rows, usable, have, speed, self._store.read_bytes_queued, self._store.config.dram.budget
-            )
+            plan = self._store.planner.plan(layout, rows, usable, have, speed, self._store.read_bytes_queued, room)
             wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
             needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
             for g in layout.groups:

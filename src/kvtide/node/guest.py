@@ -149,11 +149,8 @@ class Guest:
         session.check_rights()
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(self._names(o.digests), o.have, o.prefill)
+        found = session.desk.match(self._names(o.digests), o.have, o.prefill, self._room)
         nbytes = session.desk.nbytes(found.rows)
-        if not self._room(nbytes):
-            found.release()
-            found, nbytes = session.desk.match(self._names(b""), 0, o.prefill), 0
         number = next(self._numbers)
         session.hold(number, found, nbytes)
         plan = found.plan
@@ -171,9 +168,10 @@ class Guest:
     def _names(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> Names:
         return Names(digests, tokens, size, self._trust.tag)
 
-    def _room(self, nbytes: int) -> bool:
-        """Whether the client may hold so much more. Otherwise it is a miss: what hangs must leave room for others."""
-        return sum(s.held for s in self._sessions.values()) + nbytes <= self._limit
+    @property
+    def _room(self) -> int:
+        """Bytes that the client may still hold. More is a miss: what hangs must leave room for others."""
+        return self._limit - sum(s.held for s in self._sessions.values())
 
     def _ready_slots(self, session: Booked, holding: LocalHolding, nbytes: int) -> list[p.Slots]:
         resident = holding.resident if not holding.have else None
@@ -218,7 +216,7 @@ class Guest:
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         nbytes = (o.stop - o.start) * sum(layout.geometry[g.name].footprint for g in groups)
-        allowed = self._trust.stores and self._room(nbytes)
+        allowed = self._trust.stores and nbytes <= self._room
         stop = o.stop if allowed else o.start
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
         made.refused += (o.stop - stop) * len(groups)
