@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Home", "Session"]
 
-_FIRST_PART = 64 << 20
+_FIRST_PART = 128 << 20
 
 
 P = ParamSpec("P")
