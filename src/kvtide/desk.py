@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
 
 
+_AFTER = 16
+"""Beginnings that are remembered of a prompt."""
+
+
 class Names(Protocol):
     """The blocks of a prompt; a ``Chain`` is one."""
 
@@ -217,12 +221,15 @@ class LocalDesk:
         What has expired is not: it was swept.
         """
         blocks = names.blocks
+        have = min(have, blocks)
         needed = resident.after.get(have)
         if needed is None:
             needed = {}
             for g in self._layout.groups:
                 need = g.needs(blocks, self._layout.block_tokens, have)
                 needed[g.name] = resident.rows[g.name][need.start : need.stop]
+            if len(resident.after) >= _AFTER:
+                resident.after.clear()
             resident.after[have] = needed
         lease = self._pipeline.lease(_concatenate(needed.values()))
         if self._recent.is_new(names.parent(blocks), blocks, now):

@@ -281,3 +281,74 @@ def test_a_crew_goes_on_at_the_next_node(node: Process) -> None:
     node.kill()
     with pytest.raises(TierError, match="no node answers"):
         Client(node.path)
+
+
+def reconnected(client: Client) -> None:
+    """A line breaks, though the node lives, and there is another."""
+    line = client.line
+    line.close()
+    eventually(lambda: client._line is not line and client.connected)
+
+
+def test_a_ticket_of_a_line_that_broke_never_means_another_prompt(node: Process) -> None:
+    with engine(node, LAYOUT, 1) as (session, crew, (worker,)):
+        old = crew.delegate(TOKENS)
+        reconnected(session._home)  # type: ignore[arg-type]
+        other = TOKENS + 1000
+        given = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
+        assert given is not None
+        assert given.ticket != old.ticket
+        with worker.step(stores=[old.ticket]) as step:
+            assert step.stores == [None]
+        with session.match(other) as match:
+            assert match.tokens == 0, "nobody has written it"
+        fill(worker, given.ticket)
+        assert whole(session, other)
+
+
+def test_a_crew_whose_schedulers_line_breaks_goes_on(node: Process) -> None:
+    """Though it holds a match over the line that broke, and its workers' lines did not."""
+    with engine(node, LAYOUT, 2) as (session, crew, workers):
+        given = crew.delegate(TOKENS)
+        for worker in workers:
+            fill(worker, given.ticket)
+        with session.match(TOKENS) as held:
+            views = session.load(held).wait().blocks
+            reconnected(session._home)  # type: ignore[arg-type]
+            assert whole(session, TOKENS)
+            other = TOKENS + 1000
+            again = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
+            assert again is not None
+            for worker in workers:
+                fill(worker, again.ticket)
+            assert whole(session, other)
+            assert len(views) == 4
+
+
+def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
+    with engine(node, LAYOUT, 1) as (session, crew, (worker,)), Client(node.path) as client:
+        given = crew.delegate(TOKENS)
+        first, second = worker.step(stores=[given.ticket]), worker.step(stores=[given.ticket])
+        with second:
+            with first:
+                pass
+            with session.match(TOKENS) as match:
+                assert match.tokens == 0, "it is still being written"
+            (filling,) = second.stores
+            assert filling is not None
+            for group, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
+                worker.part(group, view)[:] = content(LAYOUT, group, depth)
+        assert whole(session, TOKENS)
+        match = session.match(TOKENS)
+        ticket = crew.ticket(match)
+        one, two = worker.step(loads=[ticket]), worker.step(loads=[ticket])
+        with two:
+            with one:
+                pass
+            match.release()
+            flood(client)
+            (loaded,) = two.loads
+            assert loaded is not None
+            for depth, view in enumerate(loaded.blocks):
+                assert (worker.part("full", view) == content(LAYOUT, "full", depth)).all()
+        eventually(lambda: client.statistics().held == 0)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.errors import ConfigError, RightError, TierError
+import kvtide
+from kvtide.errors import ConfigError, LayoutError, RightError, TierError
 from kvtide.events import BlockStored, Event
 from kvtide.node.client import Client
 from kvtide.node.trust import Trust, Trusted
@@ -174,6 +175,24 @@ def test_users_are_read_with_care() -> None:
     assert trusted.of(60004) is None
     assert trusted.of(os.getuid()) == trusted.of(0) == Trust()
     assert not Trusted("")
-    for wrong in ("60001", "me:blue", "60001:blue:write", "60001:blue 60001:green", "0:blue"):
+    for wrong in ("60001", "60001:engineering", "me:blue", "60001:blue:write", "60001:blue 60001:green", "0:blue"):
         with pytest.raises(ConfigError, match=r"node\.users"):
             Trusted(wrong)
+
+
+@root
+def test_names_that_records_have_no_room_for_are_refused(node: Process) -> None:
+    """Cut short, they would be another domain's."""
+    long = kvtide.Layout((kvtide.Group("sliding_window_0", kvtide.Kind.FULL, 1, 1, 8, "bfloat16"),))
+
+    def ask() -> None:
+        with (
+            Client(node.path) as client,
+            client.session(kvtide.Model(long, "given:long")) as session,
+            pytest.raises(LayoutError, match="at most 11 letters in this trust domain"),
+        ):
+            session.match(list(range(256)))
+
+    as_user(BLUE, ask)
+    with Client(node.path) as client, client.session(kvtide.Model(long, "given:long")) as session:
+        assert session.match(list(range(256))).tokens == 0

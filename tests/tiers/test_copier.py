@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from kvtide.tiers import copier as copier_module
 from kvtide.tiers.copier import Bytes, Copier
 
 
@@ -77,3 +79,23 @@ def test_a_copy_that_cannot_be_is_an_error_of_the_caller() -> None:
     with pytest.raises(ValueError, match="read-only"):
         copier.copy([(target, source)])
     copier.close()
+
+
+def test_who_is_interrupted_leaves_nobody_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots are given to others then."""
+    work = copier_module._Pieces.work
+
+    def interrupted(pieces: copier_module._Pieces) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        work(pieces)
+
+    monkeypatch.setattr(copier_module._Pieces, "work", interrupted)
+    target, source = np.zeros(256 << 20, np.uint8), np.ones(256 << 20, np.uint8)
+    copier = Copier(2)
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy([(target, source)])
+    left = target[:: 1 << 20].copy()
+    copier.close()
+    assert (target[:: 1 << 20] == left).all(), "somebody went on"
+    assert not target.all()

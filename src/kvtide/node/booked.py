@@ -26,12 +26,14 @@ _BLOCKS = 1 << 17
 class Names:
     """A prompt's blocks, as they came over the socket."""
 
-    def __init__(self, digests: bytes, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
+    def __init__(self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
         """``tag`` is that of the client's trust domain."""
         if len(digests) % 32:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        if len(digests) > 32 * _BLOCKS:
-            raise LayoutError(f"a prompt of {len(digests) // 32} blocks is too long; {_BLOCKS} go at a time")
+        if len(digests) * groups > 32 * _BLOCKS:
+            raise LayoutError(
+                f"a prompt of {len(digests) // 32} blocks is too long; {_BLOCKS} of all groups together go at a time"
+            )
         self._tag = tag
         self.joined = digests
         self.blocks = len(digests) // 32

@@ -174,22 +174,41 @@ class Worker:
             with self._lock:
                 if line is not self._line:
                     self._join(line)
-            member, life = self._number, line.welcome.life
-            operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
-            operations += [p.Fill(member, n) for one, n in writes if one == life]
-            answers = iter(line.ask(operations) if operations else [])
-            found = [next(answers) if one == life else None for one, _ in reads]
-            given = [next(answers) if one == life else None for one, _ in writes]
-            visited = [n for (_, n), a in zip(reads + writes, found + given, strict=True) if _good(a)]
-            for number in visited:
-                line.own((member, number))
-            return Step(
-                [self._loaded(line, a) if isinstance(a, p.Collected) else None for a in found],
-                [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
-                lambda good: self._leave(line, member, visited, good),
-            )
+            return self._step(line, reads, writes)
         except (Lost, RightError):
             return Step([None] * len(loads), [None] * len(stores), lambda good: None)
+
+    def _step(
+        self, line: Line, reads: list[tuple[str, int]], writes: list[tuple[str, int]], again: bool = True
+    ) -> Step:
+        member, life = self._number, line.welcome.life
+        operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
+        operations += [p.Fill(member, n) for one, n in writes if one == life]
+        all_answers = line.ask(operations) if operations else []
+        if again and all_answers and all(isinstance(a, p.Failure) and a.kind == "ClosedError" for a in all_answers):
+            with self._lock:  # our scheduler has another session by now
+                self._join(line)
+            return self._step(line, reads, writes, again=False)
+        answers = iter(all_answers)
+        found = [next(answers) if one == life else None for one, _ in reads]
+        given = [next(answers) if one == life else None for one, _ in writes]
+        visited = [n for (_, n), a in zip(reads + writes, found + given, strict=True) if _good(a)]
+        use = object()
+        line.own(use)
+
+        def done(good: bool) -> None:
+            line.disown(use)
+            try:
+                if visited:
+                    self._client.ask(line, p.Leave(member, visited, good))
+            except Lost:
+                self._client.settle()
+
+        return Step(
+            [self._loaded(line, a) if isinstance(a, p.Collected) else None for a in found],
+            [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
+            done,
+        )
 
     def _loaded(self, line: Line, found: p.Collected) -> Loaded:
         groups, tokens = self.layout.groups, self.layout.block_tokens
@@ -207,15 +226,6 @@ class Worker:
         spans = line.spans(given.places, max(sizes, default=0))
         views = [span[:size] for span, size in zip(spans, sizes, strict=True)]
         return Filling([g.name for g in groups], given.depths, views)
-
-    def _leave(self, line: Line, member: int, rights: list[int], good: bool) -> None:
-        for number in rights:
-            line.disown((member, number))
-        try:
-            if rights:
-                self._client.ask(line, p.Leave(member, rights, good))
-        except Lost:
-            self._client.settle()
 
     def close(self) -> None:
         """Leave the crew. What it was still to write is given up."""

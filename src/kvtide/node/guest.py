@@ -7,7 +7,6 @@ for that.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -33,6 +32,9 @@ __all__ = ["Guest"]
 log = logging.getLogger("kvtide.node")
 
 _SESSIONS = 256
+_GROUPS = 64
+_SUFFIX = 16
+"""Bytes of a key after its digest: records have room for no more."""
 _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
 _DESCRIPTORS = 64
@@ -52,7 +54,7 @@ class Guest:
         """What it calls itself, in all its lives' nodes."""
         self.token = token
         self._pidfd = pidfd
-        self._numbers = itertools.count(1)
+        self._numbers = host.numbers
         self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
         self._sessions: dict[int, Booked] = {}
         self._window = Window(host.store, trust.stores)
@@ -91,7 +93,12 @@ class Guest:
         if not new:
             self._connection.send(p.Reply(request.number, answers, [], gone))
             return
-        self._host.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
+        try:
+            self._host.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
+        except OSError:
+            for lent in new:
+                os.close(lent.fd)
+            raise
         while len(new) > _DESCRIPTORS:
             first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
             self._connection.send(p.Reply(0, [], [n.serial for n in first]), [n.fd for n in first])
@@ -119,6 +126,11 @@ class Guest:
             raise LayoutError(str(e)) from e
         if (len(o.namespace), len(o.tenant)) != (32, 16):
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16")
+        if len(layout.groups) > _GROUPS or any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
+            raise LayoutError(
+                f"a layout has at most {_GROUPS} groups, and a group's name at most {_SUFFIX - len(self._trust.tag)} "
+                "letters in this trust domain"
+            )
         if any(geometry.footprint >= _LARGEST for geometry in layout.geometry.values()):
             raise LayoutError(f"a block has less than {_LARGEST} bytes")
         if len(self._sessions) >= _SESSIONS:
@@ -136,7 +148,12 @@ class Guest:
     def _end_session(self, session: Booked) -> None:
         session.end()
         if session.team is not None:
-            del self._host.teams[session.team.token]
+            self._withdraw(session.team)
+
+    def _withdraw(self, team: Team) -> None:
+        """No more workers can join, and those that have must join again: elsewhere."""
+        if self._host.teams.get(team.token) is team:
+            del self._host.teams[team.token]
 
     def _writer(self, number: int) -> Booked:
         """A session, for what a client that may only read must not do."""
@@ -149,7 +166,7 @@ class Guest:
         session.check_rights()
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(self._names(o.digests), o.have, o.prefill, self._room)
+        found = session.desk.match(self._names(session, o.digests), o.have, o.prefill, self._room)
         nbytes = session.desk.nbytes(found.rows)
         number = next(self._numbers)
         session.hold(number, found, nbytes)
@@ -165,8 +182,9 @@ class Guest:
             self._ready_slots(session, found, nbytes) if found.ready else None,
         )
 
-    def _names(self, digests: bytes, tokens: bytes = b"", size: int = 0) -> Names:
-        return Names(digests, tokens, size, self._trust.tag)
+    def _names(self, session: Booked, digests: bytes, tokens: bytes = b"") -> Names:
+        layout = session.layout
+        return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
 
     @property
     def _room(self) -> int:
@@ -206,7 +224,7 @@ class Guest:
         session = self._session(o.session)
         session.check_rights()
         layout = session.layout
-        names = self._names(o.digests, o.tokens, 4 * layout.block_tokens)
+        names = self._names(session, o.digests, o.tokens)
         if not 0 <= o.start <= o.stop <= names.blocks or any(not 0 <= g < len(layout.groups) for g in o.groups):
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
         if not -100 <= o.priority <= 100 or (o.ttl is not None and not o.ttl > 0):
@@ -218,7 +236,7 @@ class Guest:
         nbytes = (o.stop - o.start) * sum(layout.geometry[g.name].footprint for g in groups)
         allowed = self._trust.stores and nbytes <= self._room
         stop = o.stop if allowed else o.start
-        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
+        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority if allowed else -100, after)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
             del session.reservations[o.after]
@@ -249,11 +267,20 @@ class Guest:
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
     def _pin(self, o: p.Pin) -> int:
-        return self._writer(o.session).desk.pin(self._names(o.digests), o.stop, 1 if o.step > 0 else -1)
+        session = self._writer(o.session)
+        names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
+        most = max(g.footprint for g in session.layout.geometry.values())
+        if step > 0 and names.blocks * len(session.layout.groups) * most > self._room:
+            return 0
+        count = session.desk.pin(names, o.stop, step)
+        session.held += step * count * most
+        return count
 
     def _drop(self, o: p.Drop) -> int:
-        session, names, number = self._writer(o.session), self._names(o.digests), self.tidings.promise()
+        session = self._writer(o.session)
+        names = self._names(session, o.digests)
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
+        number = self.tidings.promise()
         found = 0
 
         def done(failed: int) -> None:
@@ -290,6 +317,7 @@ class Guest:
         self._crews.lost()
         for session in self._sessions.values():
             if session.team is not None:
+                self._withdraw(session.team)
                 session.team.fail()
         if not self.rights:
             self._end()

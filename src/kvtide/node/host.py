@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.node.ledger import Ledger
@@ -23,6 +23,8 @@ class Host(Protocol):
     store: Store
     loop: asyncio.AbstractEventLoop
     ledger: Ledger
+    numbers: Iterator[int]
+    """Of sessions, rights and promises: never given twice in its life."""
     teams: dict[str, Team]
     """By the token of the session that they belong to."""
 

@@ -152,15 +152,27 @@ class Line:
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
         """Send operations, after those that were put off, and wait for their answers."""
         with self._lock:
-            number, before = self._send(operations)
-            while (reply := self._receive()).number != number:
-                pass  # of a request whose answers nobody wanted
+            try:
+                number, before = self._send(operations)
+                while (reply := self._receive()).number != number:
+                    pass  # of a request whose answers nobody wanted
+            except Exception:
+                raise
+            except BaseException:  # interrupted in the middle of a message: what follows would mean nothing
+                self.close()
+                raise
         return reply.answers[before:] if before else reply.answers
 
     def post(self, *operations: p.Operation) -> None:
         """Send operations whose answers do not matter, after those that were put off."""
         with self._lock:
-            self._send(list(operations))
+            try:
+                self._send(list(operations))
+            except Exception:
+                raise
+            except BaseException:
+                self.close()
+                raise
 
     def later(self, operation: p.Operation) -> None:
         """Put off an operation whose answer does not matter: it goes with the next request, or soon, by ``nudge``."""
@@ -239,10 +251,12 @@ class Line:
             reply = self._replies.decode(body)
             for serial in reply.segments:
                 name = f"{self.welcome.life}-{serial}"
-                self.lent.add(name)
                 self._segments[serial] = self._mappings.map(self._descriptors.pop(0), name)
+                self.lent.add(name)
         except (msgspec.MsgspecError, TierError, OSError, IndexError) as e:
             self.close()
+            while self._descriptors:
+                os.close(self._descriptors.pop())
             raise Lost from e
         for serial in reply.gone:
             self._segments.pop(serial, None)

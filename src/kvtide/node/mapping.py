@@ -6,6 +6,7 @@ and the node, or its successor, is told: until then it counts the memory as ours
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -42,7 +43,8 @@ class Mappings:
         finally:
             os.close(fd)
         self._names.add(name)
-        threading.Thread(target=_touch, args=(memory,), name="kvtide-touch", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads: then whoever comes first pays
+            threading.Thread(target=_touch, args=(memory,), name="kvtide-touch", daemon=True).start()
         weakref.finalize(memory, self._unmapped, name).atexit = False
         return memoryview(memory)
 

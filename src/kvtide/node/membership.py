@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvtide.errors import RightError
+from kvtide.errors import ClosedError, RightError
 from kvtide.node import protocol as p
 from kvtide.node.team import Member, Team
 from kvtide.node.trust import Trust
@@ -32,9 +32,14 @@ class Membership:
         team = self._teams.get(o.token)
         if team is None or team.domain != self._trust.domain or not self._trust.stores:
             raise RightError("no session has this token; its scheduler is not here, or has ended it")
+        for number in [n for n, m in self._members.items() if self._stale(m) and not m.visits]:
+            del self._members[number]
         number = next(self._numbers)
         self._members[number] = team.join(o.rank)
         return p.Joined(number, team.ranks, p.describe(team.layout), team.layout.block_tokens)
+
+    def _stale(self, member: Member) -> bool:
+        return self._teams.get(member.team.token) is not member.team
 
     def _member(self, number: int) -> Member:
         try:
@@ -42,14 +47,20 @@ class Membership:
         except KeyError:
             raise RightError(f"there is no worker {number}") from None
 
+    def _current(self, number: int) -> Member:
+        member = self._member(number)
+        if self._stale(member):
+            raise ClosedError("its session has ended, or goes on elsewhere; join again")
+        return member
+
     def visit(self, o: p.Visit) -> p.Collected:
-        member = self._member(o.member)
+        member = self._current(o.member)
         holding = member.team.holding(o.holding)
         member.visit(o.holding)
         return self._window.slots(member.team.layout, member.team.desk, holding)
 
     def fill(self, o: p.Fill) -> p.Reserved:
-        member = self._member(o.member)
+        member = self._current(o.member)
         made = member.team.reservation(o.reservation)
         member.visit(o.reservation)
         return self._window.reserved(o.reservation, made, member.team.desk)

@@ -131,8 +131,12 @@ class RemoteDesk:
             if line is not self._line:
                 (number,) = self._client.ask(line, self._opening)
                 assert isinstance(number, int)
-                if self._invited is not None:
-                    self._client.ask(line, p.Invite(number, *self._invited))
+                try:
+                    if self._invited is not None:
+                        self._client.ask(line, p.Invite(number, *self._invited))
+                except RightError:  # the node has not let go of our last session's crew yet
+                    line.post(p.Close(number))
+                    raise Lost from None
                 self._line, self._number = line, number
             return line, self._number
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,7 @@ class Node:
         self._flushing: list[Callable[[], None]] = []
         self._flushes: list[Callable[[], None]] = []
         self._guests: dict[str, Guest] = {}
+        self.numbers: Iterator[int] = itertools.count(1)
         self.teams: dict[str, Team] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._idling: asyncio.TimerHandle | None = None

@@ -13,6 +13,7 @@ their slots too: a late acknowledgement finds nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvtide.block import Layout
@@ -42,7 +43,8 @@ class Team:
         self.domain = domain
         self._holdings = holdings
         self._members: dict[int, Member] = {}
-        self._visitors: dict[int, set[Member]] = {}
+        self._visitors: dict[int, Counter[Member]] = {}
+        """By right: how often each worker uses it at a time."""
         self._when_free: dict[int, Callable[[], None]] = {}
         self._pledged: dict[int, Reservation] = {}
         self._writers: dict[int, set[int]] = {}
@@ -115,19 +117,21 @@ class Team:
         return self._pledged[number]
 
     def came(self, number: int, member: Member) -> None:
-        self._visitors.setdefault(number, set()).add(member)
+        self._visitors.setdefault(number, Counter())[member] += 1
 
     def done(self, number: int, member: Member, good: bool) -> None:
-        """A worker does not use the slots of a right any more."""
-        visitors = self._visitors.get(number, set())
-        visitors.discard(member)
+        """A worker has ended one of its uses of a right's slots."""
+        visitors = self._visitors[number]
+        visitors[member] -= 1
+        if not visitors[member]:
+            del visitors[member]
         if not visitors:
-            self._visitors.pop(number, None)
+            del self._visitors[number]
         if number in self._pledged:
-            if good:
-                self._wrote(number, member.rank)
-            else:
+            if not good:
                 self.abort(number)
+            elif member not in visitors:
+                self._wrote(number, member.rank)
         if not visitors and (call := self._when_free.pop(number, None)) is not None:
             call()
 
@@ -145,21 +149,25 @@ class Member:
     def __init__(self, team: Team, rank: int) -> None:
         self.team = team
         self.rank = rank
-        self.visits: set[int] = set()
+        self.visits: Counter[int] = Counter()
+        """Rights that it uses, and how often at a time."""
 
     def visit(self, number: int) -> None:
         """It is about to be told the slots of a right."""
-        self.visits.add(number)
+        self.visits[number] += 1
         self.team.came(number, self)
 
     def leave(self, number: int, good: bool) -> None:
-        """It does not use them any more."""
-        self.visits.discard(number)
-        self.team.done(number, self, good)
+        """One of its visits is over."""
+        if number in self.visits:
+            self.visits[number] -= 1
+            if not self.visits[number]:
+                del self.visits[number]
+            self.team.done(number, self, good)
 
     def end(self) -> None:
         """It has left the team, or its process is dead."""
         self.team.fail()
-        for number in list(self.visits):
+        for number in list(self.visits.elements()):
             self.leave(number, good=False)
         self.team.left(self)

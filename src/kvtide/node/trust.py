@@ -19,6 +19,8 @@ from kvtide.errors import ConfigError
 __all__ = ["Trust", "Trusted", "seen"]
 
 _MOST = 4000
+_LETTERS = 8
+"""Of a domain's name: it ends the keys of its blocks, and records have little room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def seen(tag: bytes, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
     """Those keys that are of the domain with that tag, as its clients know them."""
     if not tag:
         return tuple(k for k in keys if b"\0" not in k[32:])
-    return tuple(BlockKey(k.removesuffix(tag)) for k in keys if k.endswith(tag))
+    return tuple(BlockKey(k.removesuffix(tag)) for k in keys if k[32:].endswith(tag))
 
 
 class Trusted:
@@ -48,10 +50,11 @@ class Trusted:
         for text in users.replace(",", " ").split():
             user, _, rest = text.partition(":")
             name, _, right = rest.partition(":")
-            if not user.isdecimal() or not name.isidentifier() or right not in ("", "read"):
+            good = name.isidentifier() and name.isascii() and len(name) <= _LETTERS
+            if not user.isdecimal() or not good or right not in ("", "read"):
                 raise ConfigError(
-                    f"node.users has {text!r}; it must be a user's number and a trust domain, such as 1001:blue, or "
-                    "1001:blue:read for one that may not store"
+                    f"node.users has {text!r}; it must be a user's number and a trust domain of at most {_LETTERS} "
+                    "letters, such as 1001:blue, or 1001:blue:read for one that may not store"
                 )
             if int(user) in (0, os.getuid()) or int(user) in self._users:
                 raise ConfigError(f"node.users has user {user}, who is there already: root and our own user always are")

@@ -8,10 +8,11 @@ memoryview assignment would hold it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +49,16 @@ class Copier:
             return
         pieces = _Pieces(pairs)
         helpers = [self._pool.submit(pieces.work) for _ in range(count)]
-        pieces.work()
+        try:
+            pieces.work()
+        finally:
+            # Whoever was interrupted gives the slots to others now: nobody may write there any more.
+            pieces.stop()
+            while [h for h in helpers if not h.cancel() and not h.done()]:
+                with contextlib.suppress(KeyboardInterrupt):
+                    wait(helpers)
         for helper in helpers:
-            if not helper.cancel():
+            if not helper.cancelled():
                 helper.result()
 
     def close(self) -> None:
@@ -70,6 +78,11 @@ class _Pieces:
             ]
         )
         self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Take no more."""
+        with self._lock:
+            self._pieces = iter(())
 
     def work(self) -> None:
         while True:
