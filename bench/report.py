@@ -117,7 +117,25 @@ def page(records: Sequence[Record]) -> str:
             *(_row(r) for r in mine),
             "",
         ]
-    return "\n".join(lines)
+    return "\n".join(lines + _elsewhere())
+
+
+def _elsewhere() -> list[str]:
+    """Figures of other machines, without peers: whole runs of ``kvtide bench store ... --json FILE``."""
+    lines: list[str] = []
+    for file in sorted((RESULTS / "elsewhere").glob("*.json")):
+        records = msgspec.json.decode(file.read_bytes(), type=list[Record])
+        lines += [
+            f"## elsewhere: {file.stem}",
+            "",
+            f"{records[0].machine}; `{records[0].command}`. No peers.",
+            "",
+            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(_row(r) for r in records),
+            "",
+        ]
+    return lines
 
 
 def write_report() -> None:
