@@ -133,8 +133,8 @@ def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:
         assert got[-1].refused == 20
         held = sum(len(r.keys) for r in got) * PLAIN.geometry["full"].footprint
         assert (8 << 20) * 0.8 < held <= (8 << 20) * 0.9
-        some = prompt(*range(5000, 5030))
-        assert modest.store(some, data(PLAIN, some)).stored == 30
+        some = prompt(*range(5000, 5020))
+        assert modest.store(some, data(PLAIN, some)).stored == 20
         assert length(modest, some) == len(some)
         assert length(hoard, some) < len(some), "a miss for him who has too much"
         for reservation in got:

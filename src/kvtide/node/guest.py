@@ -27,11 +27,13 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 
-__all__ = ["Guest"]
+__all__ = ["LARGEST_PART", "Guest"]
 
 log = logging.getLogger("kvtide.node")
 
 _SESSIONS = 256
+LARGEST_PART = 1 << 30
+"""Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
 _GROUPS = 64
 _SUFFIX = 16
 """Bytes of a key after its digest: records have room for no more."""
@@ -233,10 +235,11 @@ class Guest:
             raise LayoutError(f"ranks {o.writers} are not among those that were invited to this session")
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
-        nbytes = (o.stop - o.start) * sum(layout.geometry[g.name].footprint for g in groups)
-        allowed = self._trust.stores and nbytes <= self._room
-        stop = o.stop if allowed else o.start
-        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority if allowed else -100, after)
+        each = sum(layout.geometry[g.name].footprint for g in groups)
+        room = min(self._room, LARGEST_PART) if self._trust.stores else 0
+        stop = min(o.stop, o.start + max(0, room) // max(1, each))
+        priority = o.priority if self._trust.stores else -100
+        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, priority, after)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
             del session.reservations[o.after]

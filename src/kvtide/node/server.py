@@ -24,7 +24,7 @@ import msgspec
 from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
-from kvtide.node.guest import Guest
+from kvtide.node.guest import LARGEST_PART, Guest
 from kvtide.node.ledger import Ledger
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
@@ -45,8 +45,6 @@ _STRANGERS = 64
 _CONNECTIONS = 2048
 _CLIENTS = 100
 """Of one process, those included that are gone while it may still use what they held."""
-_LARGEST_PART = 1 << 30
-"""Bytes that one reservation should have at most: while memory is taken for it, others wait."""
 _PAUSE = 0.5
 """Seconds without new connections when there are no descriptors for them."""
 
@@ -127,7 +125,8 @@ class Node:
     def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
         """Call when no client was there for so long; the first one is given time to come."""
         self._idle = seconds, call
-        self._idling = self.loop.call_later(max(seconds, _FIRST), call)
+        if not self._guests:
+            self._idling = self.loop.call_later(max(seconds, _FIRST), call)
 
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
@@ -239,7 +238,7 @@ class Node:
                 guest.token,
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
-                min(self.store.largest_part, _LARGEST_PART),
+                min(self.store.largest_part, LARGEST_PART),
                 self.ledger.life,
             )
         )
