@@ -285,6 +285,7 @@ class Client(Home):
             return
         if (line := self._line) is not None:
             line.unmap()
+        self._mappings.close()
         self._tell_unmapped()  # when it answers, it knows of all else that was given back, too
         self._closing.set()
         if (line := self._line) is not None:

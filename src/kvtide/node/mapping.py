@@ -6,7 +6,6 @@ and the node, or its successor, is told: until then it counts the memory as ours
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -22,6 +21,7 @@ from kvtide.errors import TierError
 __all__ = ["Mappings"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_STRETCH = 16 << 20
 
 
 class Mappings:
@@ -31,6 +31,8 @@ class Mappings:
         """``ended`` is called when some is not mapped any more, on any thread and at any point: it takes no lock."""
         self._names: set[str] = set()
         self._ended = ended
+        self._touching: set[threading.Thread] = set()
+        self._closed = threading.Event()
 
     def map(self, fd: int, name: str) -> Span:
         """The memory behind a descriptor, which is closed. It cannot shrink under us: that was sealed."""
@@ -43,8 +45,12 @@ class Mappings:
         finally:
             os.close(fd)
         self._names.add(name)
-        with contextlib.suppress(RuntimeError):  # no more threads: then whoever comes first pays
-            threading.Thread(target=_touch, args=(memory,), name="kvtide-touch", daemon=True).start()
+        toucher = threading.Thread(target=self._touch, args=(memory,), name="kvtide-touch", daemon=True)
+        self._touching.add(toucher)
+        try:
+            toucher.start()
+        except RuntimeError:  # no more threads: then whoever comes first pays
+            self._touching.discard(toucher)
         weakref.finalize(memory, self._unmapped, name).atexit = False
         return memoryview(memory)
 
@@ -52,13 +58,23 @@ class Mappings:
         self._names.discard(name)
         self._ended()
 
+    def _touch(self, memory: mmap.mmap) -> None:
+        """Enter every page into our page table. The node has them all, but the first to use one would wait for that,
+        and a copy would take half as long again. Reading does it, and disturbs nobody who writes."""
+        for start in range(0, len(memory), _STRETCH):
+            if self._closed.is_set():
+                break
+            stretch = np.frombuffer(memory, np.uint8, min(_STRETCH, len(memory) - start), start)
+            stretch[:: mmap.PAGESIZE].max()
+        self._touching.discard(threading.current_thread())
+
+    def close(self) -> None:
+        """Look at nothing any more ourselves: what callers do not use is not mapped when this returns."""
+        self._closed.set()
+        for toucher in list(self._touching):
+            toucher.join()
+
     @property
     def names(self) -> list[str]:
         """What is mapped now."""
         return list(self._names)
-
-
-def _touch(memory: mmap.mmap) -> None:
-    """Enter every page into our page table. The node has them all, but the first to use one would wait for that, and a
-    copy would take half as long again. Reading does it, and disturbs nobody who writes."""
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE].max()
