@@ -24,11 +24,11 @@ PARTS = {
     "nvme": "Blocks through DRAM to the disk, and back after a restart, every section verified. The limit is raw "
     "direct I/O of whole blocks at the same depth into a file whose extents were written before. The peers do not "
     "verify. "
-    "A virtual machine's first direct read into memory that its host has not written for some seconds runs at half "
-    "speed, so each contestant goes once over its memory right before the turn that counts. The arena of an embedded "
+    "A virtual machine's first direct read into memory that its host has not written for some seconds runs "
+    "slower, so each contestant goes once over its memory right before the turn that counts. The arena of an embedded "
     "store is in huge pages where the system gives them; a node's is shared memory, for which most systems do not "
-    'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python is '
-    "a fifth of the CPU time: 64 calls for checksums, a header and two journal records a block.",
+    'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python '
+    "counts: 64 calls for checksums, a header and two journal records a block.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "

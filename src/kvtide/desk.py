@@ -153,7 +153,7 @@ class LocalDesk:
         self._store = store
         self._index = store.index
         self._pipeline = store.pipeline
-        self._layout = layout
+        self.layout = layout
         self._identities = {
             g.name: Identity(
                 namespace,
@@ -179,7 +179,7 @@ class LocalDesk:
 
     def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
-        layout, index = self._layout, self._index
+        layout, index = self.layout, self._index
         budget = self._store.config.dram.budget
         room = budget if room is None else max(0, min(room, budget))
         speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
@@ -216,7 +216,7 @@ class LocalDesk:
         return LocalHolding(plan, have, needed, ready, pending, lease)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
-        """The usual answer, at a tenth of the cost: every block of every group is in DRAM. Under the lock.
+        """The usual answer, at little cost: every block of every group is in DRAM. Under the lock.
 
         What has expired is not: it was swept.
         """
@@ -225,8 +225,8 @@ class LocalDesk:
         needed = resident.after.get(have)
         if needed is None:
             needed = {}
-            for g in self._layout.groups:
-                need = g.needs(blocks, self._layout.block_tokens, have)
+            for g in self.layout.groups:
+                need = g.needs(blocks, self.layout.block_tokens, have)
                 needed[g.name] = resident.rows[g.name][need.start : need.stop]
             if len(resident.after) >= _AFTER:
                 resident.after.clear()
@@ -236,7 +236,7 @@ class LocalDesk:
             for r in resident.rows.values():
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
-        self._store.planner.count(plan, blocks, have, self._layout.block_tokens, None)
+        self._store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         holding = LocalHolding(plan, have, needed, True, False, lease)
         if not self._checked:
             holding.resident = resident
@@ -244,7 +244,7 @@ class LocalDesk:
 
     def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
         """Whether all that ``block`` lacks is just being written."""
-        lacking = [rows[g.name][block] for g in self._layout.groups if g.required and not whole[g.name][block]]
+        lacking = [rows[g.name][block] for g in self.layout.groups if g.required and not whole[g.name][block]]
         return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
 
     def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
@@ -258,12 +258,12 @@ class LocalDesk:
 
     def collect(self, holding: LocalHolding) -> Collected:
         blocks, first, places = self.places(holding)
-        dram, geometry = self._store.dram, self._layout.geometry
+        dram, geometry = self._store.dram, self.layout.geometry
         return Collected(blocks, first, {n: dram.spans(p.tolist(), geometry[n].footprint) for n, p in places.items()})
 
     def places(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, Rows]]:
         """As ``collect``, with places in the arena instead of memory."""
-        index, layout, blocks = self._index, self._layout, holding.plan.blocks
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
         with index.lock:
             if holding.lease is None:
                 raise RightError("this match was released while its load was under way")
@@ -297,7 +297,7 @@ class LocalDesk:
 
     def nbytes(self, blocks: dict[str, Rows]) -> int:
         """Bytes of so many blocks of each group."""
-        return sum(len(found) * self._layout.geometry[name].footprint for name, found in blocks.items())
+        return sum(len(found) * self.layout.geometry[name].footprint for name, found in blocks.items())
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class LocalDesk:
         index = self._index
         count = 0
         with index.lock:
-            for group in self._layout.groups:
+            for group in self.layout.groups:
                 rows = self._rows(names, group, stop)
                 if step < 0:
                     count += index.unpin(rows, self)
@@ -379,7 +379,7 @@ class LocalDesk:
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
-        return self._store.drop([k for g in self._layout.groups for k in names.keys(g.suffix)[start:]], timeout)
+        return self._store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
     def close(self) -> None:
         with self._index.lock:

@@ -17,6 +17,7 @@ from kvtide.index.keys import Model
 from kvtide.match import Match
 from kvtide.node.client import Client
 from kvtide.session import Session
+from tests.node import host
 from tests.node.serving import Process, eventually
 
 SEGMENT = 2 << 20
@@ -36,14 +37,8 @@ def node(tmp_path: Path) -> Iterator[Process]:
 
 
 def host_memory(node: Process) -> int:
-    """Bytes of all memory of nodes that this process or the node has mapped, each counted once."""
-    found: dict[str, int] = {}
-    for pid in (os.getpid(), node.process.pid):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "/memfd:kvtide-" in line:
-                start, stop = (int(x, 16) for x in line.split()[0].split("-"))
-                found[line.split()[4]] = stop - start
-    return sum(found.values())
+    """Bytes of all memory of nodes that this process or the node has, each counted once."""
+    return sum(host.memory([os.getpid(), node.process.pid]).values())
 
 
 def store(session: Session) -> int:

@@ -6,7 +6,7 @@ import logging
 import struct
 from collections.abc import Sequence
 
-from kvtide.block import BlockKey, Layout
+from kvtide.block import BlockKey
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import ROOT
@@ -57,8 +57,8 @@ class Names:
 class Booked:
     """A session of a client: its desk, and what it holds."""
 
-    def __init__(self, layout: Layout, desk: LocalDesk) -> None:
-        self.layout = layout
+    def __init__(self, desk: LocalDesk) -> None:
+        self.layout = desk.layout
         self.desk = desk
         self.holdings: dict[int, LocalHolding] = {}
         self.reservations: dict[int, Reservation] = {}

@@ -31,7 +31,7 @@ _TURN = 0.005
 """Seconds after which the other clients have their turn."""
 
 
-# As plain numbers: to compute with the names' own kind of number costs more than all the rest of a short frame.
+# As plain numbers: every frame computes with them, and the names' own kind of number is slow at that.
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 

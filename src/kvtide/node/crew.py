@@ -204,11 +204,15 @@ class Worker:
             except Lost:
                 self._client.settle()
 
-        return Step(
-            [self._loaded(line, a) if isinstance(a, p.Collected) else None for a in found],
-            [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
-            done,
-        )
+        try:
+            return Step(
+                [self._loaded(line, a) if isinstance(a, p.Collected) else None for a in found],
+                [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
+                done,
+            )
+        except Lost:
+            done(False)
+            raise
 
     def _loaded(self, line: Line, found: p.Collected) -> Loaded:
         groups, tokens = self.layout.groups, self.layout.block_tokens

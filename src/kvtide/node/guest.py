@@ -139,7 +139,7 @@ class Guest:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
         self._sessions[number] = Booked(
-            layout, LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
+            LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
         )
         return number
 
@@ -199,7 +199,7 @@ class Guest:
             slots: list[p.Slots] = resident.note
             self._store.dram.moved(read=nbytes)
             return slots
-        slots = self._window.slots(session.layout, session.desk, holding).slots
+        slots = self._window.slots(session.desk, holding).slots
         if resident is not None:
             resident.note = slots
         return slots
@@ -215,7 +215,7 @@ class Guest:
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
-        return self._window.slots(session.layout, session.desk, session.holding(o.holding))
+        return self._window.slots(session.desk, session.holding(o.holding))
 
     def _release(self, o: p.Release) -> None:
         session = self._session(o.session)
@@ -264,7 +264,7 @@ class Guest:
         session = self._writer(o.session)
         if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
             raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
-        session.team = Team(session.layout, session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
+        session.team = Team(session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
         self._host.teams[o.token] = session.team
 
     # -- keeping, removing, watching ----------------------------------------------------------------------

@@ -59,8 +59,8 @@ class Mappings:
         self._ended()
 
     def _touch(self, memory: mmap.mmap) -> None:
-        """Enter every page into our page table. The node has them all, but the first to use one would wait for that,
-        and a copy would take half as long again. Reading does it, and disturbs nobody who writes."""
+        """Enter every page into our page table. The node has them all, but the first to use one would wait for that.
+        Reading does it, and disturbs nobody who writes."""
         for start in range(0, len(memory), _STRETCH):
             if self._closed.is_set():
                 break

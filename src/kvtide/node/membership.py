@@ -36,7 +36,8 @@ class Membership:
             del self._members[number]
         number = next(self._numbers)
         self._members[number] = team.join(o.rank)
-        return p.Joined(number, team.ranks, p.describe(team.layout), team.layout.block_tokens)
+        layout = team.desk.layout
+        return p.Joined(number, team.ranks, p.describe(layout), layout.block_tokens)
 
     def _stale(self, member: Member) -> bool:
         return self._teams.get(member.team.token) is not member.team
@@ -57,7 +58,7 @@ class Membership:
         member = self._current(o.member)
         holding = member.team.holding(o.holding)
         member.visit(o.holding)
-        return self._window.slots(member.team.layout, member.team.desk, holding)
+        return self._window.slots(member.team.desk, holding)
 
     def fill(self, o: p.Fill) -> p.Reserved:
         member = self._current(o.member)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import RightError
 from kvtide.index.lease import Reservation
@@ -27,16 +26,7 @@ __all__ = ["Member", "Team"]
 class Team:
     """The workers of one session, and what they use."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        desk: LocalDesk,
-        holdings: dict[int, LocalHolding],
-        token: str,
-        ranks: int,
-        domain: int,
-    ) -> None:
-        self.layout = layout
+    def __init__(self, desk: LocalDesk, holdings: dict[int, LocalHolding], token: str, ranks: int, domain: int) -> None:
         self.desk = desk
         self.token = token
         self.ranks = ranks
@@ -49,7 +39,6 @@ class Team:
         self._pledged: dict[int, Reservation] = {}
         self._writers: dict[int, set[int]] = {}
         """By reservation: the ranks that have not written yet."""
-        self.over = False
 
     @property
     def rights(self) -> int:
@@ -85,7 +74,6 @@ class Team:
 
     def end(self) -> None:
         """The session has ended."""
-        self.over = True
         self.fail()
         for number, holding in self._holdings.items():
             self.when_free(number, holding.release)
@@ -93,8 +81,6 @@ class Team:
     # -- the workers --------------------------------------------------------------------------------------
 
     def join(self, rank: int) -> Member:
-        if self.over:
-            raise RightError("this session has ended")
         if not 0 <= rank < self.ranks:
             raise RightError(f"rank {rank} is not one of this session's {self.ranks}")
         if rank in self._members:
@@ -107,7 +93,7 @@ class Team:
             del self._members[member.rank]
 
     def holding(self, number: int) -> LocalHolding:
-        if number not in self._holdings or self.over:
+        if number not in self._holdings:
             raise RightError(f"there is no holding {number}; it was released")
         return self._holdings[number]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from kvtide.block import Layout
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.index.index import DRAM, Rows
 from kvtide.index.lease import Reservation
@@ -35,10 +34,10 @@ class Window:
         self._new: list[Lent] = []
         self._removals = 0
 
-    def slots(self, layout: Layout, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
+    def slots(self, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
         """Where a holding lies."""
         blocks, first, places = desk.places(holding)
-        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in layout.groups]
+        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in desk.layout.groups]
         return p.Collected(blocks, slots)
 
     def reserved(self, number: int, made: Reservation, desk: LocalDesk, addressed: bool = True) -> p.Reserved:
