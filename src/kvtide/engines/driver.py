@@ -1,0 +1,122 @@
+"""The few calls of the CUDA driver that torch does not offer: copies of rows, and memory that is registered with it.
+
+Memory that the driver knows is copied by DMA at the speed of the bus, and without holding up the host; other memory is
+not. Registering takes some milliseconds per segment, once; a segment that goes away is unregistered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+import weakref
+
+import torch
+
+from kvtide.block import Span
+from kvtide.engines.paged import address
+from kvtide.errors import TierError
+
+__all__ = ["Registry", "copy", "copy_rows"]
+
+_HOST, _DEVICE = 1, 2
+_KNOWN = 712
+"""The driver's error for memory that is registered already."""
+
+
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        *((f"src_{name}", kind) for name, kind in (("x", ctypes.c_size_t), ("y", ctypes.c_size_t))),
+        ("src_type", ctypes.c_int),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_void_p),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        *((f"dst_{name}", kind) for name, kind in (("x", ctypes.c_size_t), ("y", ctypes.c_size_t))),
+        ("dst_type", ctypes.c_int),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_void_p),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise TierError(f"{what} failed: the CUDA driver says {(text.value or b'?').decode()} ({code})")
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy between host and device, either way, on a stream."""
+    pointer = ctypes.c_void_p
+    _check(
+        _driver().cuMemcpyAsync(pointer(target), pointer(source), ctypes.c_size_t(nbytes), pointer(stream)),
+        f"a copy of {nbytes} bytes",
+    )
+
+
+def copy_rows(host: int, pitch: int, device: int, width: int, rows: int, stream: int, *, to_host: bool) -> None:
+    """Copy rows that are ``pitch`` apart in host memory and one after the other in the device's."""
+    job = _Rows(width=width, height=rows)
+    here, there = ("dst", "src") if to_host else ("src", "dst")
+    setattr(job, f"{here}_type", _HOST)
+    setattr(job, f"{here}_host", host)
+    setattr(job, f"{here}_pitch", pitch)
+    setattr(job, f"{there}_type", _DEVICE)
+    setattr(job, f"{there}_device", device)
+    setattr(job, f"{there}_pitch", width)
+    _check(
+        _driver().cuMemcpy2DAsync_v2(ctypes.byref(job), ctypes.c_void_p(stream)), f"a copy of {rows} rows of {width}"
+    )
+
+
+class Registry:
+    """Host memory that the driver knows. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, weakref.finalize[[int, int], mmap.mmap]] = {}
+
+    def find(self, span: Span) -> int:
+        """Where ``span`` lies; the segment that it is in is registered from now on, while it lives."""
+        segment = span.obj
+        if id(segment) not in self._known and isinstance(segment, mmap.mmap):
+            with self._lock:
+                if id(segment) not in self._known:
+                    self._register(segment)
+        return address(span)
+
+    def _register(self, segment: mmap.mmap) -> None:
+        whole = memoryview(segment)
+        start, flags = address(whole), 0x08 if whole.readonly else 0
+        code = int(torch.cuda.cudart().cudaHostRegister(start, len(whole), flags))
+        if code not in (0, _KNOWN):
+            raise TierError(
+                f"the GPU cannot use {len(whole)} bytes of host memory (cudaHostRegister: error {code}); "
+                "raise the limit of locked memory (ulimit -l), or make the DRAM tier smaller"
+            )
+        end = weakref.finalize(segment, self._forget, id(segment), start)
+        end.atexit = False
+        self._known[id(segment)] = end
+
+    def _forget(self, name: int, start: int) -> None:
+        self._known.pop(name, None)
+        torch.cuda.cudart().cudaHostUnregister(start)
+
+    def close(self) -> None:
+        """Unregister everything."""
+        with self._lock:
+            for end in list(self._known.values()):
+                end()

@@ -1,0 +1,296 @@
+"""Pages on a GPU: scattered pages at the speed of the bus.
+
+Copying page by page from Python reaches a tenth of what the bus can do. Instead a kernel gathers the pages of some
+blocks into a small staging buffer in the GPU's own memory, a hundred times faster than the bus, and one large DMA
+brings that into the arena; a load is the same backwards. Each direction is a *lane* with its own two streams, buffers
+and thread: while one buffer is on the bus the next is gathered. Buffers pass from the kernel's stream to the DMA's and
+back by events on the device; the host waits for nothing, and the engine's stream for nothing but the pages that
+it reads.
+
+After the gather the engine's pages are free again, though the move is not done. The thread is there because
+registering memory with the driver takes milliseconds, which no engine should wait for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtide.engines import driver, packing
+from kvtide.engines.kernels import move_pages
+from kvtide.engines.paged import WORDS, Copy, Move, Pages
+from kvtide.errors import ClosedError
+
+__all__ = ["GpuMover"]
+
+_BUFFERS = 3
+"""Of a lane: one is gathered, one is on the bus, and one may be late."""
+_STEP = 512
+"""Words that a program of the kernel moves at once."""
+
+
+class GpuMove(Move):
+    """Copies that a lane makes."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        """Everything is on its streams, or failed."""
+        self.end = torch.cuda.Event()
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        if not self.begun.is_set():
+            return False
+        self._check()
+        return bool(self.end.query())
+
+    def wait(self) -> None:
+        self.begun.wait()
+        self.end.synchronize()
+        self._check()
+
+    def join(self) -> None:
+        self.begun.wait()
+        self._check()
+        torch.cuda.current_stream().wait_event(self.end)
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class GpuMover:
+    """Moves pages of one GPU."""
+
+    def __init__(self, device: torch.device, staging: int) -> None:
+        device = torch.empty(0, device=device).device  # with its number
+        registry = driver.Registry()
+        self._registry = registry
+        each = staging // (2 * _BUFFERS) // 4096 * 4096
+        self._out = _Lane(device, each, registry, to_host=True)
+        self._in = _Lane(device, each, registry, to_host=False)
+
+    def store(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+        pages.check_store()
+        return self._out.put(pages, copies)
+
+    def load(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+        pages.check_load()
+        return self._in.put(pages, copies)
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+        self._registry.close()
+
+
+class _Buffer:
+    """Staging memory, with when it is full and when it is free again."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.filled = torch.cuda.Event()
+        self.free = torch.cuda.Event()
+
+
+class _Job(NamedTuple):
+    pages: Pages
+    copies: Sequence[Copy]
+    after: torch.cuda.Event
+    """On the caller's stream: from then on the pages may be read, or written."""
+    move: GpuMove
+
+
+class _Lane:
+    """One direction."""
+
+    def __init__(self, device: torch.device, nbytes: int, registry: driver.Registry, *, to_host: bool) -> None:
+        self._device, self._nbytes, self._registry, self._to_host = device, nbytes, registry, to_host
+        self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._buffers: Iterator[_Buffer] | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        name = f"kvtide-gpu-{'store' if to_host else 'load'}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+        pages.check(copies)
+        if self._closed:
+            raise ClosedError("this mover is closed; make another")
+        after = torch.cuda.Event()
+        after.record(torch.cuda.current_stream(self._device))
+        move = GpuMove()
+        self._jobs.put(_Job(pages, copies, after, move))
+        return move
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            self._thread.join()
+            self._kernels.synchronize()
+            self._copies.synchronize()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._move(job)
+            except Exception as e:  # noqa: BLE001 - whoever waits for the move is told
+                job.move.error = e
+            self._kernels.wait_stream(self._copies)
+            job.move.end.record(self._kernels)
+            job.move.begun.set()
+            del job  # else the engine's tensors would live until the next
+
+    def _move(self, job: _Job) -> None:
+        self._kernels.wait_event(job.after)
+        pages = job.pages
+        if pages.packing != pages.group.packing:
+            self._convert(pages, job.copies)
+            return
+        # Copies of whole blocks go together; each of a part goes alone.
+        for n, same in itertools.groupby(job.copies, lambda c: len(c.pages)):
+            if n == pages.each:
+                self._move_equal(pages, list(same), n)
+            elif n:
+                for copy in same:
+                    self._move_equal(pages, [copy], n)
+
+    @contextmanager
+    def _buffer(self) -> Iterator[_Buffer]:
+        """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
+        if self._buffers is None:
+            self._buffers = itertools.cycle([_Buffer(self._nbytes, self._device) for _ in range(_BUFFERS)])
+        buffer = next(self._buffers)
+        (self._kernels if self._to_host else self._copies).wait_event(buffer.free)
+        yield buffer
+        buffer.free.record(self._copies if self._to_host else self._kernels)
+
+    def _pass(self, buffer: _Buffer) -> None:
+        """The first stream has filled the buffer; now the second may have it."""
+        first, second = (self._kernels, self._copies) if self._to_host else (self._copies, self._kernels)
+        buffer.filled.record(first)
+        second.wait_event(buffer.filled)
+
+    def _move_equal(self, pages: Pages, copies: Sequence[Copy], n: int) -> None:
+        """Copies of ``n`` pages each: as many blocks at once as go through one buffer, or as many sections of one."""
+        sections = len(pages.sections)
+        section = pages.heads * n * pages.atom
+        blocks = max(1, self._nbytes // (section * sections))
+        at_once = max(1, min(sections, self._nbytes // section))
+        word = _word(pages)
+        for i in range(0, len(copies), blocks):
+            some = copies[i : i + blocks]
+            places = np.array([self._registry.find(c.block) for c in some])
+            order = np.argsort(places)  # neighbours in memory go together
+            some, places = [some[k] for k in order], places[order]
+            entries = np.empty((len(some), n, 2), np.int64)
+            entries[:, :, 0] = [c.pages for c in some]
+            starts = np.arange(len(some)) * (sections * section)
+            entries[:, :, 1] = (starts[:, None] + np.arange(n) * pages.atom) // word
+            with torch.cuda.stream(self._kernels):
+                table = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
+            for first in range(0, sections, at_once):
+                span = range(first, min(sections, first + at_once))
+                with self._buffer() as buffer:
+                    if self._to_host:
+                        self._kernel(pages, table, buffer, span, n, word)
+                        self._pass(buffer)
+                    self._dma(pages, some, places.tolist(), buffer, span, n * pages.atom)
+                    if not self._to_host:
+                        self._pass(buffer)
+                        self._kernel(pages, table, buffer, span, n, word)
+
+    def _kernel(self, pages: Pages, table: torch.Tensor, buffer: _Buffer, span: range, n: int, word: int) -> None:
+        *strides, dim = pages.sections[0].stride()
+        page, head, token = (s * pages.itemsize // word for s in strides)
+        row = pages.group.head_dim * pages.itemsize // word
+        atom = pages.atom // word
+        with torch.cuda.stream(self._kernels):
+            move_pages[(table.numel() // 2, len(span) * pages.heads)](
+                pages.bases,
+                table,
+                buffer.memory.view(WORDS[word]),
+                span.start,
+                page,
+                head,
+                token,
+                dim,
+                pages.heads * n * atom,
+                n * atom,
+                HEADS=pages.heads,
+                DIM=row,
+                ATOM=atom,
+                STEP=min(_STEP, 1 << (atom - 1).bit_length()),
+                GATHER=self._to_host,
+            )
+
+    def _dma(
+        self, pages: Pages, copies: Sequence[Copy], places: Sequence[int], buffer: _Buffer, span: range, width: int
+    ) -> None:
+        """Between staging, where the blocks are without gaps, and the slots."""
+        stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
+        stream, device = self._copies.cuda_stream, buffer.memory.data_ptr()
+        row = pages.heads * width
+        whole = width == size and row == stride
+        if whole and len(span) == len(pages.sections):
+            nbytes = pages.geometry.footprint
+            for start, count in _neighbours(places, nbytes):
+                self._copy(places[start], device + start * nbytes, count * nbytes)
+            return
+        for i, (copy, place) in enumerate(zip(copies, places, strict=True)):
+            host = place + span.start * stride + pages.share.start * size
+            here = device + i * len(pages.sections) * row
+            if whole:
+                self._copy(host, here, len(span) * stride)
+            elif width == size:
+                driver.copy_rows(host, stride, here, row, len(span), stream, to_host=self._to_host)
+            else:
+                first = host + copy.at * pages.atom
+                for s in range(len(span)):
+                    rows = first + s * stride, size, here + s * row, width, pages.heads
+                    driver.copy_rows(*rows, stream, to_host=self._to_host)
+
+    def _copy(self, host: int, device: int, nbytes: int) -> None:
+        target, source = (host, device) if self._to_host else (device, host)
+        driver.copy(target, source, nbytes, self._copies.cuda_stream)
+
+    def _convert(self, pages: Pages, copies: Sequence[Copy]) -> None:
+        """Load blocks in another packing: as they are onto the GPU, and by torch's own kernels from there."""
+        nbytes = pages.geometry.footprint
+        for copy in copies:
+            with torch.cuda.stream(self._kernels):
+                raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                driver.copy(raw.data_ptr(), self._registry.find(copy.block), nbytes, self._kernels.cuda_stream)
+                block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
+                numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
+                for section, part in zip(pages.sections, block, strict=True):
+                    section.index_copy_(0, numbers, part.transpose(0, 1))
+
+
+def _word(pages: Pages) -> int:
+    """The largest number of bytes, 8 at most, that the engine's memory is a multiple of everywhere."""
+    *strides, dim = pages.sections[0].stride()
+    if dim != 1:
+        return pages.itemsize
+    sizes = [s * pages.itemsize for s in strides] + [pages.group.head_dim * pages.itemsize]
+    starts = [s.data_ptr() for s in pages.sections]
+    return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
+
+
+def _neighbours(places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Slots that follow one another in memory: the first, and how many."""
+    start = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + nbytes:
+            yield start, i - start
+            start = i
