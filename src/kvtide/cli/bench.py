@@ -70,10 +70,11 @@ def store(
 
 @app.command()
 def gpu(
+    only: Annotated[list[str] | None, typer.Argument(help="pages, decode.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
 ) -> None:
-    """The GPU: scattered pages to the arena and back, beside the bus itself.
+    """The GPU: scattered pages to the arena and back, beside the bus itself; and decoding while blocks are stored.
 
     Example: kvtide bench gpu --quick
     """
@@ -81,7 +82,7 @@ def gpu(
         from kvtide.benchmarks.gpu import gpu as measure
     except ImportError as e:
         raise ConfigError("this needs torch: pip install kvtide[torch]") from e
-    _measure("gpu", [], quick, json, None, measure)
+    _measure("gpu", only or [], quick, json, None, lambda settings: measure(settings, only or ()))
 
 
 def _measure(

@@ -98,6 +98,21 @@ class _Buffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.filled = torch.cuda.Event()
         self.free = torch.cuda.Event()
+        self._tables = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64, device=device)
+        self._read = torch.cuda.Event(blocking=True)
+
+    def table(self, entries: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        """The entries for a kernel of the current stream, on the device. The host waits while the last ones, of three
+        buffers before, are still to be copied: to pin other memory for them would stop the whole device."""
+        self._read.synchronize()
+        if entries.size > len(self._tables[0]):
+            pinned = torch.empty(entries.size, dtype=torch.int64, pin_memory=True)
+            self._tables = pinned, torch.empty(entries.size, dtype=torch.int64, device=self.memory.device)
+        host, device = (t[: entries.size] for t in self._tables)
+        host.numpy()[:] = entries.reshape(-1)
+        device.copy_(host, non_blocking=True)
+        self._read.record()
+        return device
 
 
 class _Job(NamedTuple):
@@ -140,7 +155,7 @@ class _Lane:
             self._copies.synchronize()
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._kernels)  # of this thread: what torch does here, it does there
         while (job := self._jobs.get()) is not None:
             try:
                 self._move(job)
@@ -165,15 +180,24 @@ class _Lane:
                 for copy in same:
                     self._move_equal(pages, [copy], n)
 
+    def _make_buffers(self, least: int) -> None:
+        """Staging is made when it is first needed, and holds one section of a block at least."""
+        if self._buffers is None or least > self._nbytes:
+            self._kernels.synchronize()
+            self._copies.synchronize()
+            self._nbytes = max(self._nbytes, least)
+            self._buffers = itertools.cycle([_Buffer(self._nbytes, self._device) for _ in range(_BUFFERS)])
+
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:
         """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
-        if self._buffers is None:
-            self._buffers = itertools.cycle([_Buffer(self._nbytes, self._device) for _ in range(_BUFFERS)])
+        assert self._buffers is not None
         buffer = next(self._buffers)
         (self._kernels if self._to_host else self._copies).wait_event(buffer.free)
-        yield buffer
-        buffer.free.record(self._copies if self._to_host else self._kernels)
+        try:
+            yield buffer
+        finally:
+            buffer.free.record(self._copies if self._to_host else self._kernels)
 
     def _pass(self, buffer: _Buffer) -> None:
         """The first stream has filled the buffer; now the second may have it."""
@@ -185,6 +209,7 @@ class _Lane:
         """Copies of ``n`` pages each: as many blocks at once as go through one buffer, or as many sections of one."""
         sections = len(pages.sections)
         section = pages.heads * n * pages.atom
+        self._make_buffers(section)
         blocks = max(1, self._nbytes // (section * sections))
         at_once = max(1, min(sections, self._nbytes // section))
         word = _word(pages)
@@ -197,42 +222,47 @@ class _Lane:
             entries[:, :, 0] = [c.pages for c in some]
             starts = np.arange(len(some)) * (sections * section)
             entries[:, :, 1] = (starts[:, None] + np.arange(n) * pages.atom) // word
-            with torch.cuda.stream(self._kernels):
-                table = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
             for first in range(0, sections, at_once):
                 span = range(first, min(sections, first + at_once))
                 with self._buffer() as buffer:
                     if self._to_host:
-                        self._kernel(pages, table, buffer, span, n, word)
+                        self._kernel(pages, entries, buffer, span, n, word)
                         self._pass(buffer)
                     self._dma(pages, some, places.tolist(), buffer, span, n * pages.atom)
                     if not self._to_host:
                         self._pass(buffer)
-                        self._kernel(pages, table, buffer, span, n, word)
+                        self._kernel(pages, entries, buffer, span, n, word)
 
-    def _kernel(self, pages: Pages, table: torch.Tensor, buffer: _Buffer, span: range, n: int, word: int) -> None:
+    def _kernel(
+        self,
+        pages: Pages,
+        entries: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        buffer: _Buffer,
+        span: range,
+        n: int,
+        word: int,
+    ) -> None:
         *strides, dim = pages.sections[0].stride()
         page, head, token = (s * pages.itemsize // word for s in strides)
         row = pages.group.head_dim * pages.itemsize // word
         atom = pages.atom // word
-        with torch.cuda.stream(self._kernels):
-            move_pages[(table.numel() // 2, len(span) * pages.heads)](
-                pages.bases,
-                table,
-                buffer.memory.view(WORDS[word]),
-                span.start,
-                page,
-                head,
-                token,
-                dim,
-                pages.heads * n * atom,
-                n * atom,
-                HEADS=pages.heads,
-                DIM=row,
-                ATOM=atom,
-                STEP=min(_STEP, 1 << (atom - 1).bit_length()),
-                GATHER=self._to_host,
-            )
+        move_pages[(entries.size // 2, len(span) * pages.heads)](
+            pages.bases,
+            buffer.table(entries),
+            buffer.memory.view(WORDS[word]),
+            span.start,
+            page,
+            head,
+            token,
+            dim,
+            pages.heads * n * atom,
+            n * atom,
+            HEADS=pages.heads,
+            DIM=row,
+            ATOM=atom,
+            STEP=min(_STEP, 1 << (atom - 1).bit_length()),
+            GATHER=self._to_host,
+        )
 
     def _dma(
         self, pages: Pages, copies: Sequence[Copy], places: Sequence[int], buffer: _Buffer, span: range, width: int
@@ -268,13 +298,12 @@ class _Lane:
         """Load blocks in another packing: as they are onto the GPU, and by torch's own kernels from there."""
         nbytes = pages.geometry.footprint
         for copy in copies:
-            with torch.cuda.stream(self._kernels):
-                raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                driver.copy(raw.data_ptr(), self._registry.find(copy.block), nbytes, self._kernels.cuda_stream)
-                block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
-                numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
-                for section, part in zip(pages.sections, block, strict=True):
-                    section.index_copy_(0, numbers, part.transpose(0, 1))
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            driver.copy(raw.data_ptr(), self._registry.find(copy.block), nbytes, self._kernels.cuda_stream)
+            block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
+            numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
+            for section, part in zip(pages.sections, block, strict=True):
+                section.index_copy_(0, numbers, part.transpose(0, 1))
 
 
 def _word(pages: Pages) -> int:

@@ -267,7 +267,9 @@ def runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
 
 def address(span: Span) -> int:
     """Where memory lies, though it may be read-only."""
-    found: int = np.frombuffer(span, np.uint8).__array_interface__["data"][0]
+    if not span.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(span))
+    found: int = np.frombuffer(span, np.uint8).__array_interface__["data"][0]  # six times slower
     return found
 
 

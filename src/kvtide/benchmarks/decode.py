@@ -1,0 +1,145 @@
+"""A decode loop while blocks are stored in the background, against the same loop alone.
+
+The loop has the shape of Llama-3-8B, with 8 sequences of 4,096 tokens; it reads all weights and all KV in every step,
+as decoding does. Once its kernels are launched one by one, which needs the interpreter all the time, and once as a
+CUDA graph, which needs the GPU alone. Stores run without a pause, at the speed of the bus: no engine computes so fast.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import torch
+from torch.nn import functional as f
+
+from kvtide.benchmarks.pages import Engine, Shape
+from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.settings import Settings
+
+__all__ = ["decode"]
+
+_LAYERS, _WIDTH, _HEADS, _KV_HEADS, _DIM, _INNER = 32, 4096, 32, 8, 128, 14336
+_BATCH, _CONTEXT = 8, 4096
+_STEPS = 20
+"""Tokens between two looks at the clock."""
+
+
+class _Decoder:
+    """One step of a decoder: real sizes, random weights."""
+
+    def __init__(self) -> None:
+        def weights(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.01
+
+        kv = _KV_HEADS * _DIM
+        self._layers = [
+            (
+                weights(_WIDTH + 2 * kv, _WIDTH),
+                weights(_WIDTH, _WIDTH),
+                weights(2 * _INNER, _WIDTH),
+                weights(_WIDTH, _INNER),
+                weights(2, _BATCH, _KV_HEADS, _CONTEXT, _DIM),
+            )
+            for _ in range(_LAYERS)
+        ]
+        self._x = weights(_BATCH, _WIDTH)
+
+    def step(self) -> torch.Tensor:
+        x = self._x
+        for qkv, out, up, down, (k, v) in self._layers:
+            h = f.rms_norm(x, (_WIDTH,))
+            q, new_k, new_v = f.linear(h, qkv).split([_WIDTH, _KV_HEADS * _DIM, _KV_HEADS * _DIM], -1)
+            k[:, :, -1] = new_k.view(_BATCH, _KV_HEADS, _DIM)
+            v[:, :, -1] = new_v.view(_BATCH, _KV_HEADS, _DIM)
+            heads = q.view(_BATCH, _HEADS, 1, _DIM)
+            attended = f.scaled_dot_product_attention(heads, k, v, enable_gqa=True)
+            x = x + f.linear(attended.reshape(_BATCH, _WIDTH), out)
+            gate, value = f.linear(f.rms_norm(x, (_WIDTH,)), up).chunk(2, -1)
+            x = x + f.linear(f.silu(gate) * value, down)
+        return x
+
+    def graph(self) -> Callable[[], None]:
+        """The same step as a CUDA graph."""
+        self.step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+
+class _Feeder:
+    """Stores without a pause, while it is told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._on, self._end = engine, threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end:
+            self._on.wait()
+            self._engine.out()
+
+    def switch(self, on: bool) -> None:
+        (self._on.set if on else self._on.clear)()
+
+    def close(self) -> None:
+        self._end = True
+        self._on.set()
+        self._thread.join()
+
+
+def decode(settings: Settings) -> Iterator[Record]:
+    """How much slower a decode loop is while blocks are stored."""
+    pairs = settings.rounds(60, 30)
+    with ExitStack() as stack, torch.inference_mode():
+        engine = Engine(Shape("llama-3-8b", 32, 8, 8, 16, 0, ""), stack)
+        feeder = _Feeder(engine)
+        stack.callback(feeder.close)
+        decoder = _Decoder()
+        for name, step in {"eager": decoder.step, "graph": decoder.graph()}.items():
+            settings.progress(f"decoding, {name}")
+            ratios, alone = _ratios(step, feeder, pairs)
+            mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
+            low, high = mean - 1.96 * error, mean + 1.96 * error
+            yield figure(
+                f"gpu-decode-{name}",
+                "x",
+                [high],
+                better="lower",
+                bar=1.03,
+                command=settings.command,
+                note=f"a step while blocks are stored without a pause, against {statistics.median(alone) * 1e3:.2f} ms "
+                f"alone: {mean:.4f}, 95 % interval {low:.4f} to {high:.4f} over {pairs} pairs; the figure is its upper "
+                f"end; {torch.cuda.get_device_name()}",
+            )
+
+
+def _ratios(step: Callable[[], object], feeder: _Feeder, pairs: int) -> tuple[list[float], list[float]]:
+    """With stores against without, in turns; and the seconds of a step without."""
+
+    def steps(on: bool) -> float:
+        feeder.switch(on)
+        torch.cuda.current_stream().synchronize()
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            step()
+        torch.cuda.current_stream().synchronize()
+        return (time.perf_counter() - start) / _STEPS
+
+    for on in (True, False):
+        steps(on)
+    ratios, alone = [], []
+    for i in range(pairs):
+        order = (True, False) if i % 2 else (False, True)
+        times = {on: steps(on) for on in order}
+        ratios.append(times[True] / times[False])
+        alone.append(times[False])
+    feeder.switch(False)
+    return ratios, alone

@@ -1,0 +1,152 @@
+"""Pages of a GPU to the arena and back, beside one large copy between the GPU and pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import kvtide
+from kvtide import config as configuration
+from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
+from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings
+from kvtide.block import Slice
+from kvtide.engines.paged import Copy, Pages, mover
+
+__all__ = ["Engine", "Shape", "pages"]
+
+_PAGE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how much of it."""
+
+    name: str
+    layers: int
+    heads: int
+    held: int
+    """Heads that this process holds."""
+    blocks: int
+    bar: float
+    """GB/s."""
+    note: str
+
+
+_SHAPES = [
+    Shape("llama-3-8b", 32, 8, 8, 64, 52, "Llama-3-8B: 32 layers of 8 heads of 128, in blocks of 32 MiB"),
+    Shape("tp8", 32, 8, 1, 256, 45, "Llama-3-8B at tensor parallelism 8: one head of each block of 32 MiB"),
+    Shape("small", 2, 1, 1, 4096, 45, "2 layers with pages of 4 KiB: blocks of 256 KiB"),
+]
+
+
+def pages(settings: Settings) -> Iterator[Record]:
+    """Scattered pages to the arena and back."""
+    for shape in _SHAPES:
+        yield from _pages(settings, shape)
+
+
+class Engine:
+    """Pages as vLLM has them, in a random order, and blocks to put them into."""
+
+    def __init__(self, shape: Shape, stack: ExitStack) -> None:
+        device = torch.device("cuda")
+        layout = kvtide.Layout.attention(layers=shape.layers, heads=shape.heads, head_dim=128)
+        footprint = layout.geometry["full"].footprint
+        budget = (2 * shape.blocks * footprint // (256 * MIB) + 2) * 256 * MIB
+        store = kvtide.Store(configuration.read(None, dram={"budget": budget, "prefault": True}, nvme={"path": ""}))
+        stack.callback(store.close)
+        store.dram.wait_prefault()
+        self._session = store.session(kvtide.Model(layout, "bench"))
+        each = BLOCK_TOKENS // _PAGE
+        count = shape.blocks * each * 2
+        bits = torch.randint(-(2**15), 2**15, (2, count, _PAGE, shape.held, 128), dtype=torch.int16, device=device)
+        caches = [(bits + i).view(torch.bfloat16) for i in range(shape.layers)]
+        share = Slice(0, 0, shape.held)
+        self._pages = Pages.of(layout, "full", caches, "k p t h d", share)
+        order = np.random.default_rng(0).permutation(count).reshape(2 * shape.blocks, each)
+        self._mover = mover(device)
+        stack.callback(self._mover.close)
+        self.nbytes = shape.blocks * layout.geometry["full"].nbytes * shape.held // shape.heads
+        held = self._session.reserve(np.arange(2 * shape.blocks * BLOCK_TOKENS, dtype=np.uint32))
+        stack.callback(held.abort)
+        self._first = [Copy(v, p) for v, p in zip(held.views[: shape.blocks], order, strict=False)]
+        self._second = [Copy(v, p) for v, p in zip(held.views[shape.blocks :], order[shape.blocks :], strict=True)]
+        self._check()
+
+    def _check(self) -> None:
+        """What comes back is what went out."""
+        self._mover.store(self._pages, self._first + self._second).wait()
+        before = [s.clone() for s in self._pages.sections]
+        for section in self._pages.sections:
+            section.zero_()
+        self._mover.load(self._pages, self._first + self._second).wait()
+        assert all(torch.equal(a, b) for a, b in zip(before, self._pages.sections, strict=True)), "a wrong byte"
+
+    def out(self) -> None:
+        self._mover.store(self._pages, self._first).wait()
+
+    def back(self) -> None:
+        self._mover.load(self._pages, self._first).wait()
+
+    def both(self) -> None:
+        """Half of the blocks out, while the other half comes in."""
+        moves = [self._mover.store(self._pages, self._first), self._mover.load(self._pages, self._second)]
+        for move in moves:
+            move.wait()
+
+
+def _bus(nbytes: int) -> Contestant:
+    """The limit: large copies between the GPU and pinned memory, on a stream for each direction."""
+    there, here = (torch.empty(2, nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+    pinned, other = (torch.empty(2, nbytes // 2, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def go(out: bool, back: bool) -> None:
+        for half in range(2):
+            with torch.cuda.stream(streams[0]):
+                if out:
+                    pinned[half].copy_(there[half], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                if back:
+                    here[half].copy_(other[half], non_blocking=True)
+        torch.cuda.synchronize()
+
+    def contestant() -> Mapping[str, Sample]:
+        return {
+            "out": timed(go, True, False, nbytes=nbytes),
+            "in": timed(go, False, True, nbytes=nbytes),
+            "both": timed(go, True, True, nbytes=2 * nbytes),
+        }
+
+    return contestant
+
+
+def _pages(settings: Settings, shape: Shape) -> Iterator[Record]:
+    with ExitStack() as stack:
+        engine = Engine(shape, stack)
+
+        def ours() -> Mapping[str, Sample]:
+            return {
+                "out": timed(engine.out, nbytes=engine.nbytes),
+                "in": timed(engine.back, nbytes=engine.nbytes),
+                "both": timed(engine.both, nbytes=2 * engine.nbytes),
+            }
+
+        rounds = compare({"kvtide": ours, "bus": _bus(engine.nbytes)}, settings.rounds(15, 5), settings.progress)
+    for task in ("out", "in", "both"):
+        limit = [s.speed for s in rounds["bus"][task]]
+        yield figure(
+            f"gpu-{task}-{shape.name}",
+            "GB/s",
+            [s.speed for s in rounds["kvtide"][task]],
+            better="higher",
+            limit=limit,
+            bar=shape.bar if task != "both" else 80,
+            command=settings.command,
+            note=f"{shape.note}; pages of {_PAGE} tokens in a random order; {torch.cuda.get_device_name()}; limit: "
+            "large copies of pinned memory",
+        )
