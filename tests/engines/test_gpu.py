@@ -32,8 +32,8 @@ def engine(pages: int, fill: int | None = None) -> list[torch.Tensor]:
     return [(bits + i).view(torch.bfloat16) for i in range(4)]
 
 
-@pytest.mark.parametrize("staging", [6 * 4096, 6 * 70_000, 192 * MIB])
-def test_staging_may_be_smaller_than_a_block(staging: int) -> None:
+@pytest.mark.parametrize("staging", [4096, 300_000, None])
+def test_staging_may_be_smaller_than_a_block(staging: int | None) -> None:
     """Many blocks in one buffer, or some sections of one: the bytes are the same. Several moves at once."""
     order = np.random.default_rng(0).permutation(20 * 16).reshape(20, 16)
     before = engine(20 * 16)

@@ -30,8 +30,10 @@ from kvtide.errors import ClosedError
 
 __all__ = ["GpuMover"]
 
-_BUFFERS = 3
-"""Of a lane: one is gathered, one is on the bus, and one may be late."""
+_BUFFERS = 2
+"""Of a lane: while one is on the bus the other is gathered."""
+_STAGING = 512 << 20
+"""Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
 _STEP = 512
 """Words that a program of the kernel moves at once."""
 
@@ -69,8 +71,10 @@ class GpuMove(Move):
 class GpuMover:
     """Moves pages of one GPU."""
 
-    def __init__(self, device: torch.device, staging: int) -> None:
+    def __init__(self, device: torch.device, staging: int | None) -> None:
         device = torch.empty(0, device=device).device  # with its number
+        if staging is None:
+            staging = min(_STAGING, torch.cuda.get_device_properties(device).total_memory // 256)
         registry = driver.Registry()
         self._registry = registry
         each = staging // (2 * _BUFFERS) // 4096 * 4096
@@ -102,7 +106,7 @@ class _Buffer:
         self._read = torch.cuda.Event(blocking=True)
 
     def table(self, entries: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
-        """The entries for a kernel of the current stream, on the device. The host waits while the last ones, of three
+        """The entries for a kernel of the current stream, on the device. The host waits while the last ones, of two
         buffers before, are still to be copied: to pin other memory for them would stop the whole device."""
         self._read.synchronize()
         if entries.size > len(self._tables[0]):

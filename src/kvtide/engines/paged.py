@@ -245,8 +245,9 @@ class HostMover:
         pass
 
 
-def mover(device: torch.device, staging: int = 192 << 20) -> Mover:
-    """The mover for tensors on ``device``. On a GPU copies pass through ``staging`` bytes of its memory at most."""
+def mover(device: torch.device, staging: int | None = None) -> Mover:
+    """The mover for tensors on ``device``. On a GPU copies pass through ``staging`` bytes of its memory at most (by
+    default 1/256 of it, and 512 MiB at most)."""
     if device.type == "cpu":
         return HostMover()
     if device.type != "cuda":
