@@ -121,14 +121,15 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _elsewhere() -> list[str]:
-    """Figures of other machines, without peers: whole runs of ``kvtide bench store ... --json FILE``."""
+    """Figures of other machines, without peers: whole runs of ``kvtide bench ... --json FILE``."""
     lines: list[str] = []
-    for file in sorted((RESULTS / "elsewhere").glob("*.json")):
-        records = msgspec.json.decode(file.read_bytes(), type=list[Record])
+    for name, records in _others():
         lines += [
-            f"## elsewhere: {file.stem}",
+            f"## elsewhere: {name}",
             "",
             f"{records[0].machine}; `{records[0].command}`. No peers.",
+            "",
+            f"![{name}](plots/{name}.svg)",
             "",
             "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -138,9 +139,16 @@ def _elsewhere() -> list[str]:
     return lines
 
 
+def _others() -> list[tuple[str, list[Record]]]:
+    files = sorted((RESULTS / "elsewhere").glob("*.json"))
+    return [(f.stem, msgspec.json.decode(f.read_bytes(), type=list[Record])) for f in files]
+
+
 def write_report() -> None:
     """Write the page and its plots."""
     records = read_records()
     PAGE.write_text(page(records))
     for part in PARTS:
         _plot(part, [r for r in records if r.name.split("-")[0] == part and _plotted(r)])
+    for name, others in _others():
+        _plot(name, [r for r in others if _plotted(r)])

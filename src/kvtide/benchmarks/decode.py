@@ -104,9 +104,9 @@ class _Feeder:
 
 def decode(settings: Settings) -> Iterator[Record]:
     """How much slower a decode loop is while blocks are stored."""
-    pairs = settings.rounds(60, 30)
+    pairs = settings.rounds(80, 30)
     with ExitStack() as stack, torch.inference_mode():
-        engine = Engine(Shape("llama-3-8b", 32, 8, 8, 2, 0, ""), stack)
+        engine = Engine(Shape("llama-3-8b", 32, 8, 8, 16, 0, ""), stack)
         decoder = _Decoder()
         loops: list[tuple[str, Callable[[], object], float | None]] = [
             ("graph", decoder.graph(), None),

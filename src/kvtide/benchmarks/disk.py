@@ -26,13 +26,13 @@ from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings, block_source
 from kvtide.block import Span
 from kvtide.index.index import DRAM
 
-__all__ = ["nvme"]
+__all__ = ["RawDisk", "nvme"]
 
 THREADS = 4
 SHARED = "kvtide, shared memory"
 
 
-class _RawDisk:
+class RawDisk:
     """The limit: whole blocks by direct I/O at our depth, into a file whose extents were written before."""
 
     def __init__(self, folder: Path, nbytes: int, count: int) -> None:
@@ -119,9 +119,9 @@ def nvme(settings: Settings) -> Iterator[Record]:
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
             folder = Path(name)
-            ours: dict[str, _OurDisk | _RawDisk] = {
+            ours: dict[str, _OurDisk | RawDisk] = {
                 "kvtide": _OurDisk(folder / "ours", nbytes, count),
-                "raw": _RawDisk(folder, nbytes, count),
+                "raw": RawDisk(folder, nbytes, count),
             }
             if nbytes == 32 * MIB:
                 ours[SHARED] = _OurDisk(folder / "shared", nbytes, count, shared=True)

@@ -16,7 +16,7 @@ from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings
 from kvtide.block import Slice
 from kvtide.engines.paged import Copy, Pages, mover
 
-__all__ = ["Engine", "Shape", "pages"]
+__all__ = ["Engine", "Shape", "bus", "pages"]
 
 _PAGE = 16
 
@@ -99,7 +99,7 @@ class Engine:
             move.wait()
 
 
-def _bus(nbytes: int) -> Contestant:
+def bus(nbytes: int) -> Contestant:
     """The limit: large copies between the GPU and pinned memory, on a stream for each direction."""
     there, here = (torch.empty(2, nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
     pinned, other = (torch.empty(2, nbytes // 2, dtype=torch.uint8, pin_memory=True) for _ in range(2))
@@ -136,7 +136,7 @@ def _pages(settings: Settings, shape: Shape) -> Iterator[Record]:
                 "both": timed(engine.both, nbytes=2 * engine.nbytes),
             }
 
-        rounds = compare({"kvtide": ours, "bus": _bus(engine.nbytes)}, settings.rounds(15, 5), settings.progress)
+        rounds = compare({"kvtide": ours, "bus": bus(engine.nbytes)}, settings.rounds(15, 5), settings.progress)
     for task in ("out", "in", "both"):
         limit = [s.speed for s in rounds["bus"][task]]
         yield figure(
