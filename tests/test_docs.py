@@ -87,6 +87,17 @@ def test_the_code_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         exec(compile(part, f"README.md, part {number + 1}", "exec"), names)
 
 
+def test_the_code_about_hugging_face_models_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (part,) = code(ROOT / "docs/transformers.md", "python")
+    exec(compile(part, "docs/transformers.md", "exec"), {"__name__": "transformers"})
+    first, second = re.findall(r"cached=\((\d+),\)", capsys.readouterr().out)
+    assert (first, int(second) // 256 * 256) == ("0", int(second))
+    assert int(second) > 0
+
+
 def test_the_readme_starts_with_the_two_commands() -> None:
     commands = code(ROOT / "README.md", "sh")[0]
     assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-NAMES = {"async_prefetch", "quickstart", "restart", "turns", "workers", "zero_copy"}
+NAMES = {"async_prefetch", "quickstart", "restart", "transformers_generate", "turns", "workers", "zero_copy"}
 
 
 def test_the_examples_are_there() -> None:

@@ -337,7 +337,7 @@ def test_what_cannot_be_told_is_refused() -> None:
 
 @given(st.integers(0, 3 * SAMPLES) | st.integers(0, 1 << 40))
 def test_samples_are_spread_over_all_of_it(size: int) -> None:
-    places = weights._places(size)
+    places = weights.places(size)
     assert len(places) == min(size, SAMPLES)
     if size:
         assert (places[0], places[-1]) == (0, size - 1)

@@ -31,7 +31,7 @@ from blake3 import blake3
 
 from kvtide.errors import ConfigError, LayoutError
 
-__all__ = ["SAMPLES", "SHARDS", "WeightsId", "from_parameters", "identify"]
+__all__ = ["SAMPLES", "SHARDS", "WeightsId", "from_parameters", "from_samples", "identify", "places"]
 
 WeightsId = NewType("WeightsId", str)
 SHARDS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -77,20 +77,16 @@ def from_parameters(parameters: Iterable[tuple[str, npt.ArrayLike]]) -> WeightsI
     numpy lacks the dtype (bfloat16, float8), view it as integers of the same width, which torch
     does by ``tensor.detach().cpu().view(torch.int16).numpy()``.
     """
+    return from_samples((name, *_sampled(name, parameter)) for name, parameter in parameters)
+
+
+def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.generic]]]) -> WeightsId:
+    """The same, of parameters that are not in this host's memory: names with shapes and the elements at ``places``."""
     digests: dict[bytes, bytes] = {}
-    for name, parameter in parameters:
-        # numpy would make one string of bytes, but an array of their memoryview.
-        raw = memoryview(parameter) if isinstance(parameter, bytes | bytearray) else parameter
-        try:
-            array = np.asarray(raw)
-        except (TypeError, ValueError, RuntimeError, BufferError) as error:
-            raise LayoutError(f"parameter {name!r} cannot be read as an array: {error}") from error
-        if array.dtype.hasobject:
-            raise LayoutError(f"parameter {name!r} holds Python objects; give an array of numbers")
+    for name, shape, sampled in samples:
         if name.encode() in digests:
             raise LayoutError(f"parameter {name!r} is there twice; give each one its full name")
-        sampled: npt.NDArray[np.generic] = array.flat[_places(array.size)]
-        form = f"{array.dtype} {array.shape}".encode()
+        form = f"{sampled.dtype} {shape}".encode()
         digests[name.encode()] = blake3(_framed(form, sampled.tobytes())).digest()
     if not digests:
         raise LayoutError("there are no parameters to tell weights by: give them, or a weights_id")
@@ -98,14 +94,27 @@ def from_parameters(parameters: Iterable[tuple[str, npt.ArrayLike]]) -> WeightsI
     return WeightsId(f"memory:{total.hexdigest()}")
 
 
-def _places(size: int) -> npt.NDArray[np.int64]:
+def _sampled(name: str, parameter: npt.ArrayLike) -> tuple[tuple[int, ...], npt.NDArray[np.generic]]:
+    # numpy would make one string of bytes, but an array of their memoryview.
+    raw = memoryview(parameter) if isinstance(parameter, bytes | bytearray) else parameter
+    try:
+        array = np.asarray(raw)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise LayoutError(f"parameter {name!r} cannot be read as an array: {error}") from error
+    if array.dtype.hasobject:
+        raise LayoutError(f"parameter {name!r} holds Python objects; give an array of numbers")
+    return array.shape, array.flat[places(array.size)]
+
+
+def places(size: int) -> npt.NDArray[np.int64]:
+    """Which elements are read of a parameter of ``size`` elements."""
     # Each place wanders within its stride, by the golden ratio: even ones may share a column.
     count = min(size, SAMPLES)
     edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
     wander = np.arange(count, dtype=np.int64) * 40503 % 65536
-    places = edges[:-1] + (np.diff(edges) * wander >> 16)
-    places[-1:] = size - 1
-    return places
+    found = edges[:-1] + (np.diff(edges) * wander >> 16)
+    found[-1:] = size - 1
+    return found
 
 
 def _framed(*parts: bytes) -> bytes:

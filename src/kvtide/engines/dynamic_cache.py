@@ -1,0 +1,144 @@
+"""The ``DynamicCache`` of transformers and the blocks of a store: what a model keeps, and how it is copied in and out.
+
+A cache has, for each layer, keys and values [row, head, token, dim]. One row from its first real token on is a sequence
+of pages, without a copy; the mover does the rest.
+
+Layers with a window (Mistral, Gemma) need only their last tokens, but a prefix of any length shall be reusable. So all
+layers keep all tokens here; the mask hides what is outside the window, as it does in a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvtide.block import Layout, Span
+from kvtide.engines.identity import settings
+from kvtide.engines.paged import Copy, Mover, Pages
+from kvtide.errors import LayoutError
+from kvtide.index.keys import Chain
+from kvtide.match import Loaded
+from kvtide.session import Session
+
+__all__ = ["fill", "layout_of", "sections_of", "store_row"]
+
+_PAGE = 16
+_FICKLE = {"dynamic", "longrope"}
+"""Kinds of RoPE by which the keys of a prompt's first tokens depend on how long it is."""
+
+
+def layout_of(model: PreTrainedModel, block_tokens: int) -> Layout:
+    """How the KV of a model is cut into blocks, by what it really keeps of a token.
+
+    Raises LayoutError unless that, once computed, is all that later tokens need.
+    """
+    _check(model)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    kept = {(t.shape[1], t.shape[3], t.dtype, t.device) for t in sections_of(cache)}
+    if len(kept) != 1:
+        raise LayoutError(f"{type(model).__name__} keeps tensors of {len(kept)} kinds, which must be one: {kept}")
+    ((heads, head_dim, dtype, _),) = kept
+    return Layout.attention(
+        layers=len(cache.layers),
+        heads=heads,
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        block_tokens=block_tokens,
+        page=_PAGE,
+    )
+
+
+def _check(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise LayoutError(f"{name} has an encoder: what its decoder keeps does not follow from the decoder's tokens")
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise LayoutError(f"layer {number} of {name} is a {layer}: it does not keep keys and values of every token")
+    if fickle := _FICKLE & set(_rope_types(settings(config))):
+        raise LayoutError(f"{name} has RoPE of type {fickle.pop()!r}: its keys change when the prompt grows")
+
+
+def _rope_types(settings: Any) -> list[str]:
+    if not isinstance(settings, dict):
+        return []
+    here = [value for name, value in settings.items() if name in ("rope_type", "type") and isinstance(value, str)]
+    return here + [kind for value in settings.values() for kind in _rope_types(value)]
+
+
+def sections_of(cache: DynamicCache) -> list[torch.Tensor]:
+    """Keys and values of each layer."""
+    layers: list[Any] = cache.layers
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _pages(layout: Layout, sections: Sequence[torch.Tensor], row: int, start: int, count: int) -> Pages:
+    """``count`` pages of one row from token ``start`` on."""
+    (group,) = layout.groups
+    stop = start + count * group.page
+    return Pages(
+        layout,
+        group.name,
+        [s[row, :, start:stop].unflatten(1, (count, group.page)).permute(1, 0, 2, 3) for s in sections],
+    )
+
+
+def _copies(layout: Layout, numbered: Sequence[tuple[int, Span]], count: int) -> list[Copy]:
+    """Which of ``count`` pages belong to each of these blocks of a prompt."""
+    each = layout.block_tokens // layout.groups[0].page
+    return [Copy(view, range(number * each, min((number + 1) * each, count))) for number, view in numbered]
+
+
+def fill(
+    mover: Mover, layout: Layout, device: torch.device, found: Sequence[Loaded], pads: Sequence[int], border: int
+) -> DynamicCache:
+    """A cache with the first ``border`` tokens of every row: its padding, and as much as that leaves of its blocks."""
+    (group,) = layout.groups
+    room = border + group.page - 1  # a row's last page may have tokens beyond the border
+    shape = (2 * group.layers, len(found), group.heads, room, group.head_dim)
+    memory = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+    moves = []
+    for row, (loaded, pad) in enumerate(zip(found, pads, strict=True)):
+        memory[:, row, :, : min(pad, border)] = 0
+        if border > pad:
+            count = -(-(border - pad) // group.page)
+            wanted = list(enumerate(loaded.blocks))[: -(-(border - pad) // layout.block_tokens)]
+            copies = _copies(layout, wanted, count)
+            moves.append(mover.load(_pages(layout, list(memory), row, pad, count), copies))
+    for move in moves:
+        move.wait()
+    cache = DynamicCache()
+    for keys, values in memory[:, :, :, :border].unflatten(0, (group.layers, 2)):
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def store_row(
+    mover: Mover, session: Session, chain: Chain, sections: Sequence[torch.Tensor], row: int, pad: int
+) -> tuple[int, int]:
+    """Store the blocks of one row that are new. Answers how many were, and for how many there was no room."""
+    if not chain.blocks:
+        return 0, 0
+    layout = session.layout
+    (group,) = layout.groups
+    count = chain.blocks * (layout.block_tokens // group.page)
+    pages = _pages(layout, sections, row, pad, count)
+    # In parts that others can make room for, like ``Session.store``.
+    step = max(1, session.desk.largest // layout.geometry[group.name].footprint)
+    stored = refused = 0
+    for start in range(0, chain.blocks, step):
+        with session.reserve(chain, start=start, stop=min(start + step, chain.blocks)) as room:
+            copies = _copies(layout, list(zip(room.depths, room.views, strict=True)), count)
+            mover.store(pages, copies).wait()
+            stored, refused = stored + len(room.keys), refused + room.refused
+            room.seal()
+    return stored, refused

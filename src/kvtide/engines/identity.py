@@ -1,0 +1,165 @@
+"""Who a torch model in memory is: its weights, its configuration and its adapters, as they are now.
+
+A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not answer for
+the new ones. Reading all weights at every call would cost seconds, so there are two looks:
+
+*At every call* a glance, for a few milliseconds: a few elements of every tensor, and for each tensor where it lies and
+how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere; the count,
+because a change of few elements shows in no sample.
+
+*When the glance differs* the weights are named anew, by thousands of elements of every tensor (``index/weights.py``):
+the same name in every process that holds the same weights. If torch counted a change that these do not show, the
+weights get a name that nobody else has. That costs misses, and never a wrong byte.
+
+Unseen stays what is neither counted nor sampled (a few elements, through ``.data``), and what hooks do to a model.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from kvtide.canonical import Value
+from kvtide.errors import LayoutError
+from kvtide.index.weights import WeightsId, from_samples, places
+
+__all__ = ["Weights", "adapters", "settings"]
+
+_GLANCE = 64
+"""Elements of each tensor that are read at every call."""
+
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_IDLE = {
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Parts of a configuration that change no byte of KV, or only by way of the weights and their dtype."""
+
+
+class _Mark(NamedTuple):
+    """What tells, without reading it, that a tensor is the one it was."""
+
+    name: str
+    place: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Weights:
+    """The weights of one model. Safe from any thread."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._lock = threading.Lock()
+        self._marks: list[_Mark] = []
+        self._views: list[torch.Tensor] = []
+        self._changes: list[int] = []
+        self._seen: list[bytes] = []
+        self._sampled = self._name = WeightsId("")
+        self._mark = ""
+
+    def name(self) -> WeightsId:
+        """Their name, which is another one after every change."""
+        with self._lock:
+            tensors = dict(_tensors(self._module))
+            marks = [_Mark(name, t.data_ptr(), tuple(t.shape), t.dtype) for name, t in tensors.items()]
+            if marks != self._marks:
+                self._marks = marks
+                self._views = [_few(t) for t in tensors.values() if t.numel()]
+            changes = [0 if t.is_inference() else t._version for t in tensors.values()]
+            seen = _read(self._views)
+            if not self._name or changes != self._changes or seen != self._seen:
+                counted = bool(self._name) and changes != self._changes
+                self._changes, self._seen = changes, seen
+                self._rename(tensors, counted)
+            return self._name
+
+    def _rename(self, tensors: Mapping[str, torch.Tensor], counted: bool) -> None:
+        sampled = from_samples((name, tuple(t.shape), _samples(t)) for name, t in tensors.items())
+        if counted and sampled == self._sampled:
+            self._mark = f"+{secrets.token_hex(16)}"  # from now on: the samples would not show its end either
+        self._sampled = sampled
+        self._name = WeightsId(sampled + self._mark)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise LayoutError(f"{name} is not in memory, so the weights cannot be told from others: load all of them")
+        yield name, tensor.detach()
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a few elements. Strides in the order of memory; no two in one column, if that can be."""
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    stride, row = max(1, span // _GLANCE), tensor.shape[-1] if tensor.ndim else 1
+    while math.gcd(stride, row) > 1:
+        stride -= 1
+    return tensor.as_strided((span,), (1,))[::stride]
+
+
+def _read(views: list[torch.Tensor]) -> list[bytes]:
+    """The bytes of many small views, with one transfer for each device and width."""
+    alike = defaultdict(list)
+    for view in views:
+        alike[view.device, view.element_size()].append(view.view(_WIDTHS[view.element_size()]))
+    return [torch.cat(group).cpu().numpy().tobytes() for group in alike.values()]
+
+
+def _samples(tensor: torch.Tensor) -> Any:
+    flat = tensor.reshape(-1)
+    picked = flat[torch.from_numpy(places(len(flat))).to(flat.device)].cpu()
+    try:
+        return picked.numpy()
+    except TypeError:  # numpy has no bfloat16 and no float8
+        return picked.view(_WIDTHS[picked.element_size()]).numpy()
+
+
+def settings(config: Any) -> dict[str, Value]:
+    """A model's configuration after overrides, as plain values: all but what cannot change its KV."""
+    found = _plain(config.to_dict())
+    assert isinstance(found, dict)
+    return found
+
+
+def _plain(value: Any) -> Value:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return {str(k): _plain(v) for k, v in value.items() if k not in _IDLE and not str(k).startswith("_")}
+        case list() | tuple() | set():
+            return [_plain(v) for v in (sorted(value) if isinstance(value, set) else value)]
+        case _:
+            return str(value)
+
+
+def adapters(module: torch.nn.Module) -> str:
+    """The adapters that are at work in a model, as PEFT keeps them in its layers; empty where there are none."""
+    return "; ".join(
+        f"{name}: {layer._active_adapter} off={layer._disable_adapters} merged={layer.merged_adapters} "
+        f"scaling={sorted(getattr(layer, 'scaling', {}).items())}"
+        for name, layer in module.named_modules()
+        if hasattr(layer, "_active_adapter")
+    )

@@ -1,0 +1,301 @@
+"""Keep the KV of ``generate`` calls: a store is attached to a Hugging Face model, and known prompts start at once.
+
+::
+
+    import kvtide.engines.transformers
+
+    kvtide.engines.transformers.attach(model)     # a store by kvtide.toml and the environment
+    model.generate(**inputs, max_new_tokens=100)  # as before
+
+*On entry* the longest stored prefix of the prompts is loaded into a ``DynamicCache``, which ``generate`` is given as if
+the caller had kept it from the last turn: it computes what is missing and nothing else. At least one token is computed,
+because its logits are needed. *On exit* the full blocks that are new, of the prompt and of what was generated, are
+copied into the store by a thread in the background. The last token is not among them: its KV was never computed.
+
+A batch is a rectangle: prompts are padded on the left to one length, and a cache has one length for all rows. So of
+each row as much is reused as the worst one allows, which may end inside a block. Positions are counted from a row's
+first real token, and padding is masked, so the KV of a prompt is the same with padding as without.
+
+What goes wrong with a block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is
+the same, computed. Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a
+call whose KV does not follow from its tokens alone is passed on untouched (``engines/prompts.py``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import kvtide
+from kvtide.block import Layout
+from kvtide.engines.background import Background
+from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
+from kvtide.engines.identity import Weights, adapters, settings
+from kvtide.engines.paged import Mover, mover
+from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
+from kvtide.errors import KvtideError, RightError
+from kvtide.index.keys import DEFAULT_TENANT, Chain, Model, Tenant
+from kvtide.match import Loaded
+from kvtide.session import Home, Session
+
+__all__ = ["Answer", "Attached", "Report", "Statistics", "attach"]
+
+log = logging.getLogger("kvtide.transformers")
+
+_WAITING = 4
+"""Answers whose KV may wait to be stored. They keep it in the model's memory."""
+_SESSIONS = 64
+"""Models (by their weights) and tenants that are remembered."""
+
+
+class Report(NamedTuple):
+    """What one call of ``generate`` had to compute."""
+
+    prompt: tuple[int, ...]
+    """Tokens of each prompt, without padding. Empty where nothing was looked for."""
+    cached: tuple[int, ...]
+    """How many of them came from the store."""
+    reason: str = ""
+    """Why nothing was looked for, if so."""
+
+
+class Answer(NamedTuple):
+    """What ``generate`` answered, and what it took."""
+
+    output: Any
+    report: Report
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What was saved since the store was attached."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    stored_blocks: int = 0
+    dropped_blocks: int = 0
+    """Not kept: there was no room for them, or too many answers were waiting to be stored."""
+    passed_on: Counter[str] = field(default_factory=Counter)
+    """Calls without reuse, by reason."""
+    last: Report = field(default_factory=lambda: Report((), ()))
+    """Of the call that ended last, of whatever thread."""
+
+
+def attach(model: PreTrainedModel, store: Home | str | None = None, *, block_tokens: int = 256) -> Attached:
+    """Keep the KV of this model's ``generate`` calls in a store, from now until ``detach``.
+
+    ``store`` is a store or the client of a node, the address of a node (``"unix:/run/kvtide.sock"``), or None for one
+    by the settings in force, which ends with the process or ``detach``. Raises LayoutError for a model whose layers do
+    not keep keys and values of every token.
+    """
+    if isinstance(getattr(model.generate, "__self__", None), Attached):
+        raise RightError("this model has a store already; detach that first")
+    layout, weights = layout_of(model, block_tokens), Weights(model)
+    weights.name()
+    if isinstance(store, Home):
+        return Attached(model, store, layout, weights, owned=False)
+    return Attached(model, kvtide.connect(store) if store else kvtide.open(), layout, weights, owned=True)
+
+
+class Attached:
+    """A store at work for a model. End it with ``detach``, or use it in a ``with``. Safe from any thread."""
+
+    def __init__(self, model: PreTrainedModel, store: Home, layout: Layout, weights: Weights, *, owned: bool) -> None:
+        """``owned``: the store ends with us."""
+        self.model = model
+        self.store = store
+        self._owned = owned
+        self._weights = weights
+        self._layout = weights.name(), layout
+        """Of which weights, too: others may have another dtype."""
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._movers: dict[torch.device, Mover] = {}
+        self._lock = threading.Lock()
+        self._statistics = Statistics()
+        self._background = Background("kvtide-transformers", _WAITING)
+        self._original = cast(Callable[..., Any], model.generate)
+        self._shadowed = vars(model).get("generate")
+        vars(model)["generate"] = self._generate
+        if owned:
+            atexit.register(self.detach)
+
+    def __repr__(self) -> str:
+        return f"<Attached {type(self.model).__name__} to {self.store}>"
+
+    # -- the call -----------------------------------------------------------------------------------------
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.generate(*args, **kwargs).output
+
+    def generate(self, *args: Any, tenant: Tenant = DEFAULT_TENANT, **kwargs: Any) -> Answer:
+        """``model.generate`` for one tenant, with a report of what was reused."""
+        call = arguments(args, kwargs)
+        prompts = self._prompts(call)
+        if isinstance(prompts, Refused):
+            return Answer(self._original(**call), self._passed_on(prompts.reason))
+        try:
+            session = self._session(tenant)
+            self._background.flush()  # so that a turn finds the one before
+            chains = [session.chain(row) for row in prompts.rows]
+            cache, border = self._load(session, chains, prompts)
+        except KvtideError as error:
+            return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
+        if call.get("cache_implementation"):
+            call["cache_implementation"] = None  # it is ours
+        output = self._original(**call, past_key_values=cache)
+        self._keep(session, chains, prompts, cache, output)
+        cached = tuple(max(0, border - pad) for pad in prompts.pads)
+        return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), cached)))
+
+    def _prompts(self, call: Call) -> Prompts | Refused:
+        if self.model.training:
+            return Refused("the model is in training mode; call model.eval()")
+        if torch.is_autocast_enabled(self.model.device.type):
+            return Refused("autocast is on")
+        return read(call, self.model.generation_config)
+
+    def _passed_on(self, reason: str) -> Report:
+        report = Report((), (), reason)
+        with self._lock:
+            if reason not in self._statistics.passed_on:
+                log.warning("generate goes on without reuse: %s", reason)
+            self._statistics.calls += 1
+            self._statistics.passed_on[reason] += 1
+            self._statistics.last = report
+        return report
+
+    def _reused(self, report: Report) -> Report:
+        with self._lock:
+            self._statistics.calls += 1
+            self._statistics.prompt_tokens += sum(report.prompt)
+            self._statistics.cached_tokens += sum(report.cached)
+            self._statistics.last = report
+        return report
+
+    # -- identity -----------------------------------------------------------------------------------------
+
+    def identity(self) -> Model:
+        """Whose KV it is, as of now."""
+        name = self._weights.name()
+        with self._lock:
+            if name != self._layout[0]:
+                self._layout = name, layout_of(self.model, self._layout[1].block_tokens)
+            layout = self._layout[1]
+        return Model(layout, name, settings(self.model.config), adapter=adapters(self.model))
+
+    def _session(self, tenant: Tenant) -> Session:
+        model = self.identity()
+        name = model.namespace(tenant)
+        with self._lock:
+            if name not in self._sessions:
+                self._sessions[name] = self.store.session(model, tenant)
+            self._sessions.move_to_end(name)
+            if len(self._sessions) > _SESSIONS and self._background.put(next(iter(self._sessions.values())).close):
+                self._sessions.popitem(last=False)
+            return self._sessions[name]
+
+    def _mover(self, device: torch.device) -> Mover:
+        with self._lock:
+            if device not in self._movers:
+                self._movers[device] = mover(device)
+            return self._movers[device]
+
+    # -- KV in and out ------------------------------------------------------------------------------------
+
+    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> tuple[DynamicCache, int]:
+        """A cache with the first tokens of every row, and how many."""
+
+        def border(found: Sequence[kvtide.Match | Loaded]) -> int:
+            return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
+
+        with ExitStack() as held:
+            matches = [held.enter_context(session.match(chain)) for chain in chains]
+            if border(matches) > min(prompts.pads):
+                loads = [session.load(match) for match in matches]
+                found = [load.wait() for load in loads]
+                if (length := border(found)) > min(prompts.pads):
+                    device = self.model.device
+                    return fill(self._mover(device), session.layout, device, found, prompts.pads, length), length
+        return DynamicCache(), 0
+
+    def _keep(self, session: Session, chains: list[Chain], prompts: Prompts, cache: DynamicCache, output: Any) -> None:
+        """Let the background store what is new."""
+        returned = not isinstance(output, torch.Tensor)
+        sequences = output.sequences if returned else output
+        new = sequences[:, prompts.length : cache.get_seq_length()].cpu().numpy().astype(np.uint32)
+        job = self._background.put(partial(self._store, session, chains, prompts.pads, new, sections_of(cache)))
+        if job is None:
+            self._stored(0, sum(chain.blocks for chain in chains))
+        elif returned:
+            job.result()  # the caller gets the cache, and may change it
+
+    def _store(
+        self,
+        session: Session,
+        chains: Sequence[Chain],
+        pads: Sequence[int],
+        new: npt.NDArray[np.uint32],
+        sections: Sequence[torch.Tensor],
+    ) -> None:
+        for row, (chain, pad) in enumerate(zip(chains, pads, strict=True)):
+            chain.extend(_trimmed(new[row]) if len(chains) > 1 else new[row])
+            self._stored(*store_row(self._mover(sections[0].device), session, chain, sections, row, pad))
+
+    def _stored(self, blocks: int, dropped: int) -> None:
+        with self._lock:
+            self._statistics.stored_blocks += blocks
+            self._statistics.dropped_blocks += dropped
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the store has what was generated. False if ``timeout`` seconds passed before."""
+        return self._background.flush(timeout)
+
+    def statistics(self) -> Statistics:
+        with self._lock:
+            return replace(self._statistics, passed_on=Counter(self._statistics.passed_on))
+
+    def detach(self) -> None:
+        """Give the model its own ``generate`` back, store what is waiting, and let the store go."""
+        if vars(self.model).get("generate") == self._generate:
+            del vars(self.model)["generate"]
+            if self._shadowed is not None:
+                vars(self.model)["generate"] = self._shadowed
+        atexit.unregister(self.detach)
+        self._background.close()
+        with self._lock:
+            sessions, self._sessions = self._sessions, OrderedDict()
+            movers, self._movers = self._movers, {}
+        for session in sessions.values():
+            session.close()
+        for each in movers.values():
+            each.close()
+        if self._owned:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.detach()
+
+
+def _trimmed(tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Without what follows the end of a row in a batch that goes on: the same token again and again."""
+    others = np.flatnonzero(tokens != tokens[-1]) if len(tokens) else tokens
+    return tokens[: others[-1] + 2] if len(others) else tokens[:1]
