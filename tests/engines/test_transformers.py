@@ -412,6 +412,20 @@ def test_blocks_that_are_late_are_computed(llama: PreTrainedModel, tmp_path: Pat
         assert torch.equal(answer.output, plain(llama, batch))
 
 
+def test_what_is_computed_sooner_is_not_loaded(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """The model's own speed decides, as soon as it is known."""
+    disk, batch = FaultyDisk(), padded(prompt(300))
+    with on_disk(tmp_path, disk) as store, attach(llama, store) as attached:
+        attached.generate(**batch, **MORE)
+        assert attached.prefill.speed
+    for speed, cached in [(1e12, 0), (1e-3, 256)]:
+        with on_disk(tmp_path, disk) as store, attach(llama, store) as attached:
+            attached.prefill.speed = speed
+            answer = attached.generate(**batch, **MORE)
+            assert answer.report.cached == (cached,)
+            assert torch.equal(answer.output, plain(llama, batch))
+
+
 def test_a_store_that_was_closed_changes_no_answer(llama: PreTrainedModel) -> None:
     store, batch = kvtide.open(dram={"budget": "64MiB"}), padded(prompt(300))
     with attach(llama, store) as attached:

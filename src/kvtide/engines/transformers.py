@@ -16,9 +16,10 @@ A batch is a rectangle: prompts are padded on the left to one length, and a cach
 each row as much is reused as the worst one allows, which may end inside a block. Positions are counted from a row's
 first real token, and padding is masked, so the KV of a prompt is the same with padding as without.
 
-What goes wrong with a block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is
-the same, computed. Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a
-call whose KV does not follow from its tokens alone is passed on untouched (``engines/prompts.py``).
+What would take longer to load than to compute, by measurement of both, is computed (``engines/prefill.py``). What goes
+wrong with a block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is the same,
+computed. Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a call whose
+KV does not follow from its tokens alone is passed on untouched (``engines/prompts.py``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from kvtide.engines.background import Background
 from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.identity import Weights, adapters, settings
 from kvtide.engines.paged import Mover, mover
+from kvtide.engines.prefill import Prefill
 from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
 from kvtide.errors import KvtideError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Model, Tenant
@@ -126,6 +128,7 @@ class Attached:
         self._movers: dict[torch.device, Mover] = {}
         self._lock = threading.Lock()
         self._statistics = Statistics()
+        self.prefill = Prefill()
         self._background = Background("kvtide-transformers", _WAITING)
         self._original = cast(Callable[..., Any], model.generate)
         self._shadowed = vars(model).get("generate")
@@ -156,7 +159,9 @@ class Attached:
             return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
         if call.get("cache_implementation"):
             call["cache_implementation"] = None  # it is ours
+        watch = self.prefill.watch(call)
         output = self._original(**call, past_key_values=cache)
+        self.prefill.seen(watch, len(chains) * (prompts.length - border))
         self._keep(session, chains, prompts, cache, output)
         cached = tuple(max(0, border - pad) for pad in prompts.pads)
         return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), cached)))
@@ -223,7 +228,7 @@ class Attached:
             return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
 
         with ExitStack() as held:
-            matches = [held.enter_context(session.match(chain)) for chain in chains]
+            matches = [held.enter_context(session.match(chain, prefill=self.prefill.speed)) for chain in chains]
             if border(matches) > min(prompts.pads):
                 loads = [session.load(match) for match in matches]
                 found = [load.wait() for load in loads]

@@ -1,0 +1,49 @@
+"""How fast a model computes prompts: what loading must beat.
+
+``generate`` asks its stopping criteria after every token; ours never stops it, and notes when the first one is there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+__all__ = ["Prefill"]
+
+_ENOUGH = 128
+"""Tokens. Fewer are computed as fast as one, and tell nothing."""
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first token is there."""
+
+    def __init__(self) -> None:
+        self.began, self.seconds = time.perf_counter(), 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        if not self.seconds:
+            input_ids[0, -1].item()  # a GPU has only been told what to do so far; the next thing waits for it anyway
+            self.seconds = time.perf_counter() - self.began
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Prefill:
+    """The speed of one model, by its last call that computed enough to tell."""
+
+    def __init__(self) -> None:
+        self.speed: float | None = None
+        """Tokens per second, as soon as it is known."""
+
+    def watch(self, call: dict[str, Any]) -> _FirstToken:
+        """A call of ``generate`` is watched."""
+        watch = _FirstToken()
+        call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), watch])
+        return watch
+
+    def seen(self, watch: _FirstToken, tokens: int) -> None:
+        """So many tokens were computed for the first one."""
+        if watch.seconds and tokens >= _ENOUGH:
+            self.speed = tokens / watch.seconds
