@@ -126,13 +126,16 @@ class Desk(Protocol):
 
 
 class LocalHolding(Holding):
-    """Rows of the index under a lease."""
+    """Rows of the index under a lease, of so many bytes."""
 
-    __slots__ = ("lease", "resident", "rows")
+    __slots__ = ("lease", "nbytes", "resident", "rows")
 
-    def __init__(self, plan: Plan, have: int, rows: dict[str, Rows], ready: bool, pending: bool, lease: Lease) -> None:
+    def __init__(
+        self, plan: Plan, have: int, rows: dict[str, Rows], nbytes: int, ready: bool, pending: bool, lease: Lease
+    ) -> None:
         super().__init__(plan, have, {name: len(r) for name, r in rows.items()}, ready, pending)
         self.rows = rows
+        self.nbytes = nbytes
         self.lease: Lease | None = lease
         self.resident: Resident | None = None
         """What all of it is a part of, if it is."""
@@ -213,7 +216,7 @@ class LocalDesk:
             pending = names.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self._store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
-        return LocalHolding(plan, have, needed, ready, pending, lease)
+        return LocalHolding(plan, have, needed, self._nbytes(needed), ready, pending, lease)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
         """The usual answer, at little cost: every block of every group is in DRAM. Under the lock.
@@ -237,7 +240,7 @@ class LocalDesk:
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self._store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
-        holding = LocalHolding(plan, have, needed, True, False, lease)
+        holding = LocalHolding(plan, have, needed, self._nbytes(needed), True, False, lease)
         if not self._checked:
             holding.resident = resident
         return holding
@@ -271,7 +274,7 @@ class LocalDesk:
             if holding.ready and not self._checked:
                 first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
                 places = {name: place[rows] for name, rows in holding.rows.items()}
-                self._store.dram.moved(read=self.nbytes(places))
+                self._store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
             whole, first = {}, {}
             for g in layout.groups:
@@ -292,10 +295,10 @@ class LocalDesk:
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = place[mine]
-        self._store.dram.moved(read=self.nbytes(places))
+        self._store.dram.moved(read=self._nbytes(places))
         return come, first, places
 
-    def nbytes(self, blocks: dict[str, Rows]) -> int:
+    def _nbytes(self, blocks: dict[str, Rows]) -> int:
         """Bytes of so many blocks of each group."""
         return sum(len(found) * self.layout.geometry[name].footprint for name, found in blocks.items())
 

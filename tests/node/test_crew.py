@@ -137,6 +137,24 @@ def test_what_a_worker_reads_stays_though_its_scheduler_lets_go(node: Process) -
             crew.ticket(match)
 
 
+def test_what_a_worker_reads_stays_on_the_account_of_who_closed_its_session(tmp_path: Path) -> None:
+    node = Process(tmp_path, KVTIDE_NODE_CLIENT_SHARE="0.01")
+    try:
+        with Client(node.path) as client, Client(node.path) as other:
+            session = client.session(MODEL)
+            crew = client.crew(session, 1)
+            worker = other.join(crew.token, 0)
+            fill(worker, crew.delegate(TOKENS).ticket)
+            with worker.step(loads=[crew.ticket(session.match(TOKENS))]):
+                session.close()
+                with client.session(MODEL) as again, again.match(TOKENS) as match:
+                    assert match.blocks == 2, "a hundredth of 16 MiB is six blocks, of which it holds four"
+            with client.session(MODEL) as again:
+                assert whole(again, TOKENS)
+    finally:
+        node.kill()
+
+
 def flood(client: Client) -> None:
     """Store so much that everything which may leave DRAM does."""
     with client.session(Model(LAYOUT, "given:flood")) as session:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtide.block import BlockKey
 from kvtide.desk import LocalDesk, LocalHolding
@@ -13,7 +14,7 @@ from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.node.team import Team
 
-__all__ = ["Booked", "Names"]
+__all__ = ["Account", "Booked", "Names"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -54,18 +55,30 @@ class Names:
         return self._tokens[block * self._size : (block + 1) * self._size]
 
 
+class Account:
+    """What one client has of the node's memory, in all its sessions.
+
+    It outlives them: what workers still use when a session has ended is lost to others as before.
+    """
+
+    __slots__ = ("room",)
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+
+
 class Booked:
     """A session of a client: its desk, and what it holds."""
 
-    def __init__(self, desk: LocalDesk) -> None:
+    def __init__(self, desk: LocalDesk, account: Account) -> None:
         self.layout = desk.layout
         self.desk = desk
+        self._account = account
         self.holdings: dict[int, LocalHolding] = {}
         self.reservations: dict[int, Reservation] = {}
-        self._sizes: dict[int, int] = {}
-        """Bytes of holdings."""
-        self.held = 0
-        """Bytes that are not given to others on its account."""
+        self._pinned = 0
+        """Bytes."""
         self.team: Team | None = None
 
     @property
@@ -94,15 +107,19 @@ class Booked:
         if len(self.holdings) + len(self.reservations) >= _RIGHTS:
             raise RightError(f"this session holds {_RIGHTS} rights; release some")
 
-    def hold(self, number: int, holding: LocalHolding, nbytes: int) -> None:
+    def hold(self, number: int, holding: LocalHolding) -> None:
         self.holdings[number] = holding
-        self._sizes[number] = nbytes
-        self.held += nbytes
+        self._account.room -= holding.nbytes
+
+    def pin(self, nbytes: int) -> None:
+        """So many bytes were pinned; less than 0: unpinned."""
+        self._pinned += nbytes
+        self._account.room -= nbytes
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Slots to be written, by the client or by workers of its team."""
         size = sum(len(view) for view in made.views)
-        self.held += size
+        self._account.room -= size
         made.on_end.append(lambda _: self._let_go(size))
         if writers:
             assert self.team is not None
@@ -111,32 +128,33 @@ class Booked:
             self.reservations[number] = made
 
     def _let_go(self, nbytes: int) -> None:
-        self.held -= nbytes
+        self._account.room += nbytes
 
     def release(self, number: int) -> None:
         """A holding is not looked at any more, by its client at least."""
         holding = self.holdings.pop(number, None)
         if holding is None:
             return
-        nbytes = self._sizes.pop(number)
-
-        def give_back() -> None:
-            holding.release()
-            self._let_go(nbytes)
-
         if self.team is None:
-            give_back()
+            self._give_back(holding)
         else:
-            self.team.when_free(number, give_back)
+            self.team.when_free(number, lambda: self._give_back(holding))
+
+    def _give_back(self, holding: LocalHolding) -> None:
+        holding.release()
+        self._let_go(holding.nbytes)
 
     def end(self) -> None:
-        """Give everything back: the client does not look at the memory any more."""
-        releases = [h.release for h in self.holdings.values()] if self.team is None else [self.team.end]
-        for give_back in releases + [r.abort for r in self.reservations.values()]:
+        """Give everything back: the client does not look at the memory any more, though its workers may."""
+        ends: list[Callable[[], None]] = [partial(self.release, number) for number in self.holdings]
+        ends += [r.abort for r in self.reservations.values()]
+        if self.team is not None:
+            ends.append(self.team.fail)
+        for end in ends:
             try:
-                give_back()
+                end()
             except Exception:  # the others must not suffer
                 log.exception("a right could not be given back")
-        self.holdings.clear()
         self.reservations.clear()
         self.desk.close()
+        self.pin(-self._pinned)

@@ -17,7 +17,7 @@ import msgspec
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.node import protocol as p
-from kvtide.node.booked import Booked, Names
+from kvtide.node.booked import Account, Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.host import Host
 from kvtide.node.membership import Membership
@@ -61,8 +61,7 @@ class Guest:
         self._sessions: dict[int, Booked] = {}
         self._window = Window(host.store, trust.stores)
         self._crews = Membership(host.teams, self._window, self._numbers, trust)
-        self._limit = int(host.store.config.dram.budget * host.store.config.node.client_share)
-        """Bytes that it may hold."""
+        self._account = Account(int(host.store.config.dram.budget * host.store.config.node.client_share))
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
         self._came = host.loop.time()
@@ -138,9 +137,8 @@ class Guest:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
-        self._sessions[number] = Booked(
-            LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
-        )
+        desk = LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
+        self._sessions[number] = Booked(desk, self._account)
         return number
 
     def _close(self, o: p.Close) -> None:
@@ -168,10 +166,9 @@ class Guest:
         session.check_rights()
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(self._names(session, o.digests), o.have, o.prefill, self._room)
-        nbytes = session.desk.nbytes(found.rows)
+        found = session.desk.match(self._names(session, o.digests), o.have, o.prefill, self._account.room)
         number = next(self._numbers)
-        session.hold(number, found, nbytes)
+        session.hold(number, found)
         plan = found.plan
         return p.Matched(
             number,
@@ -181,23 +178,18 @@ class Guest:
             [found.counts[g.name] for g in session.layout.groups],
             found.ready,
             found.pending,
-            self._ready_slots(session, found, nbytes) if found.ready else None,
+            self._ready_slots(session, found) if found.ready else None,
         )
 
     def _names(self, session: Booked, digests: bytes, tokens: bytes = b"") -> Names:
         layout = session.layout
         return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
 
-    @property
-    def _room(self) -> int:
-        """Bytes that the client may still hold. More is a miss: what hangs must leave room for others."""
-        return self._limit - sum(s.held for s in self._sessions.values())
-
-    def _ready_slots(self, session: Booked, holding: LocalHolding, nbytes: int) -> list[p.Slots]:
+    def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
         resident = holding.resident if not holding.have else None
         if resident is not None and resident.note is not None:
             slots: list[p.Slots] = resident.note
-            self._store.dram.moved(read=nbytes)
+            self._store.dram.moved(read=holding.nbytes)
             return slots
         slots = self._window.slots(session.desk, holding).slots
         if resident is not None:
@@ -236,7 +228,7 @@ class Guest:
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         each = sum(layout.geometry[g.name].footprint for g in groups)
-        room = min(self._room, LARGEST_PART) if self._trust.stores else 0
+        room = min(self._account.room, LARGEST_PART) if self._trust.stores else 0
         stop = min(o.stop, o.start + max(0, room) // max(1, each))
         priority = o.priority if self._trust.stores else -100
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, priority, after)
@@ -273,10 +265,10 @@ class Guest:
         session = self._writer(o.session)
         names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
         most = max(g.footprint for g in session.layout.geometry.values())
-        if step > 0 and names.blocks * len(session.layout.groups) * most > self._room:
+        if step > 0 and names.blocks * len(session.layout.groups) * most > self._account.room:
             return 0
         count = session.desk.pin(names, o.stop, step)
-        session.held += step * count * most
+        session.pin(step * count * most)
         return count
 
     def _drop(self, o: p.Drop) -> int:

@@ -68,15 +68,9 @@ class Team:
             call()
 
     def fail(self) -> None:
-        """One of the team is lost: nothing that is open will be whole."""
+        """One of the team is lost, or its session has ended: nothing that is open will be whole."""
         for number in list(self._pledged):
             self.abort(number)
-
-    def end(self) -> None:
-        """The session has ended."""
-        self.fail()
-        for number, holding in self._holdings.items():
-            self.when_free(number, holding.release)
 
     # -- the workers --------------------------------------------------------------------------------------
 
