@@ -242,7 +242,7 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path) -> None:
 
     async def serve(store: Store) -> None:
         node = Node(store, tmp_path / "node.sock")
-        http = Http(lambda: node.status)
+        http = Http(node.status)
         await http.listen("127.0.0.1:0")
         assert (await asyncio.to_thread(health, http))[1]["status"] == "serving"
         with store.session(MODEL) as session:

@@ -15,6 +15,7 @@ from kvtide.errors import RightError, TierError
 from kvtide.node import protocol as p
 from kvtide.node import server
 from kvtide.node.client import Client
+from kvtide.store import Statistics
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Process, Thread, eventually
@@ -149,3 +150,24 @@ def test_a_prompt_has_so_many_blocks(node: Thread) -> None:
         (answered,) = client.line.ask([p.Match(1, bytes(32 * ((1 << 17) + 1)), 0)])
         assert isinstance(answered, p.Failure)
         assert "is too long" in answered.text
+
+
+def test_many_questions_for_statistics_in_one_frame_are_answered_once(
+    node: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes about a millisecond, in which nobody else is served."""
+    made: list[Statistics] = []
+    counted = node.store.statistics
+
+    def count() -> Statistics:
+        made.append(counted())
+        return made[-1]
+
+    monkeypatch.setattr(node.store, "statistics", count)
+    with Client(node.path) as client, client.session(MODEL) as session:
+        answers = client.line.ask([p.Statistics()] * 1000)
+        assert len(made) == 1
+        assert len(answers) == 1000
+        assert all(answer == answers[0] for answer in answers)
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        assert client.statistics().blocks == 1, "the next frame is told what is true then"

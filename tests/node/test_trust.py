@@ -167,6 +167,23 @@ def test_events_stay_in_their_domain(node: Process) -> None:
         assert all(k in keys for e in heard if isinstance(e, BlockStored) for k in e.keys)
 
 
+@root
+def test_statistics_tell_of_the_clients_of_ones_own_domain(node: Process) -> None:
+    def look() -> None:
+        with Client(node.path) as client:
+            found = client.status().node
+            assert [c.pid for c in found.clients] == [os.getpid()]
+            assert found.requests == 1
+
+    with Client(node.path) as client:
+        for _ in range(10):
+            client.statistics()
+        as_user(BLUE, look)
+        as_user(GREEN, look)
+        eventually(lambda: len(client.status().node.clients) == 1)
+        assert client.status().node.requests > 12, "whose node it is is told of all"
+
+
 def test_users_are_read_with_care() -> None:
     trusted = Trusted("60001:blue, 60002:blue:read 60003:green")
     assert trusted.of(60001) == Trust(1, b"\0blue")

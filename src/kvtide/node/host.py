@@ -37,9 +37,8 @@ class Host(Protocol):
     def flush(self, done: Callable[[], None]) -> None:
         """Call when colder tiers have what they were given."""
 
-    @property
-    def status(self) -> Status:
-        """What it and its store have done."""
+    def status(self, domain: int) -> Status:
+        """What it and its store have done, as a client of that trust domain may know it."""
 
     def forget(self, token: str, process: int) -> None:
         """A process says that it uses nothing of an earlier client of its own any more."""

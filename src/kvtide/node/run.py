@@ -69,7 +69,7 @@ async def _serve(
         node = None
         try:
             node = Node(store, path, ledger)
-            http = Http(lambda: node.status)
+            http = Http(node.status)
             if config.node.http:
                 await http.listen(config.node.http)
         except BaseException:

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class Node:
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._idling: asyncio.TimerHandle | None = None
         self._began = self.loop.time()
-        self._requests = self._failures = 0
-        """Of clients that have left."""
+        self._requests: Counter[int] = Counter()
+        self._failures: Counter[int] = Counter()
+        """By trust domain, of clients that have left."""
         self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._trusted = Trusted(store.config.node.users)
@@ -131,8 +133,8 @@ class Node:
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
         del self._guests[guest.token]
-        self._requests += guest.requests
-        self._failures += guest.failures
+        self._requests[guest.domain] += guest.requests
+        self._failures[guest.domain] += guest.failures
         if self._idle is not None and not self._guests:
             seconds, call = self._idle
             self._idling = self.loop.call_later(seconds, call)
@@ -143,21 +145,20 @@ class Node:
         if guest is not None and guest.process == process:
             guest.over()
 
-    def statistics(self) -> NodeStatistics:
-        guests = self._guests.values()
-        return NodeStatistics(
+    def status(self, domain: int = 0) -> Status:
+        """What we and the store have done. Our own user is told of all clients, others of those of their domain."""
+        guests = [g for g in self._guests.values() if domain in (0, g.domain)]
+        requests, failures = (c[domain] if domain else c.total() for c in (self._requests, self._failures))
+        node = NodeStatistics(
             os.getpid(),
             str(self.path),
             self.loop.time() - self._began,
             self._closed,
-            self._requests + sum(g.requests for g in guests),
-            self._failures + sum(g.failures for g in guests),
+            requests + sum(g.requests for g in guests),
+            failures + sum(g.failures for g in guests),
             [g.statistics() for g in guests],
         )
-
-    @property
-    def status(self) -> Status:
-        return Status(self.store.statistics(), self.statistics())
+        return Status(self.store.statistics(), node)
 
     def _accept(self) -> None:
         try:
