@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvtide import Store, config
+from kvtide.node import server
 from kvtide.node.client import Client
+from kvtide.node.server import Node
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.serving import eventually
 
@@ -79,3 +86,24 @@ def caught(pid: int) -> list[signal.Signals]:
     status = Path(f"/proc/{pid}/status").read_text()
     mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
     return [number for number in signal.Signals if mask >> (number - 1) & 1]
+
+
+def test_an_idle_node_greets_nobody_once_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_FIRST", 0.0)
+    path = tmp_path / "node.sock"
+
+    async def idle(store: Store) -> bool:
+        gone = asyncio.get_running_loop().create_future()
+
+        def going() -> None:
+            with socket.socket(socket.AF_UNIX) as sock:
+                gone.set_result(sock.connect_ex(str(path)) != 0)
+
+        node = Node(store, path)
+        node.when_idle(0.0, going)
+        refused: bool = await gone
+        node.close()
+        return refused
+
+    with Store(config.read(None, {}, dram={"budget": "8MiB"}), shared=True) as store:
+        assert asyncio.run(idle(store))

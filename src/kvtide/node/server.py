@@ -125,19 +125,27 @@ class Node:
             self._flush()
 
     def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call when no client was there for so long; the first one is given time to come."""
+        """Stop serving and call when no client was there for so long; the first one is given time to come."""
         self._idle = seconds, call
         if not self._guests:
-            self._idling = self.loop.call_later(max(seconds, _FIRST), call)
+            self._wait_for_others(_FIRST)
+
+    def _wait_for_others(self, at_least: float) -> None:
+        if self._idle is not None:
+            seconds, call = self._idle
+            self._idling = self.loop.call_later(max(seconds, at_least), self._give_up, call)
+
+    def _give_up(self, call: Callable[[], None]) -> None:
+        self.close()  # at once: nobody must be greeted while whoever is called makes up his mind
+        call()
 
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
         del self._guests[guest.token]
         self._requests[guest.domain] += guest.requests
         self._failures[guest.domain] += guest.failures
-        if self._idle is not None and not self._guests:
-            seconds, call = self._idle
-            self._idling = self.loop.call_later(seconds, call)
+        if not self._guests:
+            self._wait_for_others(0.0)
 
     def forget(self, token: str, process: int) -> None:
         """A process says that it uses nothing of an earlier client of its own any more."""
@@ -262,6 +270,8 @@ class Node:
 
     def close(self) -> None:
         """Stop serving. What clients hold is given back: their mappings stay valid, the store is not."""
+        if self._closed:
+            return
         if self._pause is not None:
             self._pause.cancel()
         self._closed = True
