@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import RightError, TierError
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node import ledger, server
 from kvtide.node import protocol as p
-from kvtide.node import server
 from kvtide.node.client import Client
 from kvtide.store import Statistics
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
@@ -171,3 +172,26 @@ def test_many_questions_for_statistics_in_one_frame_are_answered_once(
         assert all(answer == answers[0] for answer in answers)
         session.store(prompt(1), data(PLAIN, prompt(1)))
         assert client.statistics().blocks == 1, "the next frame is told what is true then"
+
+
+def test_a_process_leaves_memory_of_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_CLIENTS", 3)
+    opening = p.Open(p.describe(PLAIN), PLAIN.block_tokens, MODEL.namespace(), DEFAULT_TENANT.tag)
+    for name in ("one", "two", "three"):
+        with dialled(node.path) as sock:
+            greet(sock, p.frame(p.Hello(1, 1, "test", "", name)))
+            assert answer(sock)[0] == "welcome"
+            sock.sendall(p.frame(p.Request(1, [opening])))
+            (session,) = answer(sock)[1]
+            reserved = p.Reserve(session, [0], bytes(32), 0, 1, None, 0)
+            sock.sendall(p.frame(p.Request(2, [reserved, p.Close(session)])))
+            assert answer(sock)[2], "it is given memory, and never says that it let go of it"
+        eventually(lambda: not node.node._guests)
+    with dialled(node.path) as sock:
+        greet(sock, p.frame(p.Hello(1, 1, "test", "", "four")))
+        assert "memory of 3 clients" in answer(sock)[2]
+    with dialled(node.path) as sock:
+        greet(sock, p.frame(p.Hello(1, 1, "test", "", "one")))
+        assert answer(sock)[0] == "welcome", "it has let go by now, since it says nothing else"
+    eventually(lambda: not node.node._guests)
+    assert serves(node.path)

@@ -24,6 +24,9 @@ __all__ = ["Ledger"]
 
 log = logging.getLogger("kvtide.node")
 
+_CLIENTS = 200
+"""Of one process, those included that have left with memory mapped: each is a line in the book."""
+
 
 class _Entry(msgspec.Struct):
     """A client's process, and the memory that it has: bytes by name."""
@@ -75,13 +78,16 @@ class Ledger:
 
     # -- what clients do ----------------------------------------------------------------------------------
 
-    def arrived(self, client: str, pid: int, mapped: Iterable[str]) -> bool:
-        """A client is here, and of what it had before it still has ``mapped``. False if its name is another's."""
+    def arrived(self, client: str, pid: int, mapped: Iterable[str]) -> str:
+        """A client is here, and of what it had before it still has ``mapped``. Answers why it cannot be, if so."""
+        known = self._entries.get(client)
+        if known is None and sum(e.pid == pid for e in self._entries.values()) >= _CLIENTS:
+            return f"this process has memory of {_CLIENTS} clients; let go of views that closed ones gave it"
+        if known is not None and known.pid != pid:
+            return "this client calls itself by another process's name"
         entry = self._entry(client, pid)
-        if entry.pid != pid:
-            return False
         self.unmapped(client, entry.memory.keys() - set(mapped))
-        return True
+        return ""
 
     def lent(self, client: str, pid: int, serials: Sequence[int], sizes: Sequence[int]) -> None:
         """A client is about to get memory of ours."""

@@ -228,9 +228,9 @@ class Node:
                 connection.close("no pidfd of its own process came with its hello")
                 return
             name = hello.client or secrets.token_hex(16)
-            if not self.ledger.arrived(name, connection.pid, hello.mapped):
+            if wrong := self.ledger.arrived(name, connection.pid, hello.mapped):
                 os.close(pidfd)
-                connection.close("it calls itself by another process's name")
+                self._refuse(connection, "TierError", wrong)
                 return
             trust = self._trusted.of(connection.uid)
             assert trust is not None
