@@ -12,7 +12,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvtide.block import Span
-from kvtide.index.index import DRAM, PENDING, SEALED, Index, Mask, Rows, at
+from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
@@ -21,6 +21,8 @@ __all__ = ["Residents"]
 
 _TENANTS = 65_535
 """That are told apart when room is short; any more have one share together."""
+_NEWCOMERS = 64
+"""Tenants after which it is worth a look who has gone, at least."""
 
 
 class Residents:
@@ -38,6 +40,8 @@ class Residents:
         """How many rows each identity has; one that has none any more gives its place to another."""
         self._vacant: list[int] = []
         self._tenants: dict[bytes, int] = {}
+        self._patience = _NEWCOMERS
+        """New tenants to come before it is looked which of the old ones are still here."""
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
@@ -90,7 +94,7 @@ class Residents:
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
         index.space[these] = space = self._space(identity)
         self._rows[space] += len(rows)
-        index.tenant[these] = self._tenants.get(identity.tenant, _TENANTS)
+        index.tenant[these] = self._tenants.get(identity.tenant, len(self._tenants))
         index.holds[these] += 1
 
     def seal(self, rows: Rows) -> None:
@@ -147,18 +151,42 @@ class Residents:
 
     def _space(self, identity: Identity) -> int:
         space = self._spaces.get(identity)
-        if space is None and self._vacant:
+        if space is not None:
+            return space
+        if self._vacant:
             space = self._spaces[identity] = self._vacant.pop()
             self._identities[space] = identity
-        elif space is None:
+        else:
             space = self._spaces[identity] = len(self._identities)
             self._identities.append(identity)
             self._footprints.append(0)
             self._rows.append(0)
         self._footprints[space] = identity.geometry.footprint
-        if identity.tenant not in self._tenants and len(self._tenants) < _TENANTS:
-            self._tenants[identity.tenant] = self._index.tenants = len(self._tenants) + 1
+        if identity.tenant not in self._tenants:
+            self._number(identity.tenant)
         return space
+
+    def _number(self, tenant: bytes) -> None:
+        """Tell a tenant apart from the others, if there are not too many."""
+        if not self._patience:
+            self._forget_tenants()
+            self._patience = max(_NEWCOMERS, len(self._tenants))
+        self._patience -= 1
+        if len(self._tenants) < _TENANTS:
+            self._tenants[tenant] = self._index.tenants = len(self._tenants) + 1
+
+    def _forget_tenants(self) -> None:
+        """Number those anew that still have a block in some tier."""
+        index, size = self._index, self._index.size
+        numbers = index.tenant[:size]
+        numbers[np.logical_and.reduce([state[:size] == ABSENT for state in index.state])] = 0
+        here = np.bincount(numbers, minlength=len(self._tenants) + 1)
+        stay = [tenant for tenant, number in self._tenants.items() if here[number]]
+        anew = np.zeros(len(here), np.uint16)
+        anew[[self._tenants[tenant] for tenant in stay]] = np.arange(1, len(stay) + 1)
+        numbers[:] = anew[numbers]
+        self._tenants = dict(zip(stay, range(1, len(stay) + 1), strict=True))
+        index.tenants = len(stay)
 
 
 def rows_of(numbers: Sequence[int]) -> Rows:
