@@ -232,7 +232,8 @@ def health(http: Http) -> tuple[int, dict[str, Any]]:
         return answer.status, json.load(answer)
 
 
-def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("since", ["its first segment", "later"])
+def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path, since: str) -> None:
     disk = FaultyDisk()
     settings = config.read(
         env={},
@@ -246,8 +247,9 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path) -> None:
         await http.listen("127.0.0.1:0")
         assert (await asyncio.to_thread(health, http))[1]["status"] == "serving"
         with store.session(MODEL) as session:
-            session.store(prompt(0), data(PLAIN, prompt(0)))
-            assert store.flush(60)
+            if since == "later":
+                session.store(prompt(0), data(PLAIN, prompt(0)))
+                assert store.flush(60)
             disk.arm(Fault("write", files="*.segment", times=1000))
             for number in range(1, 20):
                 session.store(prompt(number), data(PLAIN, prompt(number)))

@@ -784,7 +784,7 @@ def test_a_full_disk_refuses_blocks_and_recovers(path: Path) -> None:
     assert caller.write(keys(1), SMALL) == [NOWHERE]
     reasons = dict(caller.statistics().reasons)
     assert reasons["segment: No space left on device"] == 2
-    assert reasons["full"] == 2
+    assert reasons["write: No space left on device"] == 2
     assert caller.statistics().bytes_used == 0
     places = caller.write(keys(5), SMALL)
     assert all(caller.finds(keys(5), SMALL, places))

@@ -16,6 +16,7 @@ What lies where, on disk and in memory, is kept in shelves.py.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -318,7 +319,8 @@ class Nvme:
             slot = slot or self._slots([(item, size + len(payload))])[0]
             place, fd, offset, sequence = slot
             if place == NOWHERE:
-                raise Rejected("full")
+                code = self._shelves.refused
+                raise OSError(code, os.strerror(code)) if code else Rejected("full")
             header = Header(
                 item.key,
                 item.parent,

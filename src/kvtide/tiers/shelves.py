@@ -41,8 +41,6 @@ __all__ = ["Location", "Shelves"]
 
 log = logging.getLogger("kvtide.nvme")
 
-_WIPED = bytes(ALIGN)
-
 Location = tuple[int, int, int, int]
 """Of a slot: its file, its offset there, its size, and the sequence number of what it holds."""
 
@@ -80,6 +78,8 @@ class Shelves:
         self._journal_lock = threading.Lock()
         self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT)
         self.budget = budget
+        self.refused = 0
+        """The system's error, where the disk did not give the last segment that was wanted."""
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
@@ -222,7 +222,7 @@ class Shelves:
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""
         with self._grow_lock:
-            number = None
+            number, self.refused = None, 0
             with self.lock:
                 if self.segments.free(size):
                     return True
@@ -251,13 +251,14 @@ class Shelves:
                     return True
                 self._make(segment, cut)
             except (OSError, Rejected) as e:
-                return self._not_grown(segment, str(e) if isinstance(e, Rejected) else e.strerror or str(e))
+                return self._not_grown(segment, e)
             with self.lock:
                 segment.draining = False
                 self.segments.settle(segment)
             return True
 
-    def _not_grown(self, segment: Segment | None, reason: str) -> bool:
+    def _not_grown(self, segment: Segment | None, e: OSError | Rejected) -> bool:
+        reason, self.refused = (str(e), 0) if isinstance(e, Rejected) else (e.strerror or str(e), e.errno or 0)
         log.warning("%s cannot take a segment: %s", self._directory.path, reason)
         with self.lock:
             self.reasons[f"segment: {reason}"] += 1
@@ -322,7 +323,7 @@ class Shelves:
             dirty, self._dirty = self._dirty | {segment_of(p) for _, p in named + live}, set()
         failed: set[BlockKey] = set()
         page = Scratch().get(ALIGN)
-        page[:] = _WIPED
+        page[:] = bytes(ALIGN)
         for key, _, fd, offset in targets:
             try:
                 self._write(fd, page, offset)
