@@ -264,6 +264,21 @@ def test_a_node_that_hangs_is_a_miss_and_is_found_again(node: Process) -> None:
         eventually(lambda: other.connected and other.statistics().held == 0)
 
 
+def test_who_closes_while_the_node_hangs_leaves_no_rights_behind(node: Process) -> None:
+    """What was given back is in the socket, and the node reads it when it goes on, though nobody hears its answers."""
+    with Client(node.path) as other, Client(node.path) as client:
+        session = client.session(MODEL)
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(30)
+        session.match(prompt(1, 2))
+        session.reserve(prompt(7, 8))
+        assert other.statistics().held == 4
+        node.signal(signal.SIGSTOP)
+        client.close()
+        node.signal(signal.SIGCONT)
+        eventually(lambda: other.connected and other.statistics().held == 0)
+
+
 def test_both_sides_say_their_version(node: Process) -> None:
     with Client(node.path) as client:
         assert client.line.welcome.version == kvtide.__version__

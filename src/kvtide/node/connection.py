@@ -158,6 +158,8 @@ class Connection:
                 data = data[self._sock.send(data) :]
             except BlockingIOError:
                 pass
+            except ConnectionError:
+                return  # it has hung up; what it gave back before that is still to be read
             except OSError:
                 self.close()
                 return

@@ -283,8 +283,15 @@ class RemoteDesk:
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)
         finish = p.Finish(self._number, reservation.number, sealed)
+
+        def tell(line: Line) -> None:
+            if sealed:
+                self._client.ask(line, finish)
+            else:
+                line.later(finish)  # nobody waits for it: least of all who ends while the node hangs
+
         if reservation.line is not None:  # without a node it is not stored, as if it had been evicted
-            self._give_back(reservation.line, reservation.number, lambda line: self._client.ask(line, finish))
+            self._give_back(reservation.line, reservation.number, tell)
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
