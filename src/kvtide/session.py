@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -41,11 +42,11 @@ T = TypeVar("T")
 
 
 def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """A verb that uses the store's memory: closing the store waits for it, and it is refused afterwards."""
+    """A verb that uses the store's memory: closing the session, or the store, waits for it; then it is refused."""
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._home.door, session._door:
+        with session._door:
             return verb(session, *args, **kwargs)
 
     return inside
@@ -60,16 +61,19 @@ class Home:
         """``again`` says how to open another when this is closed."""
         self._again = f"this store is closed; {again}"
         self.door = Door(self._again)
-        """Open while the memory of the store may be used."""
+        """Open while slots may change hands: reservations end on their own, not as verbs of a session."""
         self.closed = False
         self._sessions: set[Session] = set()
+        self._lock = threading.Lock()
+        """Else a session could be opened that closing does not see."""
 
     def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
         """The store as one engine sees it: for one model and tenant."""
-        if self.closed:
-            raise ClosedError(self._again)
         session = Session(self, model, tenant, self._desk(model, tenant))
-        self._sessions.add(session)
+        with self._lock:
+            if self.closed:
+                raise ClosedError(self._again)
+            self._sessions.add(session)
         return session
 
     def _desk(self, model: Model, tenant: Tenant) -> Desk:
@@ -81,10 +85,12 @@ class Home:
 
     def _end_sessions(self) -> bool:
         """Close all sessions, and the door. False if that was done before."""
-        if self.closed:
-            return False
-        self.closed = True
-        for session in list(self._sessions):
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            sessions = list(self._sessions)
+        for session in sessions:
             session.close()
         self.door.shut()
         return True
@@ -130,12 +136,7 @@ class Session:
         """
         return self._namer.chain(tokens, extras)
 
-    def _check_open(self) -> None:
-        if self._closed or self._home.closed:
-            raise ClosedError("this session is closed; open a new one with store.session(model)")
-
     def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
-        self._check_open()
         if isinstance(tokens, Chain):
             if extras:
                 raise LayoutError("extras are part of a chain: give them when it is made or extended")
@@ -165,11 +166,8 @@ class Session:
         if have < 0:
             raise LayoutError(f"have is {have}, not a number of tokens")
         match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
-        self._own(match)
+        self._rights.add(match)
         return match
-
-    def _own(self, right: Match | Reservation) -> None:
-        self._rights.add(right)
 
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
@@ -183,7 +181,6 @@ class Session:
         ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
         out, and the result is a shorter prefix.
         """
-        self._check_open()
         if match.session is not self:
             raise LayoutError("this match was made by another session; load it there")
         if not match.held:
@@ -293,9 +290,10 @@ class Session:
         reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
         reservation.on_end.append(self.ended)
         reservation.door = self._home.door
-        self._own(reservation)
+        self._rights.add(reservation)
         return reservation
 
+    @_inside
     def pledge(
         self,
         tokens: Tokens | Chain,
