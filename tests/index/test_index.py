@@ -179,8 +179,9 @@ def test_a_row_that_is_held_is_not_retired_before_it_is_let_go() -> None:
 def test_letting_go_of_a_row_that_is_somewhere_keeps_it() -> None:
     index = Index(tiers=2)
     here, gone = blocks.keys(2)
-    rows = np.array([add(index, here, ABSENT, SEALED), add(index, gone)])
+    rows = np.array([add(index, here, ABSENT, SEALED), add(index, gone, ABSENT, SEALED)])
     index.hold(rows)
+    index.remove(int(rows[1]), NVME)
     changes = index.changes
     index.unhold(rows)
     assert (index.row(here) > 0, index.row(gone)) == (True, 0)

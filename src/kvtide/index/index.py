@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, Found, Group, Layout
+from kvtide.index.holds import Holds, Rows
 
 __all__ = [
     "ABSENT",
@@ -43,7 +44,6 @@ __all__ = [
     "marks",
 ]
 
-Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 DRAM = 0
@@ -108,8 +108,9 @@ class Index:
         size = 1024
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
         self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
-        self.holds = np.zeros(size, np.int32)
-        """Leases and moves under way: a held row is evicted from no tier."""
+        self._held = Holds(size)
+        self.hold = self._held.note
+        """Keep distinct rows from eviction until ``unhold``."""
         self.pins = np.zeros(size, np.uint16)
         """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
         self._pinned: dict[int, Counter[object]] = {}
@@ -152,6 +153,11 @@ class Index:
         held, pinned = (int(np.count_nonzero(column[:count])) for column in (self.holds, self.pins))
         return IndexStatistics(len(self), held, pinned)
 
+    @property
+    def holds(self) -> npt.NDArray[np.int32]:
+        """Leases and moves under way: a held row is evicted from no tier."""
+        return self._held.counts
+
     # -- rows ---------------------------------------------------------------------------------------------
 
     def rows(self, keys: Collection[BlockKey]) -> Rows:
@@ -188,7 +194,7 @@ class Index:
             self._parents[row] = above
         else:
             row = len(self._keys)
-            if row == len(self.holds):
+            if row == len(self.depth):
                 self._grow(row + max(row // 4, 1024))
             self._keys.append(key)
             self._parents.append(above)
@@ -204,7 +210,7 @@ class Index:
         assert not self._free
         first = len(self._keys)
         stop = first + len(keys)
-        if stop > len(self.holds):
+        if stop > len(self.depth):
             self._grow(stop + stop // 8)
         self._keys.extend(keys)
         self._rows.update(zip(keys, range(first, stop), strict=True))
@@ -261,14 +267,15 @@ class Index:
         self.expiry = bigger(self.expiry, np.inf) if self._mortal else np.broadcast_to(np.inf, size)
         self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
-        for name in ("holds", "pins", "priority", "depth", "used", "space", "mark", "tenant"):
+        self._held.counts = bigger(self.holds)
+        for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant"):
             setattr(self, name, bigger(getattr(self, name)))
 
     def expire_at(self, rows: Rows | list[int], when: npt.ArrayLike) -> None:
         """Let rows expire; at infinity: never."""
         if not self._mortal and not np.all(np.isinf(when)):
             self._mortal = True
-            self.expiry = np.full(len(self.holds), np.inf)
+            self.expiry = np.full(len(self.depth), np.inf)
         if self._mortal:
             self.expiry[rows] = when
 
@@ -281,22 +288,19 @@ class Index:
 
     def remove(self, row: int, tier: int) -> int:
         """Record that ``row`` is no longer in ``tier``; answers where it was. Retire the row yourself."""
+        self._held.write_down()  # the end of a hold must see that the row may be nowhere
         place = int(self.place[tier][row])
         self.departures += tier == DRAM
-        self.state[tier][row] = ABSENT
-        self.place[tier][row] = NOWHERE
+        self.state[tier][row], self.place[tier][row] = ABSENT, NOWHERE
         return place
-
-    def hold(self, rows: Rows) -> None:
-        """Keep distinct rows from eviction until ``unhold``."""
-        self.holds[at(rows)] += 1
 
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
-        these = at(rows)
-        left = self.holds[these] - 1
-        self.holds[these] = left
         self.changes += 1
+        if self._held.strike(rows):
+            return  # nothing was taken out of a tier since it began: none is nowhere
+        these = at(rows)
+        self.holds[these] -= 1
         if every(self.state[DRAM][these]):
             return  # the usual end: none is nowhere
         gone = self.holds[rows] == 0
