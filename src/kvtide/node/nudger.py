@@ -7,7 +7,6 @@ again, instead of being woken each time.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 
@@ -15,9 +14,9 @@ from kvtide.node.line import Line, Lost
 
 __all__ = ["Nudger"]
 
-_SOON = 0.002
+_SOON = 0.005
 """Seconds that what was put off waits for a request to go with, and as long again."""
-_QUIET = 50
+_QUIET = 20
 """After so many times that nothing was put off nobody looks any more, until something is."""
 
 
@@ -26,7 +25,6 @@ class Nudger:
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtide-client-nudger", daemon=True)
         self._thread.start()
 
@@ -35,20 +33,35 @@ class Nudger:
         self._lines.put(line)
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            with contextlib.suppress(Lost):
-                self._nudge(line)
+        watched: dict[Line, int] = {}
+        """How often nothing was put off on each line."""
+        while True:
+            try:
+                line = self._lines.get(timeout=_SOON if watched else None)
+            except queue.Empty:
+                for line, quiet in list(watched.items()):
+                    watched[line] = quiet = 0 if self._nudge(line) else quiet + 1
+                    if quiet == _QUIET:
+                        del watched[line]
+                        self._leave(line)
+            else:
+                if line is None:
+                    return
+                watched[line] = 0
 
-    def _nudge(self, line: Line) -> None:
-        quiet = 0
-        while quiet < _QUIET and not self._closing.wait(_SOON):
-            quiet = 0 if line.nudge() else quiet + 1
+    @staticmethod
+    def _nudge(line: Line) -> bool:
+        try:
+            return line.nudge()
+        except Lost:
+            return False
+
+    def _leave(self, line: Line) -> None:
         line.watched = False
-        if line.busy:  # put off while we did not look
+        if line.busy and line.alive:  # put off while we did not look
             line.watched = True
             self.watch(line)
 
     def close(self) -> None:
-        self._closing.set()
         self._lines.put(None)
         self._thread.join()
