@@ -108,7 +108,7 @@ class Right:
 def rows_of(match: Match) -> dict[str, Rows]:
     """What a match holds."""
     assert isinstance(match.holding, LocalHolding)
-    return match.holding.rows
+    return match.holding.part.rows
 
 
 class Machine(RuleBasedStateMachine):

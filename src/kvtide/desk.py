@@ -8,7 +8,7 @@ process; a node's client has another, with the store behind a socket.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from kvtide.block import DTYPES, BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
-from kvtide.index.recent import Recent, Resident
+from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
@@ -54,16 +54,18 @@ class Names(Protocol):
 class Holding:
     """A prefix that the store has and holds, until it is released."""
 
-    __slots__ = ("counts", "have", "pending", "plan", "ready")
+    __slots__ = ("have", "pending", "plan", "ready")
 
-    def __init__(self, plan: Plan, have: int, counts: dict[str, int], ready: bool, pending: bool) -> None:
-        self.plan = plan
-        self.have = have
-        """Blocks at the start that need not be loaded."""
-        self.counts = counts
+    plan: Plan
+    have: int
+    """Blocks at the start that need not be loaded."""
+    ready: bool
+    pending: bool
+
+    @property
+    def counts(self) -> dict[str, int]:
         """How many blocks of each group a load brings."""
-        self.ready = ready
-        self.pending = pending
+        raise NotImplementedError
 
     def release(self) -> None:
         """Let the blocks go."""
@@ -126,19 +128,21 @@ class Desk(Protocol):
 
 
 class LocalHolding(Holding):
-    """Rows of the index under a lease, of so many bytes."""
+    """A part of a prompt, under a lease."""
 
-    __slots__ = ("lease", "nbytes", "resident", "rows")
+    __slots__ = ("lease", "part")
 
-    def __init__(
-        self, plan: Plan, have: int, rows: dict[str, Rows], nbytes: int, ready: bool, pending: bool, lease: Lease
-    ) -> None:
-        super().__init__(plan, have, {name: len(r) for name, r in rows.items()}, ready, pending)
-        self.rows = rows
-        self.nbytes = nbytes
+    def __init__(self, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool) -> None:
+        self.plan = plan
+        self.have = have
+        self.part = part
         self.lease: Lease | None = lease
-        self.resident: Resident | None = None
-        """What all of it is a part of, if it is."""
+        self.ready = ready
+        self.pending = pending
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: len(rows) for name, rows in self.part.rows.items()}
 
     def release(self) -> None:
         lease, self.lease = self.lease, None
@@ -175,6 +179,8 @@ class LocalDesk:
         self.largest = store.largest_part
         self.eager = store.has_colder
         self._checked = store.config.dram.checksum
+        self._budget = store.config.dram.budget
+        self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self._recent = Recent(self._index)
 
@@ -183,15 +189,14 @@ class LocalDesk:
     def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         layout, index = self.layout, self._index
-        budget = self._store.config.dram.budget
-        room = budget if room is None else max(0, min(room, budget))
-        speed = self._store.config.plan.prefill_tokens_per_second if prefill is None else prefill
+        room = self._budget if room is None else max(0, min(room, self._budget))
+        speed = self._prefill if prefill is None else prefill
         now = self._store.sweep()
         with index.lock:
             resident = self._recent.find(names.joined)
             if resident is None:
                 rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-                resident = self._recent.note(names.joined, rows)
+                resident = None if self._checked else self._recent.note(names.joined, rows)
             if resident is not None and (names.blocks - have) * self._footprint <= room:
                 return self._all_here(names, resident, have, speed, now)
             rows = resident.rows if resident is not None else rows
@@ -206,17 +211,17 @@ class LocalDesk:
             for g in layout.groups:
                 if not g.required:
                     needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
-            held = _concatenate(needed.values())
-            lease = self._pipeline.lease(held)
+            part = Part(needed, self._nbytes(needed))
+            lease = self._pipeline.lease(part.all)
             if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
                 for r in rows.values():
                     chain_rows = r[: plan.blocks]
                     self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
-            ready = every(index.state[DRAM][held] == SEALED)
+            ready = every(index.state[DRAM][part.all] == SEALED)
             pending = names.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self._store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
-        return LocalHolding(plan, have, needed, self._nbytes(needed), ready, pending, lease)
+        return LocalHolding(plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
         """The usual answer, at little cost: every block of every group is in DRAM. Under the lock.
@@ -225,25 +230,20 @@ class LocalDesk:
         """
         blocks = names.blocks
         have = min(have, blocks)
-        needed = resident.after.get(have)
-        if needed is None:
-            needed = {}
-            for g in self.layout.groups:
-                need = g.needs(blocks, self.layout.block_tokens, have)
-                needed[g.name] = resident.rows[g.name][need.start : need.stop]
+        part = resident.after.get(have)
+        if part is None:
+            wanted = {g.name: g.needs(blocks, self.layout.block_tokens, have) for g in self.layout.groups}
+            needed = {name: resident.rows[name][need.start : need.stop] for name, need in wanted.items()}
             if len(resident.after) >= _AFTER:
                 resident.after.clear()
-            resident.after[have] = needed
-        lease = self._pipeline.lease(_concatenate(needed.values()))
+            part = resident.after[have] = Part(needed, self._nbytes(needed))
+        lease = self._pipeline.lease(part.all)
         if self._recent.is_new(names.parent(blocks), blocks, now):
             for r in resident.rows.values():
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self._store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
-        holding = LocalHolding(plan, have, needed, self._nbytes(needed), True, False, lease)
-        if not self._checked:
-            holding.resident = resident
-        return holding
+        return LocalHolding(plan, have, part, lease, True, False)
 
     def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
         """Whether all that ``block`` lacks is just being written."""
@@ -255,7 +255,7 @@ class LocalDesk:
         if holding.ready:
             transfer.started()
         else:
-            wanted = [(rows, self._identities[name]) for name, rows in holding.rows.items()]
+            wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
             self._pipeline.load(wanted, transfer)
         return transfer
 
@@ -273,7 +273,7 @@ class LocalDesk:
             place = index.place[DRAM]
             if holding.ready and not self._checked:
                 first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
-                places = {name: place[rows] for name, rows in holding.rows.items()}
+                places = {name: place[rows] for name, rows in holding.part.rows.items()}
                 self._store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
             whole, first = {}, {}
@@ -281,14 +281,14 @@ class LocalDesk:
                 mask = np.zeros(blocks, np.bool_)
                 mask[: holding.have] = True
                 start = g.needs(blocks, layout.block_tokens, holding.have).start
-                rows = holding.rows[g.name]
+                rows = holding.part.rows[g.name]
                 mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
                 whole[g.name], first[g.name] = mask, start
             spaced = {name: np.zeros(blocks, np.int64) for name in whole}
             come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
             places = {}
             for g in layout.groups:
-                mine = holding.rows[g.name][: max(0, come - first[g.name])]
+                mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
                 if not g.required:
                     mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
                 for row in mine.tolist():
@@ -392,7 +392,3 @@ class LocalDesk:
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
     """How many True come first."""
     return len(mask) if mask.all() else int(np.argmin(mask))
-
-
-def _concatenate(parts: Collection[Rows]) -> Rows:
-    return next(iter(parts)) if len(parts) == 1 else np.concatenate(list(parts))

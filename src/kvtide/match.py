@@ -68,7 +68,7 @@ class Match:
         self.plan = holding.plan
         self.blocks = holding.plan.blocks
         self.have = holding.have
-        self.tokens = self.blocks * chain.block_tokens
+        self.tokens = self.blocks * session.layout.block_tokens
         self.ready = holding.ready
         self.pending = holding.pending
         self._held = True

@@ -74,6 +74,18 @@ def test_a_new_node_leaves_room_for_what_clients_still_have(node: Process) -> No
         assert host_memory(node) <= BUDGET
 
 
+def test_a_match_keeps_its_own_memory_beyond_the_nodes_death_and_no_other(node: Process) -> None:
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        assert store(session) == BLOCKS
+        match = session.match(TOKENS[: len(TOKENS) // BLOCKS])
+        assert len(host.memory([os.getpid()])) == 4
+        node.kill()
+        eventually(lambda: not client.connected and len(host.memory([os.getpid()])) == 1)
+        assert [v[0] for v in session.load(match).wait().blocks] == [1]
+        match.release()
+        eventually(lambda: not host.memory([os.getpid()]))
+
+
 def test_the_memory_of_a_dead_client_is_free_for_the_next_node(node: Process) -> None:
     holder = (
         "import sys; from kvtide.node.client import Client; from kvtide.index.keys import Model;"

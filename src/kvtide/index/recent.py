@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvtide.index.index import Index, Rows
 
-__all__ = ["Recent", "Resident"]
+__all__ = ["Part", "Recent", "Resident"]
 
 _REMEMBERED = 64
 """Prompts."""
@@ -14,18 +16,30 @@ _ONE_USE = 1.0
 """Seconds within which asking again for a prompt is no other use of its blocks."""
 
 
+class Part:
+    """What is needed of a prompt, by group, by a caller who has its first blocks already."""
+
+    __slots__ = ("all", "nbytes", "note", "rows")
+
+    def __init__(self, rows: dict[str, Rows], nbytes: int) -> None:
+        self.rows = rows
+        self.all: Rows = next(iter(rows.values())) if len(rows) == 1 else np.concatenate(list(rows.values()))
+        self.nbytes = nbytes
+        self.note: Any = None
+        """Whatever was made of it that holds as long."""
+
+
 class Resident:
     """A prompt whose blocks are all in DRAM, as long as the index has no departures."""
 
-    __slots__ = ("after", "departures", "note", "rows")
+    __slots__ = ("after", "departures", "prompt", "rows")
 
-    def __init__(self, rows: dict[str, Rows], departures: int) -> None:
+    def __init__(self, prompt: bytes, rows: dict[str, Rows], departures: int) -> None:
+        self.prompt = prompt
         self.rows = rows
-        self.after: dict[int, dict[str, Rows]] = {}
-        """Of these, those that are needed after so many blocks."""
+        self.after: dict[int, Part] = {}
+        """What is needed of it after so many blocks."""
         self.departures = departures
-        self.note: Any = None
-        """Whatever was made of it that holds as long."""
 
 
 class Recent:
@@ -34,14 +48,17 @@ class Recent:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._residents: dict[bytes, Resident] = {}
+        """By the last digest: it names all blocks before, and to compare them is quicker than to hash them."""
         self._noted: set[tuple[bytes, int]] = set()
         """Prompts that were asked for since ``_since``, and how many blocks were found."""
         self._since = 0.0
 
     def find(self, prompt: bytes) -> Resident | None:
         """A prompt, by its digests, if it was all in DRAM lately and still is."""
-        found = self._residents.get(prompt)
-        return found if found is not None and found.departures == self._index.departures else None
+        found = self._residents.get(prompt[-32:])
+        if found is None or found.departures != self._index.departures or found.prompt != prompt:
+            return None
+        return found
 
     def note(self, prompt: bytes, rows: dict[str, Rows]) -> Resident | None:
         """The rows of a prompt, by group: None unless all are in DRAM."""
@@ -49,7 +66,7 @@ class Recent:
             return None
         if len(self._residents) >= _REMEMBERED:
             self._residents.clear()
-        found = self._residents[prompt] = Resident(rows, self._index.departures)
+        found = self._residents[prompt[-32:]] = Resident(prompt, rows, self._index.departures)
         return found
 
     def is_new(self, last: bytes, blocks: int, now: float) -> bool:

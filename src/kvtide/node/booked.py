@@ -29,15 +29,15 @@ class Names:
 
     def __init__(self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
         """``tag`` is that of the client's trust domain."""
-        if len(digests) % 32:
+        self.blocks, rest = divmod(len(digests), 32)
+        if rest:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        if len(digests) * groups > 32 * _BLOCKS:
+        if self.blocks * groups > _BLOCKS:
             raise LayoutError(
-                f"a prompt of {len(digests) // 32} blocks is too long; {_BLOCKS} of all groups together go at a time"
+                f"a prompt of {self.blocks} blocks is too long; {_BLOCKS} of all groups together go at a time"
             )
         self._tag = tag
         self.joined = digests
-        self.blocks = len(digests) // 32
         self._tokens = tokens
         self._size = size
 
@@ -88,7 +88,7 @@ class Booked:
     @property
     def slots(self) -> int:
         """Of its own rights."""
-        held = sum(sum(h.counts.values()) for h in self.holdings.values())
+        held = sum(len(h.part.all) for h in self.holdings.values())
         return held + sum(len(r.keys) for r in self.reservations.values())
 
     def holding(self, number: int) -> LocalHolding:
@@ -109,7 +109,7 @@ class Booked:
 
     def hold(self, number: int, holding: LocalHolding) -> None:
         self.holdings[number] = holding
-        self._account.room -= holding.nbytes
+        self._account.room -= holding.part.nbytes
 
     def pin(self, nbytes: int) -> None:
         """So many bytes were pinned; less than 0: unpinned."""
@@ -120,15 +120,16 @@ class Booked:
         """Slots to be written, by the client or by workers of its team."""
         size = sum(len(view) for view in made.views)
         self._account.room -= size
-        made.on_end.append(lambda _: self._let_go(size))
+
+        def let_go(_: Reservation) -> None:
+            self._account.room += size
+
+        made.on_end.append(let_go)
         if writers:
             assert self.team is not None
             self.team.delegate(number, made, writers)
         else:
             self.reservations[number] = made
-
-    def _let_go(self, nbytes: int) -> None:
-        self._account.room += nbytes
 
     def release(self, number: int) -> None:
         """A holding is not looked at any more, by its client at least."""
@@ -142,7 +143,7 @@ class Booked:
 
     def _give_back(self, holding: LocalHolding) -> None:
         holding.release()
-        self._let_go(holding.nbytes)
+        self._account.room += holding.part.nbytes
 
     def end(self) -> None:
         """Give everything back: the client does not look at the memory any more, though its workers may."""

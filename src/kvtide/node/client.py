@@ -110,22 +110,13 @@ class Client(Home):
             raise Lost
         return line
 
-    def ask(self, line: Line, *operations: p.Operation) -> list[p.Answer]:
-        """Ask a node, in one message. Raises what it says is wrong, or Lost."""
-        answers = line.ask(list(operations))
-        for answer in answers:
-            if isinstance(answer, p.Failure):
-                kind = getattr(errors, answer.kind, KvtideError)
-                raise kind(answer.text)
-        return answers
-
     # -- what ends in its own time ------------------------------------------------------------------------
 
     def promised(self, line: Line, operation: p.Operation, promise: T) -> T:
         """Ask for something whose end will be told to ``promise``."""
         if isinstance(promise, Transfer):
             promise.expect([0])
-        (number,) = self.ask(line, operation)
+        number = line.ask_one(operation)
         assert isinstance(number, int)
         line.promises.add(number, promise)
         if isinstance(promise, Transfer):
@@ -188,7 +179,7 @@ class Client(Home):
         with contextlib.suppress(Lost):
             line = self.line
             gone = line.lent - set(self._mappings.names)
-            self.ask(line, p.Unmapped(sorted(gone)))
+            line.ask_one(p.Unmapped(sorted(gone)))
             line.lent -= gone
 
     def settle(self) -> None:
@@ -257,7 +248,7 @@ class Client(Home):
     def _follow(self) -> None:
         """Let the node tell events if, and only if, somebody follows."""
         with self._following, contextlib.suppress(Lost):
-            self.ask(self.line, p.Follow(self._feed.followed))
+            self.line.ask_one(p.Follow(self._feed.followed))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
@@ -274,7 +265,7 @@ class Client(Home):
     def status(self) -> Status:
         """The same, and those of the node itself. Empty while there is none."""
         try:
-            (found,) = self.ask(self.line, p.Statistics())
+            found = self.line.ask_one(p.Statistics())
         except Lost:
             return Status(Statistics(0, 0, 0, {}, {}, {}), NodeStatistics())
         return msgspec.convert(found, Status)

@@ -26,14 +26,9 @@ _UNSENT = 8 << 20
 _BEHIND = 1 << 20
 _GIVEN = 4
 """Descriptors that a client may send."""
-_SPACE = socket.CMSG_SPACE(_GIVEN * 4)
+_SPACE = socket.CMSG_SPACE(_GIVEN * 4 + 4)
 _TURN = 0.005
 """Seconds after which the other clients have their turn."""
-
-
-# As plain numbers: every frame computes with them, and the names' own kind of number is slow at that.
-_TRUNCATED = int(socket.MSG_CTRUNC)
-_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class Connection:
@@ -50,6 +45,8 @@ class Connection:
         self._writing = False
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
+        self.greeted = False
+        """Descriptors come with its hello. Later they are not wanted, and the system closes them."""
         self.receive: Callable[[bytes | memoryview], None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
         self.drained: Callable[[], None] = lambda: None
@@ -83,16 +80,13 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _SPACE, _CLOSE_ON_EXEC)
+            size = self._sock.recv_into(self._buffer) if self.greeted else self._receive_descriptors()
         except BlockingIOError:
             return
         except OSError:
             self.close()
             return
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self.descriptors.extend(array.array("i", content[: len(content) - len(content) % 4]))
-        if flags & _TRUNCATED or len(self.descriptors) > _GIVEN:
+        if len(self.descriptors) > _GIVEN:
             self.close("too many descriptors")
         elif not size:
             self.close()
@@ -101,6 +95,13 @@ class Connection:
         else:
             self._received += memoryview(self._buffer)[:size]
             self._take_frames()
+
+    def _receive_descriptors(self) -> int:
+        size, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.descriptors.extend(array.array("i", content[: len(content) - len(content) % 4]))
+        return size
 
     def _take_frames(self) -> None:
         received, at = self._received, 0
@@ -152,10 +153,10 @@ class Connection:
             for fd in descriptors:
                 os.close(fd)
             return
-        data = memoryview(p.frame(message))
+        data, sent = p.frame(message), 0
         if not self._unsent and not descriptors:
             try:
-                data = data[self._sock.send(data) :]
+                sent = self._sock.send(data)
             except BlockingIOError:
                 pass
             except ConnectionError:
@@ -163,10 +164,10 @@ class Connection:
             except OSError:
                 self.close()
                 return
-            if not data:
+            if sent == len(data):
                 return
-        self._unsent.append((data, list(descriptors)))
-        self.unsent_bytes += len(data)
+        self._unsent.append((memoryview(data)[sent:], list(descriptors)))
+        self.unsent_bytes += len(data) - sent
         if not self._writing:
             self._writable()
         if self.unsent_bytes > _UNSENT:

@@ -150,7 +150,7 @@ class Worker:
         return f"<Worker {self.rank} of {self.ranks}>"
 
     def _join(self, line: Line) -> p.Joined:
-        (joined,) = self._client.ask(line, p.Join(self._token, self.rank))
+        joined = line.ask_one(p.Join(self._token, self.rank))
         assert isinstance(joined, p.Joined)
         self._line, self._number = line, joined.member
         return joined
@@ -200,7 +200,7 @@ class Worker:
             line.disown(use)
             try:
                 if visited:
-                    self._client.ask(line, p.Leave(member, visited, good))
+                    line.ask_one(p.Leave(member, visited, good))
             except Lost:
                 self._client.settle()
 
@@ -235,7 +235,7 @@ class Worker:
         """Leave the crew. What it was still to write is given up."""
         with contextlib.suppress(Lost, RightError):
             if self._line is not None:
-                self._client.ask(self._line, p.Resign(self._number))
+                self._line.ask_one(p.Resign(self._number))
         self._line = None
 
     def __enter__(self) -> Self:

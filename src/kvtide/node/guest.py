@@ -96,7 +96,13 @@ class Guest:
     def _receive(self, body: bytes | memoryview) -> None:
         request = self._decoder.decode(body)
         self.requests += 1
-        answers = [self._answer(operation) for operation in request.operations]
+        answers: list[p.Answer] = []
+        for operation in request.operations:
+            try:
+                answers.append(_ANSWERS[type(operation)](self, operation))
+            except KvtideError as e:
+                self.failures += 1
+                answers.append(p.Failure(type(e).__name__, str(e)))
         gone, new = self._window.gone(), self._window.take_new()
         if not new:
             self._connection.send(p.Reply(request.number, answers, [], gone))
@@ -112,14 +118,6 @@ class Guest:
             self._connection.send(p.Reply(0, [], [n.serial for n in first]), [n.fd for n in first])
         reply = p.Reply(request.number, answers, [n.serial for n in new], gone)
         self._connection.send(reply, [n.fd for n in new])
-
-    def _answer(self, operation: p.Operation) -> p.Answer:
-        try:
-            answer: p.Answer = _ANSWERS[type(operation)](self, operation)
-            return answer
-        except KvtideError as e:
-            self.failures += 1
-            return p.Failure(type(e).__name__, str(e))
 
     def _session(self, number: int) -> Booked:
         try:
@@ -182,7 +180,7 @@ class Guest:
             plan.blocks,
             plan.load_seconds,
             plan.compute_seconds,
-            [found.counts[g.name] for g in session.layout.groups],
+            [len(rows) for rows in found.part.rows.values()],
             found.ready,
             found.pending,
             self._ready_slots(session, found) if found.ready else None,
@@ -193,14 +191,12 @@ class Guest:
         return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
 
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
-        resident = holding.resident if not holding.have else None
-        if resident is not None and resident.note is not None:
-            slots: list[p.Slots] = resident.note
-            self._store.dram.moved(read=holding.nbytes)
-            return slots
-        slots = self._window.slots(session.desk, holding).slots
-        if resident is not None:
-            resident.note = slots
+        part = holding.part
+        if part.note is None:
+            part.note = self._window.slots(session.desk, holding).slots
+        else:
+            self._store.dram.moved(read=part.nbytes)
+        slots: list[p.Slots] = part.note
         return slots
 
     def _load(self, o: p.Load) -> int:

@@ -10,19 +10,20 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from kvtide import errors
 from kvtide.block import Span
-from kvtide.errors import TierError
+from kvtide.errors import KvtideError, TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
 from kvtide.version import __version__
 
-__all__ = ["Line", "Lost", "spans"]
+__all__ = ["Line", "Lost"]
 
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
@@ -84,9 +85,10 @@ class Line:
         self._tidings = msgspec.msgpack.Decoder(p.Notice)
         self._segments: dict[int, Span] = {}
         self.promises = Promises()
-        self._rights: set[Hashable] = set()
+        self._rights: dict[Hashable, Sequence[p.Slots]] = {}
+        self._kept: dict[Hashable, dict[int, Span]] = {}
+        """By right, once the node is lost: the memory of its slots."""
         self._rights_lock = threading.Lock()
-        self._finished = False
         self.alive = True
 
     @staticmethod
@@ -125,29 +127,44 @@ class Line:
                 sock.close()
 
     def unmap(self) -> None:
-        """Let go of the memory, but for what views of it are still in use."""
-        self._segments = {}
+        """Let go of the memory, but for what rights or views of it are still in use."""
+        with self._rights_lock:
+            self._kept = {right: self._memory(slots) for right, slots in self._rights.items()}
+            self._segments = {}
+
+    def _memory(self, slots: Sequence[p.Slots]) -> dict[int, Span]:
+        """The memory that slots lie in, by segment."""
+        named = {address >> 40 for some in slots for address in memoryview(some.places).cast("Q")}
+        return {serial: memory for serial, memory in self._segments.items() if serial in named}
 
     # -- rights -------------------------------------------------------------------------------------------
 
-    def own(self, right: Hashable) -> None:
-        """We have that right, until ``disown``."""
+    def own(self, right: Hashable, slots: Sequence[p.Slots] = ()) -> None:
+        """We have that right, until ``disown``, and with it the memory of slots, whatever becomes of the node."""
         with self._rights_lock:
-            if self._finished:
+            if not self.alive:
                 raise Lost
-            self._rights.add(right)
+            self._rights[right] = slots
 
     def disown(self, right: Hashable) -> None:
         """The memory of that right is not looked at any more."""
-        self._rights.discard(right)
+        with self._rights_lock:
+            self._rights.pop(right, None)
+            self._kept.pop(right, None)
 
     def finish(self) -> bool:
         """For a line that was lost: whether nothing that it gave us is in use, nor ever will be."""
-        with self._rights_lock:
-            self._finished = not self._rights
-            return self._finished
+        return not self._rights
 
     # -- requests -----------------------------------------------------------------------------------------
+
+    def ask_one(self, operation: p.Operation) -> p.Answer:
+        """Send an operation and wait for its answer. Raises what the node says is wrong, or Lost."""
+        answer = self.ask([operation])[-1]
+        if isinstance(answer, p.Failure):
+            kind = getattr(errors, answer.kind, KvtideError)
+            raise kind(answer.text)
+        return answer
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
         """Send operations, after those that were put off, and wait for their answers."""
@@ -207,12 +224,8 @@ class Line:
         return self._transmit(before + operations), len(before)
 
     def _put_off(self) -> list[p.Operation]:
-        """What was put off, as much of it as goes into one message."""
-        found: list[p.Operation] = []
-        with contextlib.suppress(IndexError):
-            while len(found) < _TOGETHER:
-                found.append(self._waiting.popleft())
-        return found
+        """What was put off, as much of it as goes into one message. Under the lock: nobody else takes from it."""
+        return [self._waiting.popleft() for _ in range(min(len(self._waiting), _TOGETHER))]
 
     def _transmit(self, operations: list[p.Operation]) -> int:
         assert self._requests is not None
@@ -227,7 +240,7 @@ class Line:
     def _receive(self) -> p.Reply:
         received, buffer = self._received, self._buffer
         assert self._requests is not None
-        while not (end := p.whole(received)):
+        while not received or not (end := p.whole(received)):
             try:
                 size, ancillary, _, _ = self._requests.recvmsg_into([buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
             except OSError as e:
@@ -262,18 +275,18 @@ class Line:
             self._segments.pop(serial, None)
         return reply
 
-    def memory(self, addresses: bytes) -> dict[int, Span]:
-        """The memory that slots lie in, by segment."""
-        segments = self._segments
+    def spans(self, addresses: bytes, nbytes: int, right: Hashable = None) -> list[Span]:
+        """The memory of slots, those of a right or new ones."""
+        with self._rights_lock:
+            memory = self._kept.get(right, self._segments)
+        found = []
         try:
-            highs = set(memoryview(addresses).cast("I")[1::2])  # few, though the slots may be many
-            return {high >> 8: segments[high >> 8] for high in highs}
+            for address in memoryview(addresses).cast("Q"):
+                start = address & 0xFFFFFFFFFF
+                found.append(memory[address >> 40][start : start + nbytes])
         except KeyError:
             raise Lost from None
-
-    def spans(self, addresses: bytes, nbytes: int) -> list[Span]:
-        """The memory of slots."""
-        return spans(self.memory(addresses), addresses, nbytes)
+        return found
 
     # -- notices ------------------------------------------------------------------------------------------
 
@@ -292,12 +305,3 @@ class Line:
         notice: p.Notice = self._tidings.decode(memoryview(heard)[4:end])
         del heard[:end]
         return notice
-
-
-def spans(memory: Mapping[int, Span], addresses: bytes, nbytes: int) -> list[Span]:
-    """The slots at these addresses, in that memory."""
-    found = []
-    for address in memoryview(addresses).cast("Q"):
-        start = address & 0xFFFFFFFFFF
-        found.append(memory[address >> 40][start : start + nbytes])
-    return found

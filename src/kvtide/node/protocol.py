@@ -451,7 +451,7 @@ def whole(received: bytes | bytearray, size: int = -1) -> int:
         size = len(received)
     if size < LENGTH.size:
         return 0
-    end = LENGTH.size + int.from_bytes(received[: LENGTH.size], "little")
+    end: int = LENGTH.size + LENGTH.unpack_from(received)[0]
     return end if size >= end else 0
 
 

@@ -16,11 +16,11 @@ from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
 from kvtide.desk import Collected, Holding, Names
 from kvtide.errors import RightError, TierError
-from kvtide.index.keys import Chain, Model, Tenant
+from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node.calls import Calls
-from kvtide.node.line import Line, Lost, spans
+from kvtide.node.line import Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
 from kvtide.transfer.transfer import Transfer
@@ -43,9 +43,6 @@ class Owner(Protocol):
     def line(self) -> Line:
         """The node that there is now. Raises Lost."""
 
-    def ask(self, line: Line, *operations: p.Operation) -> list[p.Answer]:
-        """Ask a node, in one message. Raises what it says is wrong, or Lost."""
-
     def promised(self, line: Line, operation: p.Operation, promise: T) -> T:
         """Ask for something whose end will be told to ``promise``."""
 
@@ -56,34 +53,34 @@ class Owner(Protocol):
 class RemoteHolding(Holding):
     """A holding of the node's, by its number."""
 
-    __slots__ = ("_desk", "line", "memory", "number", "slots")
+    __slots__ = ("_counts", "_desk", "_layout", "line", "number", "slots")
 
-    def __init__(self, desk: RemoteDesk, line: Line | None, have: int, plan: Plan, matched: p.Matched | None) -> None:
-        groups = desk.layout.groups
-        counts = matched.counts if matched is not None else [0] * len(groups)
-        super().__init__(
-            plan,
-            have,
-            {g.name: n for g, n in zip(groups, counts, strict=True)},
-            matched is None or matched.ready,
-            matched is not None and matched.pending,
-        )
+    def __init__(self, desk: RemoteDesk, line: Line | None, have: int, found: p.Matched) -> None:
+        """Without a ``line``: what is found without a node."""
+        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
+        self.have = have
+        self.ready = found.ready
+        self.pending = found.pending
         self._desk: RemoteDesk | None = desk
+        self._layout = desk.layout
+        self._counts = found.counts
         self.line = line
-        self.number = matched.holding if matched is not None else 0
-        self.slots: list[p.Slots] | None = None
-        """Where the blocks are, once all are in memory."""
-        self.memory: dict[int, Span] = {}
-        """The memory that they are in. It is ours, whatever becomes of the node."""
+        self.number = found.holding
+        self.slots = found.slots
+        """Where the blocks are, if all are in memory."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {g.name: n for g, n in zip(self._layout.groups, self._counts, strict=True)}
 
     @property
     def released(self) -> bool:
         return self._desk is None
 
     def release(self) -> None:
-        desk, self._desk, self.slots, self.memory = self._desk, None, None, {}
+        desk, self._desk, self.slots = self._desk, None, None
         if desk is not None and self.line is not None:
-            desk.release(self)
+            desk.release(self.line, self.number)
 
 
 class _RemoteReservation(Reservation):
@@ -126,18 +123,21 @@ class RemoteDesk:
 
     def _session(self) -> tuple[Line, int]:
         """Our session at the node that there is now."""
-        line = self._client.line
+        if self._line is not None and self._line.alive:
+            return self._line, self._number
         with self._lock:
+            line = self._client.line
             if line is not self._line:
-                (number,) = self._client.ask(line, self._opening)
+                number = line.ask_one(self._opening)
                 assert isinstance(number, int)
                 try:
                     if self._invited is not None:
-                        self._client.ask(line, p.Invite(number, *self._invited))
+                        line.ask_one(p.Invite(number, *self._invited))
                 except RightError:  # the node has not let go of our last session's crew yet
                     line.post(p.Close(number))
                     raise Lost from None
-                self._line, self._number = line, number
+                self._number = number
+                self._line = line  # last: who finds it takes the number with it
             return line, self._number
 
     def invite(self, token: str, ranks: int) -> None:
@@ -146,46 +146,40 @@ class RemoteDesk:
             self._invited, line = (token, ranks), self._line
         with contextlib.suppress(Lost):
             if line is self._session()[0]:  # else it was just opened, with the invitation
-                self._client.ask(line, p.Invite(self._number, token, ranks))
+                line.ask_one(p.Invite(self._number, token, ranks))
 
     # -- reading ------------------------------------------------------------------------------------------
 
     def match(self, names: Names, have: int, prefill: float | None) -> RemoteHolding:
         try:
             line, session = self._session()
-            (found,) = self._client.ask(line, p.Match(session, _digests(names), have, prefill))
+            found = line.ask_one(p.Match(session, names.joined, have, prefill))
             assert isinstance(found, p.Matched)
-            plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
-            holding = RemoteHolding(self, line, have, plan, found)
-            if found.slots is not None:
-                for slots in found.slots:
-                    holding.memory.update(line.memory(slots.places))
-                holding.slots = found.slots
-            line.own(found.holding)
+            line.own(found.holding, found.slots or ())
+            return RemoteHolding(self, line, have, found)
         except Lost:
-            return RemoteHolding(self, None, have, Plan(min(have, names.blocks), 0.0, None), None)
-        return holding
+            nothing = [0] * len(self.layout.groups)
+            missed = p.Matched(0, min(have, names.blocks), 0.0, None, nothing, True, False, None)
+            return RemoteHolding(self, None, have, missed)
 
-    def _collected(self, blocks: int, slots: list[p.Slots], views: Callable[[bytes, int], list[Span]]) -> Collected:
-        names = [g.name for g in self.layout.groups]
-        first = {name: found.first for name, found in zip(names, slots, strict=True)}
-        geometry = self.layout.geometry
-        return Collected(
-            blocks, first, {n: views(s.places, geometry[n].footprint) for n, s in zip(names, slots, strict=True)}
-        )
+    def _collected(self, blocks: int, slots: list[p.Slots], line: Line, right: int) -> Collected:
+        found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
+        sizes = {name: geometry.footprint for name, geometry in self.layout.geometry.items()}
+        views = {name: line.spans(some.places, sizes[name], right) for name, some in found.items()}
+        return Collected(blocks, {name: some.first for name, some in found.items()}, views)
 
-    def release(self, holding: RemoteHolding) -> None:
-        assert holding.line is not None
-        self._give_back(
-            holding.line, holding.number, lambda line: line.later(p.Release(self._number, [holding.number]))
-        )
+    def release(self, line: Line, holding: int) -> None:
+        self._give_back(line, holding, p.Release(self._number, [holding]))
 
-    def _give_back(self, line: Line, right: int, tell: Callable[[Line], object]) -> None:
+    def _give_back(self, line: Line, right: int, operation: p.Operation, wait: bool = False) -> None:
         line.disown(right)
         try:
             if line is not self._line:
                 raise Lost
-            tell(line)
+            if wait:
+                line.ask_one(operation)
+            else:
+                line.later(operation)
         except Lost:
             self._client.settle()
 
@@ -203,14 +197,14 @@ class RemoteDesk:
     def collect(self, holding: RemoteHolding) -> Collected:
         if holding.released:
             raise RightError("this match was released while its load was under way")
-        slots, memory = holding.slots, holding.memory
-        if slots is not None:
-            return self._collected(holding.plan.blocks, slots, lambda at, nbytes: spans(memory, at, nbytes))
-        if holding.line is not None:
+        line, number, slots = holding.line, holding.number, holding.slots
+        if line is not None:
             with contextlib.suppress(Lost):
-                (answer,) = self._client.ask(holding.line, p.Collect(self._number, holding.number))
+                if slots is not None:
+                    return self._collected(holding.plan.blocks, slots, line, number)
+                answer = line.ask_one(p.Collect(self._number, number))
                 assert isinstance(answer, p.Collected)
-                return self._collected(answer.blocks, answer.slots, holding.line.spans)
+                return self._collected(answer.blocks, answer.slots, line, number)
         blocks = min(holding.have, holding.plan.blocks)
         tokens = self.layout.block_tokens
         first = {g.name: g.needs(blocks, tokens, holding.have).start for g in self.layout.groups}
@@ -262,11 +256,11 @@ class RemoteDesk:
         """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
         line, session = self._session()
         tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
-        digests = _digests(names)[: 32 * stop]
+        digests = names.joined[: 32 * stop]
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
-        (made,) = self._client.ask(
-            line, p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
+        made = line.ask_one(
+            p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
         )
         assert isinstance(made, p.Reserved)
         keys = [
@@ -278,27 +272,21 @@ class RemoteDesk:
     def abort(self, line: Line, reservation: int) -> None:
         """Give up what was reserved for others."""
         with contextlib.suppress(Lost, RightError):  # it has ended
-            self._client.ask(line, p.Finish(self._number, reservation, False))
+            line.ask_one(p.Finish(self._number, reservation, False))
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)
-        finish = p.Finish(self._number, reservation.number, sealed)
-
-        def tell(line: Line) -> None:
-            if sealed:
-                self._client.ask(line, finish)
-            else:
-                line.later(finish)  # nobody waits for it: least of all who ends while the node hangs
-
-        if reservation.line is not None:  # without a node it is not stored, as if it had been evicted
-            self._give_back(reservation.line, reservation.number, tell)
+        line, number = reservation.line, reservation.number
+        if line is not None:  # without a node it is not stored, as if it had been evicted
+            # Nobody waits for the end of an abort: least of all who closes while the node hangs.
+            self._give_back(line, number, p.Finish(self._number, number, sealed), wait=sealed)
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         try:
             line, session = self._session()
-            (count,) = self._client.ask(line, p.Pin(session, _digests(names), stop, step))
+            count = line.ask_one(p.Pin(session, names.joined, stop, step))
         except Lost:
             return 0
         assert isinstance(count, int)
@@ -308,7 +296,7 @@ class RemoteDesk:
         gone = "the node went away before it said that the blocks are erased; drop them again when it is back"
         try:
             line, session = self._session()
-            promise = self._client.promised(line, p.Drop(session, _digests(names), start), Promise())
+            promise = self._client.promised(line, p.Drop(session, names.joined, start), Promise())
         except Lost:
             raise TierError(gone) from None
         if not promise.event.wait(timeout):
@@ -327,8 +315,3 @@ class RemoteDesk:
         with contextlib.suppress(Lost), self._lock:
             if self._line is not None and self._line.alive:
                 self._line.post(p.Close(self._number))
-
-
-def _digests(names: Names) -> bytes:
-    assert isinstance(names, Chain)
-    return names.joined

@@ -240,6 +240,7 @@ class Node:
             if self._idling is not None:
                 self._idling.cancel()
         config = self.store.config
+        connection.greeted = True
         connection.send(
             p.Welcome(
                 p.PROTOCOL,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +21,7 @@ from kvtide.plan.cost import Speed
 __all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """How a prompt gets its prefix: ``blocks`` are taken from the store, the rest is computed.
 
     The seconds are the expectations that decided it; ``compute_seconds`` is None where the caller's prefill speed is

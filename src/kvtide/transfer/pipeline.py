@@ -101,7 +101,7 @@ class Pipeline:
         self._eraser = eraser = Eraser(index, colds)
         self._ascent = Ascent(index, residents, dram, colds, self._take, eraser, feed, self.counts)
         self._descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
-        self.load, self.flush = self._ascent.load, self._descent.flush
+        self.lease, self.load, self.flush = residents.lease, self._ascent.load, self._descent.flush
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
         may_leave = self._descent.may_leave if self._keep_leaving else None
         self._evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
@@ -130,10 +130,6 @@ class Pipeline:
     def blocks_pending(self) -> int:
         """Rows that somebody waits for."""
         return len(self._ascent)
-
-    def lease(self, rows: Rows) -> Lease:
-        """Hold distinct rows. Under the index's lock."""
-        return self._residents.lease(rows)
 
     def intact(self, row: int) -> bool:
         """Whether a row in DRAM still has the bytes that were sealed (see ``dram.checksum``). Under the lock."""

@@ -54,7 +54,7 @@ class Residents:
     # -- holding ------------------------------------------------------------------------------------------
 
     def lease(self, rows: Rows) -> Lease:
-        """Hold distinct rows until the lease is released."""
+        """Hold distinct rows until the lease is released. Under the index's lock."""
         self._index.hold(rows)
         self.leases += bool(len(rows))
         return Lease(self._release, rows)
