@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvtide.benchmarks.decode import decode
+from kvtide.benchmarks.first_token import first_token
 from kvtide.benchmarks.pages import pages
 from kvtide.benchmarks.record import Record
 from kvtide.benchmarks.settings import Settings
@@ -14,7 +15,11 @@ from kvtide.errors import ConfigError
 
 __all__ = ["GPU_FIGURES", "gpu"]
 
-GPU_FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {"pages": pages, "decode": decode}
+GPU_FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
+    "pages": pages,
+    "decode": decode,
+    "first-token": first_token,
+}
 
 
 def gpu(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:

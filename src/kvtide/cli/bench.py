@@ -70,18 +70,19 @@ def store(
 
 @app.command()
 def gpu(
-    only: Annotated[list[str] | None, typer.Argument(help="pages, decode.")] = None,
+    only: Annotated[list[str] | None, typer.Argument(help="pages, decode, first-token.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
 ) -> None:
-    """The GPU: scattered pages to the arena and back, beside the bus itself; and decoding while blocks are stored.
+    """The GPU: scattered pages to the arena and back, beside the bus itself; decoding while blocks are stored; and
+    the time to the first token of a long prompt that was seen before.
 
     Example: kvtide bench gpu --quick
     """
     try:
         from kvtide.benchmarks.gpu import gpu as measure
     except ImportError as e:
-        raise ConfigError("this needs torch: pip install kvtide[torch]") from e
+        raise ConfigError("this needs torch and transformers: pip install kvtide[transformers]") from e
     _measure("gpu", only or [], quick, json, None, lambda settings: measure(settings, only or ()))
 
 

@@ -1,0 +1,215 @@
+"""Time to the first token of a long prompt that was seen before, against computing it, with the shape of Llama-3-8B.
+
+The prompt's KV comes through ``generate`` of transformers, with the store attached to the model: everything that a
+caller waits for is in the figure. From DRAM the floor is the time that the bus takes for the KV, and then one token;
+from NVMe it is raw direct I/O of the bytes that are stored, which a codec makes fewer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+import kvtide
+from kvtide import config as configuration
+from kvtide.benchmarks.disk import RawDisk
+from kvtide.benchmarks.pages import bus
+from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.engines.transformers import Attached, attach
+from kvtide.index.index import DRAM
+
+__all__ = ["first_token"]
+
+_LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
+_FASTER = {"128k": 25.0}
+"""Times that loading must be faster than computing."""
+_FORMS = {"raw": ("raw", "exact"), "zstd": ("zstd", "exact"), "r4": ("raw", "r4")}
+"""What is on the disk: the tier's codec, and the fidelity."""
+
+
+def first_token(settings: Settings) -> Iterator[Record]:
+    """Time to first token from DRAM and from NVMe, against computing the prompt."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072 + 256,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        dtype=torch.bfloat16,
+        eos_token_id=None,
+    )
+    settings.progress("making a model")
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_device("cpu")
+        torch.set_default_dtype(torch.float32)
+    yield from from_dram(settings, model, _LENGTHS)
+    yield from from_nvme(settings, model, {name: n for name, n in _LENGTHS.items() if name != "8k"})
+
+
+class _Prompt:
+    """A prompt of random tokens, and ``generate`` with it."""
+
+    def __init__(self, model: Any, tokens: int) -> None:  # its own types say that generate cannot be called
+        self._model = model
+        shape = model.config
+        self.tokens = tokens
+        self.nbytes = tokens * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2
+        self._tokens = torch.randint(0, shape.vocab_size, (1, tokens), device=model.device)
+        self._mask = torch.ones_like(self._tokens)
+        self.note = f"{tokens:,} tokens, {self.nbytes / 1e9:.2f} GB; {torch.cuda.get_device_name()}"
+
+    def first(self, **more: Any) -> None:
+        """The first token."""
+        self._model.generate(self._tokens, attention_mask=self._mask, max_new_tokens=1, do_sample=False, **more)
+
+    def computed(self, attached: Attached) -> float:
+        """The seconds that computing takes. Afterwards the store has it."""
+        seconds = _seconds(self.first)
+        assert attached.statistics().last.cached == (0,)
+        attached.flush()
+        return seconds
+
+    def with_kv(self) -> Callable[[], None]:
+        """``first`` where the KV of all tokens but the last is in the model's memory already."""
+        shape, device = self._model.config, self._model.device
+        rows = (1, shape.num_key_value_heads, self.tokens - 1, shape.head_dim)
+        kv = torch.zeros(rows, dtype=self._model.dtype, device=device)
+
+        def go() -> None:
+            cache = DynamicCache()
+            for _ in range(shape.num_hidden_layers):
+                layer = DynamicLayer()
+                layer.lazy_initialization(kv, kv)
+                layer.keys = layer.values = kv
+                cache.layers.append(layer)
+            self.first(past_key_values=cache)
+
+        return go
+
+
+def _attached(stack: ExitStack, model: LlamaForCausalLM, most: int, nvme: dict[str, Any], fidelity: str) -> Attached:
+    """A store with room for ``most`` bytes at once, at work for the model."""
+    budget = (most // (256 * MIB) + 6) * 256 * MIB
+    sizes: Any = {"dram": {"budget": budget, "prefault": True}, "nvme": {"budget": 2 * budget, **nvme}}
+    store = kvtide.Store(configuration.read(None, **sizes))
+    stack.callback(store.close)
+    store.dram.wait_prefault()
+    attached = stack.enter_context(attach(model, store, fidelity=fidelity))
+    for _ in range(2):  # libraries set themselves up, and kernels are compiled
+        _Prompt(model, 512).first()
+        attached.flush()
+    return attached
+
+
+def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[Record]:
+    """The figures of one model, from DRAM."""
+    with ExitStack() as stack:
+        most = _Prompt(model, max(lengths.values())).nbytes
+        attached = _attached(stack, model, most, {"path": ""}, "exact")
+        for name, tokens in lengths.items():
+            prompt = _Prompt(model, tokens)
+            settings.progress(f"{name}, computing")
+            cold = prompt.computed(attached)
+            prompt.first()
+            assert attached.statistics().last.cached[0] >= tokens - 256, "it was not found"
+            warm, floor, token = [], [], []
+            one, crossing = prompt.with_kv(), bus(prompt.nbytes)
+            for i in range(settings.rounds(7, 3)):
+                settings.progress(f"{name}, loading, round {i + 1}")
+                warm.append(_seconds(prompt.first))
+                token.append(_seconds(one))
+                floor.append(crossing()["in"].seconds)
+            del one, crossing
+            yield figure(
+                f"gpu-first-token-{name}",
+                "s",
+                warm,
+                better="lower",
+                limit=[f + t for f, t in zip(floor, token, strict=True)],
+                against="1.3 times the bus, and one token",
+                reference=[1.3 * f + t for f, t in zip(floor, token, strict=True)],
+                bar=1.0,
+                command=settings.command,
+                note=f"from DRAM; {prompt.note}",
+            )
+            yield _against_computing(settings, f"{name}", warm, cold, _FASTER.get(name), f"from DRAM; {prompt.note}")
+
+
+def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[Record]:
+    """The figures of one model, from NVMe, by what is stored there."""
+    most = _Prompt(model, max(lengths.values())).nbytes
+    for form, (codec, fidelity) in _FORMS.items():
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-")))
+            nvme = {"path": str(folder / "nvme"), "codec": codec, "store": "through", "queue": most}
+            attached = _attached(stack, model, most, nvme, fidelity)
+            store = attached.store
+            assert isinstance(store, kvtide.Store)
+            raw = RawDisk(folder, 32 * MIB, 64)
+            stack.callback(raw.close)
+            for name, tokens in lengths.items():
+                prompt = _Prompt(model, tokens)
+                settings.progress(f"{form}, {name}, computing")
+                cold = prompt.computed(attached)
+                store.flush()
+                read = store.statistics().tiers["nvme"].bytes_read
+                warm, limit, nbytes = [], [], 0
+                for i in range(settings.rounds(3, 2)):
+                    settings.progress(f"{form}, {name}, loading, round {i + 1}")
+                    while store.pipeline.make_room(DRAM, 1 * MIB):
+                        pass
+                    warm.append(_seconds(prompt.first))
+                    before, read = read, store.statistics().tiers["nvme"].bytes_read
+                    nbytes = read - before
+                    limit.append(nbytes / raw()["load"].speed / 1e9)
+                note = f"{nbytes / 1e9:.2f} GB were read; limit: raw reads of as many; {prompt.note}"
+                yield figure(
+                    f"gpu-first-token-nvme-{form}-{name}",
+                    "s",
+                    warm,
+                    better="lower",
+                    limit=limit,
+                    command=settings.command,
+                    note=note,
+                )
+                yield _against_computing(settings, f"nvme-{form}-{name}", warm, cold, 1.0, note)
+
+
+def _against_computing(
+    settings: Settings, name: str, warm: list[float], cold: float, bar: float | None, note: str
+) -> Record:
+    return figure(
+        f"gpu-first-token-{name}-against-computing",
+        "s",
+        warm,
+        better="lower",
+        against="computing the prompt",
+        reference=[cold] * len(warm),
+        bar=bar,
+        command=settings.command,
+        note=note,
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
