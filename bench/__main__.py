@@ -1,7 +1,8 @@
 """Measure the store beside its peers, and write records, plots and ``docs/benchmarks.md``.
 
-``python -m bench [FIGURE ...] [--no-peers] [--report]``: the figures are those of ``kvtide bench store``. Records go
-to ``bench/results``; a figure that is not measured this time keeps its last one. ``--report`` only writes the page.
+``python -m bench [FIGURE ...] [--no-peers] [--report]``: the figures are those of ``kvtide bench store``, and ``codec``
+is ``kvtide bench codec``. Records go to ``bench/results``; a figure that is not measured this time keeps its last one.
+``--report`` only writes the page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
 from kvtide.benchmarks import FIGURES, run
+from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
-from kvtide.benchmarks.record import Contestant, Sample
+from kvtide.benchmarks.record import Contestant, Record, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings
 
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")
@@ -139,8 +141,9 @@ def _free_port() -> int:
 
 def main(arguments: list[str]) -> int:
     names = [a for a in arguments if not a.startswith("-")]
-    if unknown := [n for n in names if n not in FIGURES]:
-        print(f"there is no figure {unknown[0]!r}; choose of {', '.join(FIGURES)}", file=sys.stderr)
+    known = [*FIGURES, "codec"]
+    if unknown := [n for n in names if n not in known]:
+        print(f"there is no figure {unknown[0]!r}; choose of {', '.join(known)}", file=sys.stderr)
         return 2
     if "--report" not in arguments:
         missed = 0
@@ -148,7 +151,7 @@ def main(arguments: list[str]) -> int:
             peers = NoPeers() if "--no-peers" in arguments else RealPeers(stack)
             folder = Path(tempfile.gettempdir())
             settings = Settings(False, folder, "make bench", _progress, peers)
-            for record in run(settings, names):
+            for record in _records(settings, names or known):
                 record.write(RESULTS)
                 told = "" if record.ratio is None else f", {record.ratio:.2f} x {record.against}"
                 print(f"{record.name}: {record.ours:g} {record.unit}{told}{_verdict(record.met)}", flush=True)
@@ -156,6 +159,13 @@ def main(arguments: list[str]) -> int:
         print(f"{missed} bars missed" if missed else "all bars met")
     write_report()
     return 0
+
+
+def _records(settings: Settings, names: Sequence[str]) -> Iterator[Record]:
+    if stores := [n for n in names if n in FIGURES]:
+        yield from run(settings, stores)
+    if "codec" in names:
+        yield from codec(settings)
 
 
 def _verdict(met: bool | None) -> str:

@@ -40,6 +40,30 @@ def test_each_kind_has_its_shape(group: Group, sections: int, section: int) -> N
     assert group.geometry(32) == Geometry(sections, section)
 
 
+@pytest.mark.parametrize(
+    ("packing", "head_dim", "key", "value"),
+    [
+        ("fp8", 128, 128 + 2 * 2, 128 + 2 * 2),  # codes, and a scale of 2 bytes for each run of 64
+        ("fp8", 80, 80 + 5 * 2, 80 + 5 * 2),  # 80 is no multiple of 64: runs of 16
+        ("k8v4", 64, 64 + 2, 32 + 2),
+        ("r4", 128, 64 + 2 * 2, 64 + 2 * 2),
+        ("r4", 96, 48 + 3 * 2, 48 + 3 * 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_lossy_block_has_a_section_for_each_layer(
+    packing: str, head_dim: int, key: int, value: int, dtype: str
+) -> None:
+    group = Group("full", Kind.FULL, 3, 4, head_dim, dtype, packing=packing)
+    assert group.head_bytes(32) == 32 * (key + value)
+    assert group.geometry(32) == Geometry(3, 4 * 32 * (key + value))
+    assert group.itemsize == 1
+
+
+def test_a_packing_that_is_not_known_is_as_large_as_its_dtype_makes_it() -> None:
+    assert replace(FULL, packing="amx").geometry(256) == FULL.geometry(256)
+
+
 @given(st.integers(1, 40), st.integers(1, 3 * ALIGN))
 def test_sections_start_on_pages_and_padding_is_less_than_a_page(sections: int, section: int) -> None:
     geometry = Geometry(sections, section)
@@ -122,6 +146,8 @@ OTHERS: list[dict[str, Any]] = [
     {"dtype": "float16"},
     {"page": 32},
     {"packing": "amx"},
+    {"packing": "fp8"},
+    {"packing": "r4"},
     {"kind": Kind.WINDOW, "window": 64},
     {"kind": Kind.WINDOW, "window": 65},
 ]
@@ -165,6 +191,10 @@ def test_equal_layouts_have_equal_digests() -> None:
         ({"kind": Kind.WINDOW}, "a window goes with Kind.WINDOW"),
         ({"kind": Kind.WINDOW, "window": -1}, "a window goes with Kind.WINDOW"),
         ({"kind": Kind.MLA}, "one latent head, not 8"),
+        ({"kind": Kind.MLA, "heads": 1, "packing": "r4"}, "'r4' is for keys and values"),
+        ({"kind": Kind.STATE, "packing": "fp8"}, "'fp8' is for keys and values"),
+        ({"dtype": "int8", "packing": "r4"}, "int8 is small already"),
+        ({"head_dim": 72, "packing": "k8v4"}, "a multiple of 16, not 72"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], says: str) -> None:

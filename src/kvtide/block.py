@@ -5,12 +5,18 @@ A *block* is the KV of a fixed number of tokens for one *group* of layers. Its b
 (or V, or latent, or state) is a *section*: the smallest part that can be read and verified alone. Sections are
 padded to 4 KiB, in memory and at rest alike, so that direct I/O moves them without a copy; for the usual models
 the padding is zero.
+
+Below the heads, the bytes are in the group's *packing*. Those in ``LOSSY`` keep less than the engine computed; their
+sizes are known here, and what their codes mean in ``engines/forms.py``. Their keys and values may differ in size, so a
+section holds both of a layer, ``[head][K|V]``, and the heads of a rank are one stretch of bytes as ever. Any other
+packing but "plain" is an engine's own, and as large as its dtype makes it.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -22,6 +28,7 @@ from kvtide.errors import LayoutError
 __all__ = [
     "ALIGN",
     "DTYPES",
+    "LOSSY",
     "BlockKey",
     "Found",
     "Geometry",
@@ -31,6 +38,7 @@ __all__ = [
     "Slice",
     "Span",
     "padded",
+    "run_of",
 ]
 
 ALIGN = 4096
@@ -51,6 +59,18 @@ DTYPES = {
     "int8": 1,
     "uint8": 1,
 }
+
+
+LOSSY = {"fp8": (8, 8), "k8v4": (8, 4), "r4": (4, 4)}
+"""The packings that lose, with the bits of their codes: of keys, and of values."""
+
+_RUN, _SHORTEST = 64, 16
+"""How many codes share a scale, at most and at least."""
+
+
+def run_of(head_dim: int) -> int:
+    """How many codes of a lossy packing share a scale, where vectors are ``head_dim`` long: a power of two."""
+    return math.gcd(head_dim, _RUN)
 
 
 def padded(nbytes: int) -> int:
@@ -142,6 +162,32 @@ class Group:
             raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
         if self.kind is Kind.MLA and self.heads != 1:
             raise LayoutError(f"group {self.name!r}: MLA has one latent head, not {self.heads}")
+        if self.lossy:
+            self._check_lossy()
+
+    def _check_lossy(self) -> None:
+        what = f"group {self.name!r}: packing {self.packing!r}"
+        if self.parts != 2:
+            raise LayoutError(f"{what} is for keys and values; a group of kind {self.kind.value!r} has none")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise LayoutError(f"{what} is for float32, float16 and bfloat16; {self.dtype} is small already")
+        if self.head_dim % _SHORTEST:
+            raise LayoutError(f"{what} needs a head_dim that is a multiple of {_SHORTEST}, not {self.head_dim}")
+
+    @property
+    def parts(self) -> int:
+        """How many tensors an engine has of a layer: K and V, or only one."""
+        return 1 if self.kind in (Kind.MLA, Kind.STATE) else 2
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the packing keeps less than the engine computed."""
+        return self.packing in LOSSY
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of what a section is made of: numbers of the engine's dtype, or codes."""
+        return 1 if self.lossy else DTYPES[self.dtype]
 
     @property
     def suffix(self) -> bytes:
@@ -155,13 +201,16 @@ class Group:
 
     def head_bytes(self, tokens: int) -> int:
         """Bytes of one head in one section."""
+        if self.lossy:
+            codes, scales = self.head_dim * sum(LOSSY[self.packing]) // 8, 2 * self.head_dim // run_of(self.head_dim)
+            return tokens * (codes + 2 * scales)  # a scale is a bfloat16 number
         per_token = self.head_dim * DTYPES[self.dtype]
         return per_token if self.kind is Kind.STATE else per_token * tokens
 
     def geometry(self, tokens: int) -> Geometry:
         """How a block of ``tokens`` tokens of this group lies in bytes."""
-        pairs = 1 if self.kind in (Kind.MLA, Kind.STATE) else 2
-        return Geometry(self.layers * pairs, self.heads * self.head_bytes(tokens))
+        sections = self.layers * (1 if self.lossy else self.parts)
+        return Geometry(sections, self.heads * self.head_bytes(tokens))
 
     def needs(self, blocks: int, tokens: int, have: int = 0) -> range:
         """Which of its blocks a prefix of ``blocks`` blocks of ``tokens`` tokens needs, after the first ``have``."""
@@ -230,9 +279,11 @@ class Layout:
         dtype: str = "bfloat16",
         block_tokens: int = 256,
         page: int = 16,
+        packing: str = "plain",
     ) -> Layout:
         """The layout of a model with full attention in every layer (``heads`` counts KV heads)."""
-        return cls((Group("full", Kind.FULL, layers, heads, head_dim, dtype, page=page),), block_tokens)
+        full = Group("full", Kind.FULL, layers, heads, head_dim, dtype, page=page, packing=packing)
+        return cls((full,), block_tokens)
 
     @functools.cached_property
     def digest(self) -> bytes:

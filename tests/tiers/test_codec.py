@@ -79,7 +79,8 @@ def test_any_bytes_come_back(data: bytes) -> None:
 def test_numbers_shrink_and_noise_does_not() -> None:
     geometry = Geometry(4, 64 << 10)
     assert len(stored(floats(b"k", geometry.nbytes), geometry)) < 0.85 * geometry.footprint
-    assert len(stored(np.zeros(geometry.nbytes, np.uint8), geometry)) == 4 * ALIGN
+    assert len(stored(floats(b"k", geometry.nbytes), geometry, 4)) < 0.95 * geometry.footprint
+    assert len(stored(np.zeros(geometry.nbytes, np.uint8), geometry, 1)) == 4 * ALIGN
     assert len(stored(content(b"k", geometry.nbytes), geometry)) == geometry.footprint
 
 
@@ -117,17 +118,33 @@ def test_damage_that_a_checksum_missed_is_refused() -> None:
     """Whatever is fed to the decoder, it fills the section or refuses."""
     section = aligned(8192)
     whole = ZSTD.compress(memoryview(floats(b"k", 8192).tobytes()), 2)
-    for bad in (b"", b"x", whole[:-1], whole[: len(whole) // 2], whole[::-1], bytes(100), b"\x28\xb5\x2f\xfd" * 20):
-        with pytest.raises(Rejected, match="undecodable"):
-            ZSTD.decompress(memoryview(bad), section, 2)
+    kept = bytes(4096)  # of 4,096 numbers the lower bytes; then a frame of the upper ones
+    # A frame that says it holds 2**60 bytes.
+    liar = bytes.fromhex("28b52ffd") + b"\xe0" + (1 << 60).to_bytes(8, "little") + b"\x01\x00\x00"
+    damaged = [b"", b"x", whole[:-1], whole[: len(whole) // 2], kept, kept + whole[4096:][::-1], kept + bytes(100)]
+    for bad in (*damaged, kept + b"\x28\xb5\x2f\xfd" * 20, kept + liar, liar):
+        for number in (codec.ZSTD, codec.PLANES):
+            with pytest.raises(Rejected, match="undecodable"):
+                ZSTD.decompress(memoryview(bad), section, 2, number)
     for size in (4096, 16384):  # a frame of another length than the section
         other = ZSTD.compress(memoryview(floats(b"k", size).tobytes()), 2)
         with pytest.raises(Rejected, match="undecodable"):
-            ZSTD.decompress(memoryview(other), section, 2)
-    # A frame that says it holds 2**60 bytes.
-    liar = bytes.fromhex("28b52ffd") + b"\xe0" + (1 << 60).to_bytes(8, "little") + b"\x01\x00\x00"
-    with pytest.raises(Rejected, match="undecodable"):
-        ZSTD.decompress(memoryview(liar), section, 2)
+            ZSTD.decompress(memoryview(other), section, 2, codec.ZSTD)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_records_of_the_first_codec_are_still_read(itemsize: int) -> None:
+    import zstandard
+
+    data = floats(b"old", 8192)
+    planes = np.ascontiguousarray(data.reshape(-1, itemsize).T).tobytes()
+    section = aligned(8192)
+    ZSTD.decompress(memoryview(zstandard.compress(planes)), section, itemsize, codec.PLANES)
+    assert bytes(section) == data.tobytes()
+
+
+def test_all_that_is_left_of_bfloat16_are_mantissas_and_a_third_of_the_exponents() -> None:
+    assert len(ZSTD.compress(memoryview(floats(b"k", 1 << 20).tobytes()), 2)) < 0.7 * (1 << 20)
 
 
 def test_another_codec_is_refused() -> None:

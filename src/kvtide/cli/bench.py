@@ -86,6 +86,22 @@ def gpu(
     _measure("gpu", only or [], quick, json, None, lambda settings: measure(settings, only or ()))
 
 
+@app.command()
+def codec(
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter texts, fewer rounds: under two minutes.")] = False,
+    json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
+) -> None:
+    """Smaller KV: bytes, speed and error of every lossy form, and of the lossless codec, on a real model's KV.
+
+    Example: kvtide bench codec --quick
+    """
+    try:
+        from kvtide.benchmarks.codec import codec as measure
+    except ImportError as e:
+        raise ConfigError("this runs a real model: pip install kvtide[demo,zstd]") from e
+    _measure("codec", [], quick, json, None, measure)
+
+
 def _measure(
     what: str,
     only: Sequence[str],

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from kvtide.engines import driver, packing
+from kvtide.engines.forms import decode_pages, encode_pages
 from kvtide.engines.kernels import move_pages
 from kvtide.engines.paged import WORDS, Copy, Move, Pages
 from kvtide.errors import ClosedError
@@ -82,7 +83,7 @@ class GpuMover:
         self._in = _Lane(device, each, registry, to_host=False)
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
-        pages.check_store()
+        pages.check_store(copies)
         return self._out.put(pages, copies)
 
     def load(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
@@ -173,6 +174,9 @@ class _Lane:
     def _move(self, job: _Job) -> None:
         self._kernels.wait_event(job.after)
         pages = job.pages
+        if pages.form:
+            self._code(pages, job.copies)
+            return
         if pages.packing != pages.group.packing:
             self._convert(pages, job.copies)
             return
@@ -308,6 +312,30 @@ class _Lane:
             numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
             for section, part in zip(pages.sections, block, strict=True):
                 section.index_copy_(0, numbers, part.transpose(0, 1))
+
+    def _code(self, pages: Pages, copies: Sequence[Copy]) -> None:
+        """Blocks in a lossy form: torch codes and decodes on this side of the bus, some layers of a block at a time.
+        Staging holds the small form. Of pages, a quarter of a buffer is coded at a time: then torch's own intermediate
+        results take no more than staging does."""
+        stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
+        row = pages.heads * size
+        at_once = max(1, self._nbytes // (8 * pages.heads * pages.each * pages.atom))
+        self._make_buffers(row)
+        for copy in (c for c in copies if len(c.pages)):
+            place = self._registry.find(copy.block) + pages.share.start * size
+            for first in range(0, pages.group.layers, at_once):
+                layers = range(first, min(pages.group.layers, first + at_once))
+                with self._buffer() as buffer:
+                    numbers = buffer.table(np.asarray(copy.pages, np.int64))
+                    heads = buffer.memory[: len(layers) * row].view(len(layers), pages.heads, size)
+                    if self._to_host:
+                        encode_pages(pages, numbers, layers, heads)
+                        self._pass(buffer)
+                    rows = place + first * stride, stride, heads.data_ptr(), row, len(layers)
+                    driver.copy_rows(*rows, self._copies.cuda_stream, to_host=self._to_host)
+                    if not self._to_host:
+                        self._pass(buffer)
+                        decode_pages(heads, pages, numbers, layers, copy.at)
 
 
 def _word(pages: Pages) -> int:

@@ -70,9 +70,8 @@ def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
         share.start * size // item,
     )
     found = torch.empty(len(atoms), pages.heads, pages.each, pages.tokens, dim, dtype=words.dtype, device=raw.device)
-    pairs = pages.geometry.sections // group.layers
-    for value in range(pairs):
-        plain = unpack(atoms[value::pairs], group.packing, bool(value))
+    for value in range(group.parts):
+        plain = unpack(atoms[value :: group.parts], group.packing, bool(value))
         mine = plain.reshape(-1, pages.heads, pages.each, pages.tokens, dim)
-        found[value::pairs] = pack(mine, pages.packing, bool(value))
+        found[value :: group.parts] = pack(mine, pages.packing, bool(value))
     return found

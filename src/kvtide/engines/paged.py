@@ -6,7 +6,8 @@ copied. A block is in canonical order ``[section][head][page][token][dim]``; so 
 head, one *atom* of contiguous bytes in the block. A ``Mover`` copies pages into blocks and back.
 
 Inside an atom the bytes may be in an engine's own packing (see ``packing``). Where reader and writer have the same one
-it is copied as it is; otherwise it is converted on load. A store never converts: it must not hold up the engine.
+it is copied as it is; otherwise it is converted on load. A store never converts: it must not hold up the engine. The
+exception is a layout that asks for a lossy form (see ``forms``): its blocks are coded where the pages are.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import torch
 
 from kvtide.block import DTYPES, Kind, Layout, Slice, Span
 from kvtide.engines import packing
+from kvtide.engines.forms import FORMS, decode_pages, encode_pages
 from kvtide.errors import LayoutError
 
 __all__ = ["Copy", "HostMover", "Move", "Mover", "Pages", "address", "mover", "runs"]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Copies move integers: they are the same bits afterwards, whatever a NaN is."""
+_NEAR = 4 << 20
 
 
 class Pages:
@@ -34,7 +37,7 @@ class Pages:
     each a view ``[page, head, token, dim]`` of the engine's memory.
 
     ``share`` says which of the model's heads this process holds (default: all). ``packing`` is what the engine has
-    inside an atom (default: what the layout says).
+    inside an atom (default: what the layout says, or plain if that is a lossy form).
     """
 
     def __init__(
@@ -49,12 +52,11 @@ class Pages:
         self.group = layout.group(group)
         self.geometry = layout.geometry[group]
         self.share = share or Slice(0, 0, self.group.heads)
-        self.packing = packing or self.group.packing
+        self.form = FORMS.get(self.group.packing)
+        self.packing = packing or ("plain" if self.form else self.group.packing)
         self.itemsize = DTYPES[self.group.dtype]
-        if len(sections) != self.geometry.sections:
-            raise LayoutError(
-                f"group {group!r} has {self.geometry.sections} sections (for each layer K, then V), not {len(sections)}"
-            )
+        if len(sections) != (wanted := self.group.layers * self.group.parts):
+            raise LayoutError(f"group {group!r} has {wanted} sections (for each layer K, then V), not {len(sections)}")
         first = sections[0]
         for s in sections:
             if s.dim() != 4 or (s.shape, s.stride(), s.device) != (first.shape, first.stride(), first.device):
@@ -142,6 +144,13 @@ class Pages:
             self.share.start * size,
         )
 
+    def coded(self, span: Span) -> torch.Tensor:
+        """Our heads of a block in a lossy form: ``[layer, head, byte]``."""
+        size = self.group.head_bytes(self.layout.block_tokens)
+        return memory(span, self.geometry.footprint).as_strided(
+            (self.group.layers, self.heads, size), (self.geometry.stride, size, 1), self.share.start * size
+        )
+
     def check(self, copies: Sequence[Copy]) -> None:
         """Raise LayoutError for pages that are not there."""
         if not copies:
@@ -157,9 +166,13 @@ class Pages:
             if len(block) < self.geometry.footprint:
                 raise LayoutError(f"a block has {self.geometry.footprint} bytes, not {len(block)}")
 
-    def check_store(self) -> None:
-        """Raise LayoutError if the engine's packing is not that of the blocks."""
-        if self.packing != self.group.packing:
+    def check_store(self, copies: Sequence[Copy]) -> None:
+        """Raise LayoutError if these blocks cannot be written from here."""
+        if self.form:
+            self.check_load()
+            if any(len(copy.pages) != self.each for copy in copies):
+                raise LayoutError(f"a block in form {self.form.name!r} is stored whole: give all its {self.each} pages")
+        elif self.packing != self.group.packing:
             raise LayoutError(
                 f"an engine stores in its own packing {self.packing!r}, not as {self.group.packing!r}: give the layout "
                 "that packing; readers convert"
@@ -167,7 +180,11 @@ class Pages:
 
     def check_load(self) -> None:
         """Raise LayoutError if nobody knows how to read the blocks here."""
-        if self.packing != self.group.packing and not packing.known(self.packing, self.group.packing):
+        if self.form:
+            readable = self.packing == "plain"
+        else:
+            readable = self.packing == self.group.packing or packing.known(self.packing, self.group.packing)
+        if not readable:
             raise LayoutError(
                 f"blocks in packing {self.group.packing!r} cannot be read into pages of {self.packing!r}: treat them "
                 "as a miss"
@@ -216,7 +233,11 @@ class HostMover:
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
         pages.check(copies)
-        pages.check_store()
+        pages.check_store(copies)
+        if pages.form:
+            for numbers, layers, heads, _ in _coded_layers(pages, copies):
+                encode_pages(pages, numbers, layers, heads)
+            return Move()
         stretches = list(pages.stretches())
         for copy in copies:
             block = pages.block(copy.block)
@@ -229,6 +250,10 @@ class HostMover:
     def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
         pages.check(copies)
         pages.check_load()
+        if pages.form:
+            for numbers, layers, heads, at in _coded_layers(pages, copies):
+                decode_pages(heads, pages, numbers, layers, at)
+            return Move()
         stretches = list(pages.stretches())
         for copy in copies:
             if pages.packing == pages.group.packing:
@@ -243,6 +268,15 @@ class HostMover:
 
     def close(self) -> None:
         pass
+
+
+def _coded_layers(pages: Pages, copies: Sequence[Copy]) -> Iterator[tuple[torch.Tensor, range, torch.Tensor, int]]:
+    """Blocks in a lossy form, as many of their layers at a time as stay near the processor while they are coded."""
+    at_once = max(1, _NEAR // (2 * pages.heads * pages.each * pages.atom))
+    for block, some, at in copies:
+        numbers = torch.from_numpy(np.asarray(some, np.int64))
+        for i, heads in enumerate(pages.coded(block).split(at_once)):
+            yield numbers, range(i * at_once, i * at_once + len(heads)), heads, at
 
 
 def mover(device: torch.device, staging: int | None = None) -> Mover:

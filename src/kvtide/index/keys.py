@@ -80,6 +80,12 @@ class Model:
             raise LayoutError(
                 "a model needs a weights identity: blocks of other weights must never be taken for its own"
             )
+        lossy = next((g for g in self.layout.groups if g.lossy), None)
+        if lossy is not None and self.fidelity == "exact":
+            raise LayoutError(
+                f"group {lossy.name!r} is packed as {lossy.packing!r}, which loses, but the model's fidelity is "
+                f"'exact': give it fidelity={lossy.packing!r}"
+            )
 
     def namespace(self, tenant: Tenant = DEFAULT_TENANT) -> bytes:
         """32 bytes that are equal only where blocks may be shared."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtide.block import ALIGN, DTYPES, BlockKey, Geometry, Layout, Span, padded
+from kvtide.block import ALIGN, BlockKey, Geometry, Layout, Span, padded
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.tiers.base import Identity
 
@@ -43,7 +43,7 @@ def identity(
         found.suffix,
         layout.block_tokens,
         layout.geometry[found.name],
-        DTYPES[found.dtype],
+        found.itemsize,
     )
 
 
