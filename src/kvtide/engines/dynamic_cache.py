@@ -31,8 +31,8 @@ _FICKLE = {"dynamic", "longrope"}
 """Kinds of RoPE by which the keys of a prompt's first tokens depend on how long it is."""
 
 
-def layout_of(model: PreTrainedModel, block_tokens: int) -> Layout:
-    """How the KV of a model is cut into blocks, by what it really keeps of a token.
+def layout_of(model: PreTrainedModel, block_tokens: int, fidelity: str = EXACT) -> Layout:
+    """How the KV of a model is cut into blocks, by what it really keeps of a token, and how exactly.
 
     Raises LayoutError unless that, once computed, is all that later tokens need.
     """
@@ -51,6 +51,7 @@ def layout_of(model: PreTrainedModel, block_tokens: int) -> Layout:
         dtype=str(dtype).removeprefix("torch."),
         block_tokens=block_tokens,
         page=_PAGE,
+        packing="plain" if fidelity == EXACT else fidelity,
     )
 
 
