@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Home", "Session"]
 
-_FIRST_PART = 128 << 20
+_FIRST_PART = 32 << 20
 
 
 P = ParamSpec("P")

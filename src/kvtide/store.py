@@ -123,7 +123,8 @@ class Store(Home):
             NVME,
             "nvme",
             tier,
-            Lane(tier, self.clock, settings.queue, depth=3 * settings.threads),
+            # Enough that a third job waits while two are under way: jobs end all at once, and the disk must not idle.
+            Lane(tier, self.clock, settings.queue, depth=5 * settings.threads),
             admission,
             Evictor(self.index, NVME, tier, ranking, self._uses),
             settings.token_ids,

@@ -15,7 +15,6 @@ from kvtide.block import ALIGN
 from kvtide.cli._demo_session import TURNS, USERS, Checker, Result, Shape, affordable, filesystem, play
 from kvtide.errors import ConfigError
 from kvtide.tiers import nvme
-from kvtide.tiers.segments import ladder
 
 LAYOUT = Layout.attention(layers=2, heads=8, head_dim=128)  # 2 MiB a block
 SMALL = ("--gib", "0.0625", "--layers", "2")
@@ -67,7 +66,7 @@ def damaged(folder: Path) -> Result:
 
     def flip(what: str, done: int, total: int) -> None:
         if what == "reload from DRAM, as copies" and done == total:
-            at = ALIGN + ladder(ALIGN + LAYOUT.geometry["full"].nbytes) + 5 * ALIGN + 123
+            at = ALIGN + (ALIGN + LAYOUT.geometry["full"].nbytes) + 5 * ALIGN + 123
             with (folder / "00000.segment").open("r+b") as file:
                 file.seek(at)
                 byte = file.read(1)[0]

@@ -55,6 +55,10 @@ class Identity:
     domain: int = 0
     """The trust domain in whose memory they lie; nothing on disk."""
 
+    def __hash__(self) -> int:
+        # Of all fields it would cost more than what is looked up by it.
+        return hash(self.namespace)
+
 
 class Write(msgspec.Struct, frozen=True, gc=False):
     """A block to be written from ``span``, which is as long as its geometry's footprint."""

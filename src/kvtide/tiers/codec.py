@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import SECTION, Header, Rejected, checksums, plain
+from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table
 
 __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
 
@@ -146,10 +146,7 @@ def encode(
             end += padded(len(data))
         else:
             return out[:end], table, codec.number
-    usual = plain(geometry, header)
-    table = usual.table.copy()
-    table["check"] = np.frombuffer(checksums(span, usual.cuts), "V16")
-    return span, table, RAW
+    return span, np.frombuffer(section_table(span, plain(geometry, header)), SECTION), RAW
 
 
 def decode(

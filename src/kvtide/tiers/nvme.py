@@ -8,7 +8,8 @@ for that; ``durable`` adds one before a write is acknowledged, and ``drop`` alwa
 not come back.
 
 The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
-sequence, namespace, layout and every section's checksum are checked.
+sequence, namespace, layout and every section's checksum are checked. Neighbours on the disk are read in one call, as a
+*run*: after two megabytes have gone through the caches, every line of Python is slow, and so they share it.
 
 What lies where, on disk and in memory, is kept in shelves.py.
 """
@@ -20,13 +21,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey, padded
+from kvtide.block import BlockKey, Span, padded
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
@@ -35,7 +38,7 @@ from kvtide.tiers.journal import HOLDS, WRITING, entry
 from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
 from kvtide.tiers.segments import Segments, ladder
 from kvtide.tiers.shelves import Location, Shelves
-from kvtide.tiers.workers import Batch, Worker
+from kvtide.tiers.workers import Batch, Wanted, Worker, runs_of, usual_header
 
 __all__ = ["Nvme"]
 
@@ -123,7 +126,8 @@ class Nvme:
         if not batch:
             done([])
         found = self._shelves.find([item.place for item in batch])
-        self._share(Batch(list(zip(batch, found, strict=True)), finish), self._read_one, len(batch))
+        runs = runs_of(list(zip(batch, found, strict=True)), len(batch) // len(self._threads))
+        self._share(Batch(runs, finish), self._read_run, len(runs))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -139,9 +143,9 @@ class Nvme:
         else:
             self._queue.put(lambda worker: self._write_raw(batch, finish, worker))
 
-    def _share(self, batch: Batch[T], one: Callable[[T, Worker], int], count: int) -> None:
+    def _share(self, batch: Batch[T], several: Callable[[T, Worker], list[int]], count: int) -> None:
         for _ in range(min(count, len(self._threads))):
-            self._queue.put(lambda worker: batch.work(one, worker))
+            self._queue.put(lambda worker: batch.work(several, worker))
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
@@ -199,29 +203,52 @@ class Nvme:
             task(worker)
             del task  # else the spans of the last one live on until the next comes
 
-    def _read_one(self, wanted: tuple[Read, Location | None], worker: Worker) -> int:
-        """How many bytes were read and verified; 0 if not all was."""
+    def _read_run(self, run: Sequence[Wanted], worker: Worker) -> list[int]:
+        """Of each, how many bytes were read and verified; 0 if not all was."""
         try:
-            return self._fill(*wanted, worker)
+            starts, got = self._fill(run, worker)
         except Exception as e:  # noqa: BLE001 - see _reason
-            with self._lock, self._shelves.lock:
-                self._failed_reads += 1
-                self._errors += isinstance(e, OSError)
-                self._shelves.reasons[_reason("read", e)] += 1
-            return 0
+            # Of several, not all need be bad: each for itself.
+            return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], worker)[0] for one in run]
+        sizes = []
+        for (item, location), start in zip(run, starts, strict=True):
+            try:
+                sizes.append(self._check(item, location, start, max(0, min(got, location[2])), worker))
+            except Exception as e:  # noqa: BLE001 - see _reason
+                sizes.append(self._failed_read(e))
+            got -= location[2]
+        return sizes
 
-    def _fill(self, item: Read, location: Location | None, worker: Worker) -> int:
-        if location is None:
+    def _fill(self, run: Sequence[Wanted], worker: Worker) -> tuple[list[Span], int]:
+        """Read the starts of a run's records, and its spans; answers the starts, and how many bytes came."""
+        fd, offset, room, _ = run[0][1]
+        if fd == NOWHERE:
             raise Rejected("evicted")
+        size = usual_header(run[0][0])
+        pages = worker.header.get(size * len(run))
+        starts = [pages[i : i + size] for i in range(0, len(pages), size)]
+        into: list[Span] = []
+        for (item, _), start in zip(run, starts, strict=True):
+            into += start, item.span[: max(0, room - size) if item.sections is None else 0]
+        return starts, self._shelves.read(fd, into, offset)
+
+    def _failed_read(self, e: Exception) -> int:
+        with self._lock, self._shelves.lock:
+            self._failed_reads += 1
+            self._errors += isinstance(e, OSError)
+            self._shelves.reasons[_reason("read", e)] += 1
+        return 0
+
+    def _check(self, item: Read, location: Location, start: Span, got: int, worker: Worker) -> int:
+        """How many bytes of a block were read and are sound, after the first ``got`` of its record were read.
+
+        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span.
+        """
         fd, offset, room, sequence = location
         names, geometry = item.identity, item.identity.geometry
-        guess = header_bytes(geometry.sections)
-        start = worker.header.get(guess)
-        whole = item.sections is None
-        span = item.span[: max(0, room - guess)] if whole else item.span[:0]
-        got = self._shelves.read(fd, [start, span], offset)
+        guess, whole = len(start), item.sections is None
         expected = sequence, item.key, names.namespace, names.tenant, names.layout
-        if whole and got == guess + geometry.footprint and sound(start, span, geometry, expected):
+        if whole and got == guess + geometry.footprint and sound(start, item.span, geometry, expected):
             return geometry.footprint
         sections = item.wanted
         if not sections:
@@ -230,10 +257,10 @@ class Nvme:
         if size > room:
             raise Rejected("corrupt header")
         if size != guess:
-            start = worker.header.get(size)
-            got = self._shelves.read(fd, [start, item.span[: max(0, room - size)] if whole else span], offset)
+            start = worker.payload.get(size)  # its neighbours' headers are still needed
+            got = self._shelves.read(fd, [start, item.span[: max(0, room - size) if whole else 0]], offset)
         header = parse(start[:got])
-        self._check(header, item, sequence)
+        self._check_names(header, item, sequence)
         check_table(header, size, geometry, room)
         if header.codec == codec.RAW:
             payload = item.span
@@ -255,7 +282,7 @@ class Nvme:
         return nbytes
 
     @staticmethod
-    def _check(header: Header, item: Read, sequence: int) -> None:
+    def _check_names(header: Header, item: Read, sequence: int) -> None:
         identity = item.identity
         if header.key != item.key or header.sequence != sequence:
             raise Rejected("another block")
@@ -267,7 +294,11 @@ class Nvme:
             raise Rejected("another model or tenant")
 
     def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: Worker) -> None:
-        """Write blocks as they are: how large their records will be is known, so they get their slots in one go."""
+        """Write blocks as they are: how large their records will be is known, so they get their slots in one go.
+
+        All of a layout are of one size, so their slots fit exactly: a ladder would leave gaps, and a disk that is read
+        and written without gaps is quicker.
+        """
         try:
             slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
         except Exception as e:  # noqa: BLE001 - see _reason
@@ -280,12 +311,14 @@ class Nvme:
             shared.work(self._write_one, worker)
 
     def _slots(self, wanted: Sequence[tuple[Write, int]]) -> list[Slot]:
-        """Slots for blocks whose records have so many bytes, announced in the journal."""
+        """Slots of the sizes that blocks need, announced in the journal."""
         slots: list[Slot] = []
         try:
-            for item, nbytes in wanted:
-                place = self._shelves.take(ladder(nbytes), item.owner, self._make_room)
-                slots.append(_NO_SLOT if place is None else (place, *self._shelves.begin(item.key, place)))
+            for size, alike in groupby(wanted, key=itemgetter(1)):
+                items = [item for item, _ in alike]
+                taken = self._shelves.take(size, [item.owner for item in items], self._make_room)
+                for item, place in zip(items, chain(taken, repeat(NOWHERE)), strict=False):
+                    slots.append(_NO_SLOT if place == NOWHERE else (place, *self._shelves.begin(item.key, place)))
             self._shelves.note(
                 b"".join(
                     [
@@ -308,7 +341,7 @@ class Nvme:
             self._errors += isinstance(e, OSError)
             self._shelves.reasons[_reason("write", e)] += count
 
-    def _write_one(self, wanted: tuple[Write, Slot | None], worker: Worker) -> int:
+    def _write_one(self, wanted: tuple[Write, Slot | None], worker: Worker) -> list[int]:
         item, slot = wanted
         identity, geometry = item.identity, item.identity.geometry
         size = _header_of(item)
@@ -316,7 +349,7 @@ class Nvme:
             payload, table, kind = codec.encode(
                 item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
             )
-            slot = slot or self._slots([(item, size + len(payload))])[0]
+            slot = slot or self._slots([(item, ladder(size + len(payload)))])[0]
             place, fd, offset, sequence = slot
             if place == NOWHERE:
                 code = self._shelves.refused
@@ -351,8 +384,8 @@ class Nvme:
             if slot and slot != _NO_SLOT:
                 self._shelves.failed(slot[0])
             self._count_failed(1, e)
-            return NOWHERE
+            return [NOWHERE]
         with self._lock:
             self._errors = 0
             self._written += size + len(payload)
-        return place
+        return [place]

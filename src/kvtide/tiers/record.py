@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -62,11 +62,11 @@ __all__ = [
     "Header",
     "Rejected",
     "check_table",
-    "checksums",
     "header_bytes",
     "parse",
     "plain",
     "recognise",
+    "section_table",
     "sound",
     "verify",
 ]
@@ -80,6 +80,8 @@ TABLE = _CLEAR.size + _BODY.size
 assert TABLE == 320
 
 SECTION = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("check", "V16")])
+_PLACE = struct.Struct("<QII")
+"""Of an entry of the section table: all but the checksum."""
 FIELD = struct.Struct("<HHI")
 FIELD_TOKENS = 1
 REQUIRED = 0x8000
@@ -251,25 +253,14 @@ def _tokens(fields: Span) -> bytes:
     return tokens
 
 
-def checksums(payload: Span, cuts: Iterable[slice]) -> bytes:
-    """The checksums of parts of ``payload``, one after the other.
-
-    A block has a hundred sections or so, and these are most of the calls that moving one takes: no line of Python
-    runs between them.
-    """
-    return b"".join(map(xxh3_128_digest, map(payload.__getitem__, cuts)))
-
-
 @dataclass(frozen=True, slots=True)
 class Plain:
     """How sections lie that were stored as they are, one stride apart."""
 
     start: bytes
     """How the header of such a record begins."""
-    table: npt.NDArray[np.void]
-    """Without checksums."""
-    places: bytes
-    """What the table says besides checksums."""
+    table: tuple[bytes, ...]
+    """What the table says of each section, followed by nothing where its checksum goes."""
     cuts: tuple[slice, ...]
     """The sections in a block's memory."""
 
@@ -277,20 +268,28 @@ class Plain:
 @lru_cache(maxsize=256)
 def plain(geometry: Geometry, first: int) -> Plain:
     """Of blocks of that geometry, in records whose payload starts at ``first``."""
-    table = np.zeros(geometry.sections, SECTION)
-    table["offset"] = first + np.arange(geometry.sections, dtype=np.uint64) * geometry.stride
-    table["stored"] = table["raw"] = geometry.section
+    starts = range(0, geometry.footprint, geometry.stride)
     return Plain(
         _CLEAR.pack(MAGIC, VERSION, first // ALIGN, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)[:16],
-        table,
-        _halves(table)[0::2].tobytes(),
-        tuple(slice(i, i + geometry.section) for i in range(0, geometry.footprint, geometry.stride)),
+        tuple(part for i in starts for part in (_PLACE.pack(first + i, geometry.section, geometry.section), b"")),
+        tuple(slice(i, i + geometry.section) for i in starts),
     )
 
 
-def _halves(table: Span | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """A section table cut in halves: where a section lies, its checksum, and so on."""
-    return np.frombuffer(table, "V16")
+def _checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
+    """The checksums of parts of ``payload``.
+
+    A block has a hundred sections or so, and these are most of the calls that moving one takes: no line of Python
+    runs between them.
+    """
+    return map(xxh3_128_digest, map(payload.__getitem__, cuts))
+
+
+def section_table(payload: Span, usual: Plain) -> bytes:
+    """The section table of a record with that payload, stored as it is."""
+    table = list(usual.table)
+    table[1::2] = _checksums(payload, usual.cuts)
+    return b"".join(table)
 
 
 def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, BlockKey, bytes, bytes, bytes]) -> bool:
@@ -298,21 +297,17 @@ def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, Block
 
     ``names`` are its sequence number, key, namespace, tenant and layout. This is what ``parse``, ``check_table`` and
     ``verify`` say of the usual record, in one go; of any other, and of a bad one, the answer is False, and they know
-    why. ``page`` is the header alone, and is written to meanwhile.
+    why. ``page`` is the header alone.
     """
     usual = plain(geometry, len(page))
-    if page[:16] != usual.start:
+    head = page.tobytes()
+    if head[:16] != usual.start or xxh3_128_digest(head[:16] + _ZEROS + head[32:]) != head[16:32]:
         return False
-    check = bytes(page[16:32])
-    page[16:32] = _ZEROS
-    whole = xxh3_128_digest(page) == check
-    page[16:32] = check
     count = geometry.sections
     sequence, key, *rest = names
-    if not whole or _NAMES.unpack_from(page, _CLEAR.size) != (sequence, 0, count, 0, key.ljust(48, b"\0"), *rest):
+    if _NAMES.unpack_from(head, _CLEAR.size) != (sequence, 0, count, 0, key.ljust(48, b"\0"), *rest):
         return False
-    halves = _halves(page[TABLE : TABLE + count * SECTION.itemsize])
-    return halves[0::2].tobytes() == usual.places and halves[1::2].tobytes() == checksums(payload, usual.cuts)
+    return head[TABLE : TABLE + count * SECTION.itemsize] == section_table(payload, usual)
 
 
 def verify(header: Header, sections: range, payload: Span, geometry: Geometry | None = None) -> None:
@@ -326,7 +321,7 @@ def verify(header: Header, sections: range, payload: Span, geometry: Geometry | 
     else:
         starts = (table["offset"] - table["offset"][0]).astype(np.int64)
         cuts = tuple(map(slice, starts.tolist(), (starts + table["stored"]).tolist()))
-    if checksums(payload, cuts) != table["check"].tobytes():
+    if b"".join(_checksums(payload, cuts)) != table["check"].tobytes():
         raise Rejected("corrupt payload")
 
 
@@ -337,7 +332,8 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     """
     table = header.sections
     usual = plain(geometry, first)
-    if header.codec == 0 and _halves(table)[0::2].tobytes() == usual.places and first + geometry.footprint <= room:
+    places = np.frombuffer(table, "V16")[0::2].tobytes()
+    if header.codec == 0 and places == b"".join(usual.table) and first + geometry.footprint <= room:
         return
     if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
         raise Rejected("another layout")

@@ -260,7 +260,10 @@ class Segments:
         return place_of(segment.number, slot)
 
     def take_many(self, kind: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
-        """Up to ``count`` free slots of exactly that kind. Without ``owners``, these are told later (``own``)."""
+        """Up to ``count`` free slots of exactly that kind. Without ``owners``, these are told later (``own``).
+
+        Neighbours come in their order: blocks that are written together can then be read together.
+        """
         if count == 1:
             place = self.take(kind, SOMEBODY if owners is None else int(owners[0]))
             return [] if place is None else [place]
@@ -268,15 +271,14 @@ class Segments:
         segments = self._open.get(kind, [])
         while segments and len(places) < count:
             segment = segments[-1]
-            slots = segment.free[: -(count - len(places)) - 1 : -1]
+            slots = np.sort(segment.free[-(count - len(places)) :]).astype(np.int64)
             del segment.free[-len(slots) :]
             if not segment.free:
                 segments.pop()
             done = len(places)
             segment.owner[slots] = SOMEBODY if owners is None else owners[done : done + len(slots)]
             self.used += segment.size * len(slots)
-            first = place_of(segment.number, 0)
-            places += [first | slot for slot in slots]
+            places += (slots | place_of(segment.number, 0)).tolist()
         return places
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,7 +42,7 @@ __all__ = ["Location", "Shelves"]
 log = logging.getLogger("kvtide.nvme")
 
 Location = tuple[int, int, int, int]
-"""Of a slot: its file, its offset there, its size, and the sequence number of what it holds."""
+"""Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
 
 
 class Shelves:
@@ -131,10 +131,10 @@ class Shelves:
 
     # -- slots --------------------------------------------------------------------------------------------
 
-    def find(self, places: Sequence[int]) -> list[Location | None]:
-        """Where slots are, but for those that are not in use. What they hold may change at once: see the header."""
+    def find(self, places: Sequence[int]) -> list[Location]:
+        """Where slots are. What they hold may change at once: see the header."""
         with self.lock:
-            return [self._location(place) if self.segments.holds(place) else None for place in places]
+            return [self._location(place) if self.segments.holds(place) else (NOWHERE, 0, 0, 0) for place in places]
 
     def _location(self, place: int) -> Location:
         number, slot = segment_of(place), slot_of(place)
@@ -208,16 +208,16 @@ class Shelves:
                 raise Rejected("short write")
             data, offset = data[count:], offset + count
 
-    def take(self, size: int, owner: int, make_room: Callable[[int], bool] | None) -> int | None:
-        """A slot of ``size``, by growing or, with ``make_room``, by evicting if need be."""
-        for _ in range(1000):
+    def take(self, size: int, owners: Sequence[int], make_room: Callable[[int], bool] | None) -> Iterator[int]:
+        """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
+        left = np.array(owners, np.int64)
+        for _ in range(1000 * len(owners)):
             with self.lock:
-                place = self.segments.take(size, owner)
-            if place is not None:
-                return place
-            if not self._grow(size) and not (make_room and make_room(size)):
-                return None
-        return None
+                places = self.segments.take_many(size, len(left), left)
+            yield from places
+            left = left[len(places) :]
+            if not len(left) or not (self._grow(size) or (make_room and make_room(size))):
+                return
 
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""

@@ -1,19 +1,26 @@
-"""The I/O threads of a tier: what each has for itself, and how several share a batch."""
+"""The I/O threads of a tier: what each has for itself, how several share a batch, what one takes at a time."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 from kvtide.errors import ConfigError
 from kvtide.tiers import codec
-from kvtide.tiers.base import NOWHERE
-from kvtide.tiers.record import Rejected
+from kvtide.tiers.base import Read
+from kvtide.tiers.record import Rejected, header_bytes
+from kvtide.tiers.shelves import Location
 
-__all__ = ["Batch", "Worker"]
+__all__ = ["Batch", "Wanted", "Worker", "runs_of", "usual_header"]
 
 T = TypeVar("T")
+
+Wanted = tuple[Read, Location]
+
+_RUN = 16
+"""The most blocks that are read in one call."""
 
 
 class Worker:
@@ -40,30 +47,54 @@ class Worker:
 
 
 class Batch(Generic[T]):
-    """Items that several threads take in turn; ``finish`` runs on the thread that ends the last one.
+    """Runs of items that several threads take in turn; ``finish`` runs on the thread that ends the last one.
 
-    Each thread that helps tells once what it did, because a lock and a wake-up for every block would cost more than all
-    else that Python does for it.
+    It gets a result for each item, in their order. Each thread that helps tells once what it did, because a lock and a
+    wake-up for every block would cost more than all else that Python does for it.
     """
 
     __slots__ = ("_finish", "_left", "_lock", "_results", "_turns")
 
-    def __init__(self, items: Sequence[T], finish: Callable[[list[int]], None]) -> None:
-        self._results = [NOWHERE] * len(items)
+    def __init__(self, runs: Sequence[T], finish: Callable[[list[int]], None]) -> None:
+        self._results: list[list[int]] = [[]] * len(runs)
         self._finish = finish
-        self._left = len(items)
-        self._turns = enumerate(items)
+        self._left = len(runs)
+        self._turns = enumerate(runs)
         self._lock = threading.Lock()
 
-    def work(self, one: Callable[[T, Worker], int], worker: Worker) -> None:
-        """Do items until none is left."""
+    def work(self, several: Callable[[T, Worker], list[int]], worker: Worker) -> None:
+        """Do runs until none is left."""
         count = 0
-        for i, item in self._turns:
-            self._results[i] = one(item, worker)
+        for i, run in self._turns:
+            self._results[i] = several(run, worker)
             count += 1
-            del item
+            del run
         with self._lock:
             self._left -= count
             if not count or self._left:
                 return
-        self._finish(self._results)
+        self._finish(list(chain.from_iterable(self._results)))
+
+
+def usual_header(item: Read) -> int:
+    """The size of the header of its record, if there is nothing unusual in it."""
+    return header_bytes(item.identity.geometry.sections)
+
+
+def runs_of(batch: Sequence[Wanted], most: int) -> list[list[Wanted]]:
+    """Cut a batch into runs of blocks, each wanted whole, that lie one after the other with nothing in between."""
+    runs: list[list[Wanted]] = []
+    following: int | None = None
+    for item, location in batch:
+        fits = item.sections is None and location[2] == usual_header(item) + len(item.span)
+        if (
+            fits
+            and item.place == following
+            and item.identity is runs[-1][0][0].identity
+            and len(runs[-1]) < min(most, _RUN)
+        ):
+            runs[-1].append((item, location))
+        else:
+            runs.append([(item, location)])
+        following = item.place + 1 if fits else None
+    return runs

@@ -84,7 +84,6 @@ class Ascent:
         self._feed = feed
         self._counts = counts
         self._flights: dict[int, tuple[Transfer, ...]] = {}
-        self._begun = 0
         self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
         self._seconds = Histogram(_LATENCIES)
 
@@ -94,19 +93,16 @@ class Ascent:
 
     def statistics(self) -> LoadStatistics:
         """Under the index's lock."""
-        under_way = self._begun - sum(self._outcomes.values())
-        return LoadStatistics(under_way, dict(self._outcomes), self._seconds.statistics())
+        under_way = {t for waiting in self._flights.values() for t in waiting if not t.ended}
+        return LoadStatistics(len(under_way), dict(self._outcomes), self._seconds.statistics())
 
     def _ended(self, transfer: Transfer) -> None:
-        seconds, outcome = transfer.age, transfer.outcome
-        self._seconds.add_one(seconds)
+        self._seconds.add_one(transfer.age)
         with self._index.lock:
-            self._outcomes[outcome] += 1
+            self._outcomes[transfer.outcome] += 1
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
-        with self._index.lock:
-            self._begun += 1
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())

@@ -24,7 +24,8 @@ from kvtide.transfer.residents import Residents, rows_of
 __all__ = ["Descent"]
 
 _WRITES = 8
-"""A write is cut into jobs of this many blocks, so that a read that comes meanwhile need not wait for all."""
+_CHUNK = 64 << 20
+"""A write is cut into jobs of so many blocks and bytes, so that a read that comes meanwhile need not wait for all."""
 
 
 class Descent:
@@ -88,8 +89,9 @@ class Descent:
         rows, refused = rows[: len(items)], rows[len(items) :]
         index.state[cold.number][rows] = PENDING
         index.hold(rows)
-        for i in range(0, len(items), _WRITES):
-            part = items[i : i + _WRITES]
+        step = max(1, min(_WRITES, _CHUNK // max((len(item.span) for item in items), default=1)))
+        for i in range(0, len(items), step):
+            part = items[i : i + step]
             # Submitting takes no I/O; a tier that answers at once takes the index's lock again, which is reentrant.
             cold.lane.write(part, functools.partial(self._written, cold, part))
         return refused
