@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import kvtide
 from kvtide import Store, Tenant, config
+from kvtide.block import LOSSY
 from kvtide.engines.transformers import Attached, Report, attach
 from kvtide.errors import LayoutError, RightError
 from kvtide.testing.faults import Fault, FaultyDisk, How
@@ -353,6 +354,25 @@ def test_dtypes_and_fidelities_share_nothing(store: Store) -> None:
         answer = attached.generate(**batch, **MORE)
         assert answer.report.cached == (256,)
         assert torch.equal(answer.output, reference(model, batch, 256, **MORE))
+
+
+@pytest.mark.parametrize("fidelity", LOSSY)
+def test_a_lossy_form_is_smaller_and_no_other_fidelity_finds_it(fidelity: str, store: Store) -> None:
+    model, batch = tiny(), padded(prompt(300))
+    with attach(model, store, fidelity=fidelity) as attached:
+        first = attached.generate(**batch, **MORE, return_dict_in_generate=True)
+        assert first.report.cached == (0,)
+        again = attached.generate(**batch, **MORE, return_dict_in_generate=True)
+        assert again.report.cached == (256,)
+        for exact, coded in zip(sections(first.output), sections(again.output), strict=True):
+            assert not torch.equal(exact[:, :, :256], coded[:, :, :256])
+            assert torch.allclose(exact[:, :, :256], coded[:, :, :256], atol=float(0.2 * exact.abs().max()))
+        small = attached.identity().layout.geometry["full"].nbytes
+    with attach(model, store) as attached:
+        assert cached(attached) == 0
+        assert small < attached.identity().layout.geometry["full"].nbytes / 3
+    with pytest.raises(LayoutError, match="no fidelity 'fp9'; choose of exact, fp8"):
+        attach(model, store, fidelity="fp9")
 
 
 def test_adapters_share_nothing(store: Store) -> None:

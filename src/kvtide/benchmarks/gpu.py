@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvtide.benchmarks.decode import decode
-from kvtide.benchmarks.first_token import first_token
+from kvtide.benchmarks.first_token import first_token, first_token_nvme
 from kvtide.benchmarks.pages import pages
 from kvtide.benchmarks.record import Record
 from kvtide.benchmarks.settings import Settings
@@ -19,6 +19,7 @@ GPU_FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
     "pages": pages,
     "decode": decode,
     "first-token": first_token,
+    "first-token-nvme": first_token_nvme,
 }
 
 

@@ -70,7 +70,7 @@ def store(
 
 @app.command()
 def gpu(
-    only: Annotated[list[str] | None, typer.Argument(help="pages, decode, first-token.")] = None,
+    only: Annotated[list[str] | None, typer.Argument(help="pages, decode, first-token, first-token-nvme.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
 ) -> None:

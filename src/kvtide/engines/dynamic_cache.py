@@ -20,7 +20,7 @@ from kvtide.block import Layout, Span
 from kvtide.engines.identity import settings
 from kvtide.engines.paged import Copy, Mover, Pages
 from kvtide.errors import LayoutError
-from kvtide.index.keys import Chain
+from kvtide.index.keys import EXACT, Chain
 from kvtide.match import Loaded
 from kvtide.session import Session
 

@@ -41,15 +41,15 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import kvtide
-from kvtide.block import Layout
+from kvtide.block import LOSSY, Layout
 from kvtide.engines.background import Background
 from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.identity import Weights, adapters, settings
 from kvtide.engines.paged import Mover, mover
 from kvtide.engines.prefill import Prefill
 from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
-from kvtide.errors import KvtideError, RightError
-from kvtide.index.keys import DEFAULT_TENANT, Chain, Model, Tenant
+from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.match import Loaded
 from kvtide.session import Home, Session
 
@@ -97,31 +97,39 @@ class Statistics:
     """Of the call that ended last, of whatever thread."""
 
 
-def attach(model: PreTrainedModel, store: Home | str | None = None, *, block_tokens: int = 256) -> Attached:
+def attach(
+    model: PreTrainedModel, store: Home | str | None = None, *, block_tokens: int = 256, fidelity: str = EXACT
+) -> Attached:
     """Keep the KV of this model's ``generate`` calls in a store, from now until ``detach``.
 
     ``store`` is a store or the client of a node, the address of a node (``"unix:/run/kvtide.sock"``), or None for one
-    by the settings in force, which ends with the process or ``detach``. Raises LayoutError for a model whose layers do
-    not keep keys and values of every token.
+    by the settings in force, which ends with the process or ``detach``. ``fidelity`` may be a lossy form ("fp8",
+    "k8v4", "r4"): smaller, and answers then differ a little. Raises LayoutError for a model whose layers do not keep
+    keys and values of every token.
     """
+    if fidelity != EXACT and fidelity not in LOSSY:
+        raise LayoutError(f"there is no fidelity {fidelity!r}; choose of {', '.join([EXACT, *LOSSY])}")
     if isinstance(getattr(model.generate, "__self__", None), Attached):
         raise RightError("this model has a store already; detach that first")
-    layout, weights = layout_of(model, block_tokens), Weights(model)
+    layout, weights = layout_of(model, block_tokens, fidelity), Weights(model)
     weights.name()
     if isinstance(store, Home):
-        return Attached(model, store, layout, weights, owned=False)
-    return Attached(model, kvtide.connect(store) if store else kvtide.open(), layout, weights, owned=True)
+        return Attached(model, store, layout, weights, fidelity, owned=False)
+    return Attached(model, kvtide.connect(store) if store else kvtide.open(), layout, weights, fidelity, owned=True)
 
 
 class Attached:
     """A store at work for a model. End it with ``detach``, or use it in a ``with``. Safe from any thread."""
 
-    def __init__(self, model: PreTrainedModel, store: Home, layout: Layout, weights: Weights, *, owned: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, store: Home, layout: Layout, weights: Weights, fidelity: str, *, owned: bool
+    ) -> None:
         """``owned``: the store ends with us."""
         self.model = model
         self.store = store
         self._owned = owned
         self._weights = weights
+        self._fidelity = fidelity
         self._layout = weights.name(), layout
         """Of which weights, too: others may have another dtype."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
@@ -198,9 +206,9 @@ class Attached:
         name = self._weights.name()
         with self._lock:
             if name != self._layout[0]:
-                self._layout = name, layout_of(self.model, self._layout[1].block_tokens)
+                self._layout = name, layout_of(self.model, self._layout[1].block_tokens, self._fidelity)
             layout = self._layout[1]
-        return Model(layout, name, settings(self.model.config), adapter=adapters(self.model))
+        return Model(layout, name, settings(self.model.config), adapter=adapters(self.model), fidelity=self._fidelity)
 
     def _session(self, tenant: Tenant) -> Session:
         model = self.identity()

@@ -25,12 +25,14 @@ from kvtide import canonical
 from kvtide.block import BlockKey, Layout
 from kvtide.errors import LayoutError
 
-__all__ = ["DEFAULT_TENANT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens"]
+__all__ = ["DEFAULT_TENANT", "EXACT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens"]
 
 Tokens = Sequence[int] | npt.NDArray[np.uint32] | memoryview | array  # type: ignore[type-arg]
 """Token ids: a list costs a conversion (about 16 ns a token); a uint32 buffer is used as it is."""
 
 ROOT = bytes(32)
+EXACT = "exact"
+"""The fidelity of blocks that are bit for bit what an engine computed."""
 FOREVER = 2**63 - 1
 
 
@@ -73,7 +75,7 @@ class Model:
     config: Mapping[str, canonical.Value] = field(default_factory=dict)
     scales: bytes = b""
     adapter: str = ""
-    fidelity: str = "exact"
+    fidelity: str = EXACT
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -81,7 +83,7 @@ class Model:
                 "a model needs a weights identity: blocks of other weights must never be taken for its own"
             )
         lossy = next((g for g in self.layout.groups if g.lossy), None)
-        if lossy is not None and self.fidelity == "exact":
+        if lossy is not None and self.fidelity == EXACT:
             raise LayoutError(
                 f"group {lossy.name!r} is packed as {lossy.packing!r}, which loses, but the model's fidelity is "
                 f"'exact': give it fidelity={lossy.packing!r}"
