@@ -63,7 +63,8 @@ def _model(settings: Settings) -> LlamaForCausalLM:
     torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return LlamaForCausalLM(config).eval()
+        model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+        return model
     finally:
         torch.set_default_device("cpu")
         torch.set_default_dtype(torch.float32)

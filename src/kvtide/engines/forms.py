@@ -111,7 +111,8 @@ class _Coder:
         if self.bits == 4:  # sums of halves of small whole numbers: all exact
             run = shares.shape[-1]
             shares, whole = shares @ _turn(run, shares.device).T, whole * run
-        numbers = shares.mul_(scales.float() / whole).flatten(-2)
+        # Not a division by a number, which a GPU makes a product of another rounding.
+        numbers = shares.mul_(scales.float() * (1 / whole)).flatten(-2)
         if vectors.dtype is torch.float16:  # a scale that was rounded up must not become infinite
             most = torch.finfo(torch.float16).max
             numbers = numbers.clamp_(-most, most)
