@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request as Http
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,7 +23,7 @@ from kvtide import Client, Store, metrics
 from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
 from kvtide.serve.asks import Asker
 from kvtide.serve.generation import Answered, Engine
-from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, Request, parse
+from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from kvtide.serve.turns import Turn, Turns
 
 __all__ = ["Service"]
@@ -71,15 +71,15 @@ class Service:
 
     # -- answers ------------------------------------------------------------------------------------------
 
-    async def _chat(self, http: Http) -> Response:
+    async def _chat(self, http: Request) -> Response:
         request = parse(await _body(http), ChatRequest)
         return await self._answer(http, request, ChatAnswers(self._loaded.name, request.stream_options.include_usage))
 
-    async def _complete(self, http: Http) -> Response:
+    async def _complete(self, http: Request) -> Response:
         request = parse(await _body(http), CompletionRequest)
         return await self._answer(http, request, TextAnswers(self._loaded.name, request.stream_options.include_usage))
 
-    async def _answer(self, http: Http, request: Request, answers: Answers) -> Response:
+    async def _answer(self, http: Request, request: ChatRequest | CompletionRequest, answers: Answers) -> Response:
         asks = await asyncio.to_thread(self._asker.asks, request)
         turn = self._turns.take(asks)
         if turn is None:
@@ -95,18 +95,18 @@ class Service:
         about = {"id": self._loaded.name, "object": "model", "created": self._created, "owned_by": "kvtide"}
         return about | {"max_model_len": self._loaded.context}
 
-    async def _models(self, http: Http) -> Response:
+    async def _models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._about()]})
 
-    async def _model(self, http: Http) -> Response:
+    async def _model(self, http: Request) -> Response:
         if (name := http.path_params["name"]) != self._loaded.name:
             raise ApiError(404, f"there is no model {name!r} here; there is {self._loaded.name!r}", "model")
         return JSONResponse(self._about())
 
-    async def _health(self, http: Http) -> Response:
+    async def _health(self, http: Request) -> Response:
         return JSONResponse({"status": "serving", "model": self._loaded.name})
 
-    async def _metrics(self, http: Http) -> Response:
+    async def _metrics(self, http: Request) -> Response:
         return Response(await asyncio.to_thread(self._measured), media_type=metrics.CONTENT_TYPE)
 
     def _measured(self) -> str:
@@ -116,7 +116,7 @@ class Service:
         return metrics.render(self._store.statistics())
 
 
-async def _whole(http: Http, turn: Turn, answers: Answers) -> Response:
+async def _whole(http: Request, turn: Turn, answers: Answers) -> Response:
     watching = asyncio.create_task(_watch(http, turn))
     texts: defaultdict[int, str] = defaultdict(str)
     ends: list[Answered] = []
@@ -135,7 +135,7 @@ async def _whole(http: Http, turn: Turn, answers: Answers) -> Response:
         turn.leave()
 
 
-async def _watch(http: Http, turn: Turn) -> None:
+async def _watch(http: Request, turn: Turn) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
     turn.leave()
@@ -172,7 +172,7 @@ async def _events(turn: Turn, answers: Answers) -> AsyncIterator[bytes]:
         yield event(error.body)
 
 
-async def _body(http: Http) -> bytes:
+async def _body(http: Request) -> bytes:
     kind = http.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         # A page in a browser may send other types to anybody without asking him first.
@@ -185,7 +185,7 @@ async def _body(http: Http) -> bytes:
     return bytes(body)
 
 
-async def _refuse(http: Http, error: Exception) -> Response:
+async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
     elif not isinstance(error, ApiError):

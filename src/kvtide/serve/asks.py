@@ -12,7 +12,7 @@ from kvtide import Tenant
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.serve.generation import Ask, Sampling
 from kvtide.serve.loading import Loaded
-from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, Request
+from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest
 
 __all__ = ["Asker"]
 
@@ -30,7 +30,7 @@ class Asker:
         embeddings: Any = loaded.model.get_input_embeddings()
         self._vocabulary = len(embeddings.weight)
 
-    def asks(self, request: Request) -> list[Ask]:
+    def asks(self, request: ChatRequest | CompletionRequest) -> list[Ask]:
         """What the model shall answer. Raises ApiError."""
         if request.model not in ("", self._loaded.name):
             text = f"there is no model {request.model!r} here; there is {self._loaded.name!r}"
@@ -38,11 +38,9 @@ class Asker:
         sampling = Sampling(request.temperature, request.top_p, request.seed)
         tenant = DEFAULT_TENANT if request.cache_salt is None else _salted(request.cache_salt)
         if isinstance(request, ChatRequest):
-            most = request.max_completion_tokens or request.max_tokens
-            return [Ask(t, self._room(t, most), request.stops, sampling, tenant) for t in [self._chat(request)]]
-        assert isinstance(request, CompletionRequest)
-        most = request.max_tokens or min(_COMPLETION, self._limit)
-        prompts = self._prompts(request)
+            prompts, most = [self._chat(request)], request.max_completion_tokens or request.max_tokens
+        else:
+            prompts, most = self._prompts(request), request.max_tokens or min(_COMPLETION, self._limit)
         return [Ask(tokens, self._room(tokens, most), request.stops, sampling, tenant) for tokens in prompts]
 
     def _chat(self, request: ChatRequest) -> list[int]:
