@@ -45,6 +45,7 @@ RANKS = [
     ["node"],
     ["__init__"],
     ["engines"],
+    ["serve"],
     ["testing", "benchmarks", "replay"],
     ["cli"],
     ["__main__"],
@@ -130,6 +131,7 @@ def test_every_module_says_why_it_is_there(file: Path) -> None:
 
 def test_importing_the_base_brings_no_heavy_package() -> None:
     heavy = ["torch", "triton", "pytest", "hypothesis", "matplotlib", "zstandard", "typer", "rich"]
+    heavy += ["transformers", "starlette", "uvicorn"]
     script = f"import sys, kvtide; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

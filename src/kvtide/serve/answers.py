@@ -1,0 +1,105 @@
+"""How an answer looks on the wire, whole or in pieces, in the two shapes that OpenAI has for it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvtide.serve.generation import Answered
+
+__all__ = ["DONE", "Answers", "ChatAnswers", "TextAnswers", "event"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Any) -> bytes:
+    """One of the events that a stream is made of."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class Answers:
+    """The answers to one request."""
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    piece_kind: ClassVar[str]
+
+    def __init__(self, model: str, usage: bool) -> None:
+        """``usage``: a stream shall tell the usage at its end."""
+        self._head = {"id": self.prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
+        self._usage = usage
+
+    def whole(self, texts: Sequence[str], ends: Sequence[Answered]) -> bytes:
+        choices = [
+            {"index": i, "logprobs": None, "finish_reason": end.finish} | self._complete(text)
+            for i, (text, end) in enumerate(zip(texts, ends, strict=True))
+        ]
+        return msgspec.json.encode(self._head | {"object": self.whole_kind, "choices": choices, "usage": _usage(ends)})
+
+    def opening(self, number: int) -> bytes:
+        """What a stream says before the first piece of an answer."""
+        return b""
+
+    def piece(self, number: int, text: str) -> bytes:
+        return self._event(number, self._piece(text), None)
+
+    def end(self, number: int, end: Answered) -> bytes:
+        return self._event(number, self._piece(None), end.finish)
+
+    def closing(self, ends: Sequence[Answered]) -> bytes:
+        """What a stream says after the last answer."""
+        usage = {"object": self.piece_kind, "choices": [], "usage": _usage(ends)}
+        return (event(self._head | usage) if self._usage else b"") + DONE
+
+    def _event(self, number: int, content: dict[str, Any], finish: str | None) -> bytes:
+        choice = {"index": number, "logprobs": None, "finish_reason": finish} | content
+        usage = {"usage": None} if self._usage else {}
+        return event(self._head | {"object": self.piece_kind, "choices": [choice]} | usage)
+
+    def _complete(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _piece(self, text: str | None) -> dict[str, Any]:
+        """None: there is no more."""
+        raise NotImplementedError
+
+
+class ChatAnswers(Answers):
+    prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    piece_kind = "chat.completion.chunk"
+
+    def opening(self, number: int) -> bytes:
+        return self._event(number, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def _complete(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _piece(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
+
+
+class TextAnswers(Answers):
+    prefix = "cmpl-"
+    whole_kind = "text_completion"
+    piece_kind = "text_completion"
+
+    def _complete(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _piece(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
+
+
+def _usage(ends: Sequence[Answered]) -> dict[str, Any]:
+    prompt, completion = sum(end.prompt for end in ends), sum(end.completion for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached for end in ends)},
+    }

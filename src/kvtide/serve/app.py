@@ -1,0 +1,212 @@
+"""The HTTP face: OpenAI's endpoints for chat and completions, and what an operator asks for.
+
+Nothing here waits for the model in the event loop: prompts are made into tokens on a thread, and answered in a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvtide import Client, Store, metrics
+from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
+from kvtide.serve.asks import Asker
+from kvtide.serve.generation import Answered, Engine
+from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from kvtide.serve.turns import Turn, Turns
+
+__all__ = ["Service"]
+
+_LARGEST = 32 << 20
+"""Bytes of a request."""
+_RETRY = 2
+"""Seconds after which one that was sent away may ask again."""
+
+
+class Service:
+    """A model and its store, as a web application: ``app``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store | Client,
+        *,
+        waiting: int = 16,
+        limit: int | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """``waiting`` requests may wait for their turn, an answer has ``limit`` tokens at most."""
+        self._loaded = engine.loaded
+        self._store = store
+        self._asker = Asker(engine.loaded, limit)
+        self._turns = Turns(engine, waiting)
+        self._created = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            middleware=[Middleware(_Key, key=api_key)] if api_key else [],
+            exception_handlers={ApiError: _refuse, HTTPException: _refuse, Exception: _refuse},
+        )
+
+    def close(self) -> None:
+        """Wait for those who have a turn, and answer nobody any more."""
+        self._turns.close()
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    async def _chat(self, http: Request) -> Response:
+        request = parse(await _body(http), ChatRequest)
+        return await self._answer(http, request, ChatAnswers(self._loaded.name, request.stream_options.include_usage))
+
+    async def _complete(self, http: Request) -> Response:
+        request = parse(await _body(http), CompletionRequest)
+        return await self._answer(http, request, TextAnswers(self._loaded.name, request.stream_options.include_usage))
+
+    async def _answer(self, http: Request, request: ChatRequest | CompletionRequest, answers: Answers) -> Response:
+        asks = await asyncio.to_thread(self._asker.asks, request)
+        turn = self._turns.take(asks)
+        if turn is None:
+            error = ApiError(503, "too many requests wait for the model; ask again later", code="overloaded")
+            return JSONResponse(error.body, error.status, {"Retry-After": str(_RETRY)})
+        if request.stream:
+            return _Stream(turn, answers)
+        return await _whole(http, turn, answers)
+
+    # -- for operators ------------------------------------------------------------------------------------
+
+    def _about(self) -> dict[str, object]:
+        about = {"id": self._loaded.name, "object": "model", "created": self._created, "owned_by": "kvtide"}
+        return about | {"max_model_len": self._loaded.context}
+
+    async def _models(self, http: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about()]})
+
+    async def _model(self, http: Request) -> Response:
+        if (name := http.path_params["name"]) != self._loaded.name:
+            raise ApiError(404, f"there is no model {name!r} here; there is {self._loaded.name!r}", "model")
+        return JSONResponse(self._about())
+
+    async def _health(self, http: Request) -> Response:
+        return JSONResponse({"status": "serving", "model": self._loaded.name})
+
+    async def _metrics(self, http: Request) -> Response:
+        return Response(await asyncio.to_thread(self._measured), media_type=metrics.CONTENT_TYPE)
+
+    def _measured(self) -> str:
+        if isinstance(self._store, Client):
+            status = self._store.status()
+            return metrics.render(status.store, status.node)
+        return metrics.render(self._store.statistics())
+
+
+async def _whole(http: Request, turn: Turn, answers: Answers) -> Response:
+    watching = asyncio.create_task(_watch(http, turn))
+    texts: defaultdict[int, str] = defaultdict(str)
+    ends: list[Answered] = []
+    try:
+        async for number, said in turn:
+            if isinstance(said, Answered):
+                ends.append(said)
+            else:
+                texts[number] += said
+        if turn.left:
+            return Response(status_code=499)  # nobody will see it
+        whole = answers.whole([texts[number] for number in range(len(ends))], ends)
+        return Response(whole, media_type="application/json")
+    finally:
+        watching.cancel()
+        turn.leave()
+
+
+async def _watch(http: Request, turn: Turn) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    turn.leave()
+
+
+class _Stream(StreamingResponse):
+    """An answer as it comes. If the client disconnects, starlette stops this, wherever it is."""
+
+    def __init__(self, turn: Turn, answers: Answers) -> None:
+        super().__init__(_events(turn, answers), media_type="text/event-stream")
+        self._turn = turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._turn.leave()
+
+
+async def _events(turn: Turn, answers: Answers) -> AsyncIterator[bytes]:
+    ends: list[Answered] = []
+    begun = 0
+    try:
+        async for number, said in turn:
+            opening = answers.opening(number) if number == begun else b""
+            begun = number + 1
+            if isinstance(said, Answered):
+                ends.append(said)
+                yield opening + answers.end(number, said)
+            else:
+                yield opening + answers.piece(number, said)
+        yield answers.closing(ends)
+    except ApiError as error:  # too late for a status
+        yield event(error.body)
+
+
+async def _body(http: Request) -> bytes:
+    kind = http.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        # A page in a browser may send other types to anybody without asking him first.
+        raise ApiError(415, f"the content type is {kind!r}; it must be application/json")
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > _LARGEST:
+            raise ApiError(413, f"the request is larger than {_LARGEST} bytes")
+    return bytes(body)
+
+
+async def _refuse(http: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed; its log says more")  # uvicorn logs it
+    return JSONResponse(error.body, error.status)
+
+
+class _Key:
+    """Lets in who has the key. Anybody may ask for the health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    401, "this server wants its API key: Authorization: Bearer ...", None, "invalid_api_key"
+                )
+                await JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,93 @@
+"""From a request to asks: its prompts as tokens, and whether there is room for their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blake3 import blake3
+from jinja2 import TemplateError
+
+from kvtide import Tenant
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.serve.generation import Ask, Sampling
+from kvtide.serve.loading import Loaded
+from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest
+
+__all__ = ["Asker"]
+
+_COMPLETION = 16
+"""Tokens of a completion, unless told otherwise: as OpenAI has it."""
+
+
+class Asker:
+    """Knows what a model can be asked. Safe from any thread."""
+
+    def __init__(self, loaded: Loaded, limit: int | None = None) -> None:
+        """``limit`` is how many tokens an answer may have, if that is less than the model could."""
+        self._loaded = loaded
+        self._limit = loaded.context if limit is None else min(limit, loaded.context)
+        embeddings: Any = loaded.model.get_input_embeddings()
+        self._vocabulary = len(embeddings.weight)
+
+    def asks(self, request: ChatRequest | CompletionRequest) -> list[Ask]:
+        """What the model shall answer. Raises ApiError."""
+        if request.model not in ("", self._loaded.name):
+            text = f"there is no model {request.model!r} here; there is {self._loaded.name!r}"
+            raise ApiError(404, text, "model", "model_not_found")
+        sampling = Sampling(request.temperature, request.top_p, request.seed)
+        tenant = DEFAULT_TENANT if request.cache_salt is None else _salted(request.cache_salt)
+        if isinstance(request, ChatRequest):
+            prompts, most = [self._chat(request)], request.max_completion_tokens or request.max_tokens
+        else:
+            prompts, most = self._prompts(request), request.max_tokens or min(_COMPLETION, self._limit)
+        return [Ask(tokens, self._room(tokens, most), request.stops, sampling, tenant) for tokens in prompts]
+
+    def _chat(self, request: ChatRequest) -> list[int]:
+        if self._loaded.tokenizer.chat_template is None:
+            raise ApiError(400, f"{self._loaded.name} has no chat template; use /v1/completions", "messages")
+        talk = [
+            {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+            for message in request.messages
+        ]
+        try:
+            found = self._loaded.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+        return list(found["input_ids"])
+
+    def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """The tokens of each prompt: given as a text, several, tokens, or several of those."""
+        given: Sequence[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        kinds = {type(each) for each in given}
+        if len(kinds) != 1:
+            raise ApiError(400, "prompt has texts, numbers and lists side by side; give one kind of them", "prompt")
+        if kinds == {str}:
+            return [self._loaded.tokenizer(text)["input_ids"] for text in given]
+        prompts = [list(given)] if kinds == {int} else [list(tokens) for tokens in given]
+        for token in (token for tokens in prompts for token in tokens):
+            if not 0 <= token < self._vocabulary:
+                raise ApiError(400, f"{token} is not a token: they go from 0 to {self._vocabulary - 1}", "prompt")
+        return prompts
+
+    def _room(self, tokens: Sequence[int], most: int | None) -> int:
+        """How many tokens the answer may have."""
+        if not tokens:
+            raise ApiError(400, "the prompt is empty; it must have one token at least", "prompt")
+        if most is not None and most > self._limit:
+            raise ApiError(400, f"an answer has at most {self._limit} tokens here, not {most}", "max_tokens")
+        room = self._loaded.context - len(tokens)
+        if room < (most or 1):
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens and its answer {most or 'at least 1'}, which is more than the "
+                f"{self._loaded.context} that {self._loaded.name} can attend to; shorten one of them",
+                "messages" if most is None else "max_tokens",
+                "context_length_exceeded",
+            )
+        return min(room, self._limit) if most is None else most
+
+
+def _salted(salt: str) -> Tenant:
+    """Who shares blocks with those who say the same salt, and with nobody else."""
+    return Tenant("salted", blake3(salt.encode(), derive_key_context="kvtide 1 cache salt").digest())

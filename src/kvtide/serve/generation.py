@@ -1,0 +1,122 @@
+"""One answer of the model: from the tokens of a prompt to pieces of text, by way of the store.
+
+The pieces are made in a stopping criterion: ``generate`` asks it after every token whether to go on, so it sees each
+token as it comes, and can end the answer at that very token, because a stop string came or because nobody listens any
+more. (A streamer gets the token later, and cannot end anything.) A prefill cannot be ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvtide import Tenant
+from kvtide.engines.transformers import Attached
+from kvtide.serve.loading import Loaded
+from kvtide.serve.text import Decoder, Stops
+
+__all__ = ["Answered", "Ask", "Engine", "Sampling"]
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen. What is None is the model's own, as its files say, or OpenAI's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+class Ask(NamedTuple):
+    """A prompt, and what its answer may be."""
+
+    tokens: Sequence[int]
+    most: int
+    """Tokens of the answer."""
+    stop: Sequence[str]
+    sampling: Sampling
+    tenant: Tenant
+
+
+class Answered(NamedTuple):
+    """An answer is complete."""
+
+    finish: Literal["stop", "length"]
+    prompt: int
+    """Tokens of the prompt."""
+    completion: int
+    """Tokens of the answer, with the one that ended it."""
+    cached: int
+    """Tokens of the prompt that were not computed."""
+
+
+class _Voice(StoppingCriteria):
+    """Tells the text of an answer as its tokens come."""
+
+    def __init__(self, tokenizer: Any, ask: Ask, say: Callable[[str], None], left: Callable[[], bool]) -> None:
+        self._decoder = Decoder(partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        self.stops = Stops(ask.stop)
+        self._seen = len(ask.tokens)
+        self._say = say
+        self._left = left
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        for token in input_ids[0, self._seen :].tolist():
+            self._tell(self.stops.put(self._decoder.put(token)))
+        self._seen = input_ids.shape[1]
+        return torch.full((1,), self.stops.met or self._left(), device=input_ids.device)
+
+    def end(self) -> None:
+        """Tell what was held back."""
+        self._tell(self.stops.put(self._decoder.end()) + self.stops.end())
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self._say(text)
+
+
+class Engine:
+    """A model with a store. Answers one ask at a time."""
+
+    def __init__(self, loaded: Loaded, attached: Attached) -> None:
+        self.loaded = loaded
+        self._attached = attached
+        end = loaded.model.generation_config.eos_token_id
+        self._ends = set(end if isinstance(end, list) else [end])
+
+    def answer(self, ask: Ask, say: Callable[[str], None], left: Callable[[], bool]) -> Answered:
+        """Tell the text of an answer piece by piece. It ends early when ``left`` says that nobody listens."""
+        voice = _Voice(self.loaded.tokenizer, ask, say, left)
+        prompt = torch.tensor([ask.tokens], device=self.loaded.model.device)
+        output, report = self._attached.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=ask.most,
+            stopping_criteria=StoppingCriteriaList([voice]),
+            tenant=ask.tenant,
+            **self._choice(ask.sampling),
+        )
+        voice.end()
+        new = output[0, len(ask.tokens) :].tolist()
+        ended = voice.stops.met or new[-1] in self._ends
+        return Answered("stop" if ended else "length", len(ask.tokens), len(new), sum(report.cached))
+
+    def _choice(self, sampling: Sampling) -> dict[str, Any]:
+        """The arguments of ``generate`` that say how tokens are chosen; the dice are thrown anew."""
+        own = self.loaded.model.generation_config
+        temperature = _first(sampling.temperature, own.temperature, 1.0)
+        if temperature == 0:
+            return {"do_sample": False}
+        if sampling.seed is None:
+            torch.seed()  # the last request may have given one
+        else:
+            torch.manual_seed(sampling.seed)
+        top_p, top_k = _first(sampling.top_p, own.top_p, 1.0), _first(own.top_k, 0)
+        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+
+
+def _first(*values: float | None) -> Any:
+    return next(value for value in values if value is not None)

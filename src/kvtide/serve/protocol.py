@@ -1,0 +1,150 @@
+"""What clients may ask for, in OpenAI's words, and how they are told what is wrong with it.
+
+A parameter that is ignored though it would change the answer is a wrong answer. So each is in one of four lists: those
+that work (the structs), those that change nothing here (``_IDLE``), those that work at one value only (``_USUAL``),
+and the rest, which is an error that names it. A parameter that is null was not given.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "Request", "parse"]
+
+
+class ApiError(Exception):
+    """The answer to a request that cannot be done."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Padding against those who see the lengths of encrypted packets; there is none here."""
+
+
+class Request(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take."""
+
+    model: str = ""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class Part(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """A piece of a message. Pictures and sounds are not for us."""
+
+    text: str
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """A message, as a client writes it or got it in an answer."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
+    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+
+
+class ChatRequest(Request, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class CompletionRequest(Request, kw_only=True):
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+
+
+_IDLE = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Parameters that cannot change an answer of ours."""
+
+_USUAL: dict[str, list[Any]] = {
+    "best_of": [1],
+    "echo": [False],
+    "frequency_penalty": [0],
+    "function_call": ["none", "auto"],
+    "functions": [[]],
+    "logit_bias": [{}],
+    "logprobs": [False],
+    "modalities": [["text"]],
+    "n": [1],
+    "presence_penalty": [0],
+    "response_format": [{"type": "text"}],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "tools": [[]],
+    "top_logprobs": [0],
+}
+"""Parameters that must have one of these values, or none."""
+
+T = TypeVar("T", bound=Request)
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """The request in a body. Raises ApiError for whatever is not as it must be."""
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not a JSON object: {error}") from error
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    wanted = {}
+    for name, value in given.items():
+        if value is None or name in _IDLE:
+            continue
+        if name in _USUAL:
+            if not any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _USUAL[name]):
+                raise ApiError(
+                    400, f"{name} is {value!r}; this server can do {_or(_USUAL[name])} only", name, "unsupported_value"
+                )
+        elif name in known:
+            wanted[name] = value
+        else:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+            raise ApiError(400, f"this server does not know the parameter {name}; {hint}", name, "unknown_parameter")
+    try:
+        return msgspec.convert(wanted, kind)
+    except msgspec.ValidationError as error:
+        found = re.search(r"\$\.(\w+)", str(error)) or re.search(r"missing required field `(\w+)`", str(error))
+        raise ApiError(400, str(error).replace("$.", ""), found[1] if found else None, "invalid_value") from error
+
+
+def _or(values: list[Any]) -> str:
+    return " or ".join(msgspec.json.encode(value).decode() for value in values)

@@ -1,0 +1,75 @@
+"""The process of ``kvtide serve``: from a model's name to a server that answers, and its end in good order.
+
+On SIGTERM or SIGINT uvicorn takes no new connections and waits for the requests that it has; what is not answered in
+time is told to stop, which it does at its next token. Then the store writes down what is worth keeping.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+import kvtide
+from kvtide.engines.transformers import attach
+from kvtide.errors import ConfigError
+from kvtide.serve.app import Service
+from kvtide.serve.generation import Engine
+from kvtide.serve.loading import Loaded
+
+__all__ = ["listen", "serve"]
+
+log = logging.getLogger("kvtide.serve")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take an address. Raises ConfigError if it cannot be had."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}; give another --host or --port") from error
+
+
+def serve(
+    loaded: Loaded,
+    store: kvtide.Store | kvtide.Client,
+    at: socket.socket,
+    *,
+    waiting: int = 16,
+    limit: int | None = None,
+    api_key: str | None = None,
+    stop_seconds: int = 30,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve a model with a store at a socket, until SIGTERM or SIGINT. ``ready`` is called when clients may come.
+
+    Then finish what runs, for ``stop_seconds`` at most, and take as long again to close the store: if that is not
+    enough the process ends at once, whatever hangs.
+    """
+    attached = attach(loaded.model, store)
+    service = Service(Engine(loaded, attached), store, waiting=waiting, limit=limit, api_key=api_key)
+    server = uvicorn.Server(
+        uvicorn.Config(service.app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=stop_seconds)
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn has its own while it runs, and raises it again at its end
+    ready()
+    server.run(sockets=[at])
+
+    def close() -> None:
+        service.close()
+        attached.detach()
+        store.close()
+
+    closing = threading.Thread(target=close, name="kvtide-close", daemon=True)
+    closing.start()
+    closing.join(stop_seconds)
+    if closing.is_alive():
+        log.warning("not all was stored within %d seconds; the rest is lost", stop_seconds)
+        logging.shutdown()
+        os._exit(1)
