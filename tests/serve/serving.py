@@ -13,10 +13,10 @@ import openai
 import uvicorn
 
 import kvtide
+from kvtide.engines.loading import Loaded, load
 from kvtide.engines.transformers import attach
 from kvtide.serve.app import Service
 from kvtide.serve.generation import Answered, Ask, Engine
-from kvtide.serve.loading import Loaded, load
 from kvtide.serve.run import listen
 from tests.node.serving import eventually
 

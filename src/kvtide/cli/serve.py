@@ -70,8 +70,8 @@ def serve(
     from rich.console import Console
     from transformers.utils import logging as noise
 
+    from kvtide.engines.loading import load
     from kvtide.serve import run
-    from kvtide.serve.loading import load
 
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

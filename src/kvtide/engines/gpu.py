@@ -35,6 +35,8 @@ _BUFFERS = 2
 """Of a lane: while one is on the bus the other is gathered."""
 _STAGING = 512 << 20
 """Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
+_AT_ONCE = 128
+"""Blocks of a buffer at most: the bus waits while we look up the first ones."""
 _STEP = 512
 """Words that a program of the kernel moves at once."""
 
@@ -218,7 +220,7 @@ class _Lane:
         sections = len(pages.sections)
         section = pages.heads * n * pages.atom
         self._make_buffers(section)
-        blocks = max(1, self._nbytes // (section * sections))
+        blocks = max(1, min(_AT_ONCE, self._nbytes // (section * sections)))
         at_once = max(1, min(sections, self._nbytes // section))
         word = _word(pages)
         for i in range(0, len(copies), blocks):

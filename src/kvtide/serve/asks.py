@@ -9,9 +9,9 @@ from blake3 import blake3
 from jinja2 import TemplateError
 
 from kvtide import Tenant
+from kvtide.engines.loading import Loaded
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.serve.generation import Ask, Sampling
-from kvtide.serve.loading import Loaded
 from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest
 
 __all__ = ["Asker"]

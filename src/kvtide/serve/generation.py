@@ -15,8 +15,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvtide import Tenant
+from kvtide.engines.loading import Loaded
 from kvtide.engines.transformers import Attached
-from kvtide.serve.loading import Loaded
 from kvtide.serve.text import Decoder, Stops
 
 __all__ = ["Answered", "Ask", "Engine", "Sampling"]

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import uvicorn
 
 import kvtide
+from kvtide.engines.loading import Loaded
 from kvtide.engines.transformers import attach
 from kvtide.errors import ConfigError
 from kvtide.serve.app import Service
 from kvtide.serve.generation import Engine
-from kvtide.serve.loading import Loaded
 
 __all__ = ["listen", "serve"]
 
