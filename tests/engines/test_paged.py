@@ -231,6 +231,14 @@ def test_an_unknown_packing_is_read_by_its_own_kind_alone() -> None:
         HostMover().load(Pages(layout, "full", words, packing="plain"), [Copy(block, range(8))])
 
 
+def test_packed_pages_are_of_the_layouts_size() -> None:
+    """Atoms of 8 tokens are not two of 4, and would be read as such."""
+    words = list(random_words(4, 4, 2, 8, 8, dtype="bfloat16"))
+    Pages(layout_of(page=4), "full", words)
+    with pytest.raises(LayoutError, match="give the layout the engine's page"):
+        Pages(layout_of(page=4, packing="vec"), "full", words)
+
+
 def test_a_store_never_converts() -> None:
     pages = Pages(layout_of(), "full", list(random_words(4, 8, 2, 4, 8, dtype="bfloat16")), packing="vec")
     with pytest.raises(LayoutError, match="its own packing 'vec'"):

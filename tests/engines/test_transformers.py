@@ -16,11 +16,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvtide
 from kvtide import Store, Tenant, config
 from kvtide.block import LOSSY
+from kvtide.engines.paged import HostMover, Move, Pages
+from kvtide.engines.prompts import Prompts
 from kvtide.engines.transformers import Attached, Report, attach
 from kvtide.errors import LayoutError, RightError
 from kvtide.testing.faults import Fault, FaultyDisk, How
@@ -444,6 +446,77 @@ def test_what_is_computed_sooner_is_not_loaded(llama: PreTrainedModel, tmp_path:
             answer = attached.generate(**batch, **MORE)
             assert answer.report.cached == (cached,)
             assert torch.equal(answer.output, plain(llama, batch))
+
+
+def test_whatever_goes_wrong_in_a_load_is_not_the_callers(
+    llama: PreTrainedModel, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU without memory, a compiler that is missing: errors that are not ours."""
+
+    class Broken(HostMover):
+        def load(self, pages: Pages, copies: Any) -> Move:
+            raise torch.OutOfMemoryError
+
+    batch = padded(prompt(300))
+    with attach(llama, store) as attached:
+        attached.generate(**batch, **MORE)
+        monkeypatch.setattr(attached, "_movers", {torch.device("cpu"): Broken()})
+        answer = attached.generate(**batch, **MORE)
+        assert "OutOfMemoryError" in answer.report.reason
+        assert torch.equal(answer.output, plain(llama, batch))
+
+
+def test_prompt_tuning_is_passed_on_and_stores_nothing(store: Store) -> None:
+    """As PEFT does it: what it prepares has other tokens before the prompt, which belong to no weight of the model."""
+    model, batch = tiny(), padded(prompt(300))
+    with attach(model, store) as attached:
+        vars(model)["prepare_inputs_for_generation"] = model.prepare_inputs_for_generation
+        assert "prepares" in attached.generate(**batch, **MORE).report.reason
+        del vars(model)["prepare_inputs_for_generation"]
+        assert attached.generate(**batch, **MORE).report.cached == (0,)
+
+
+def test_a_cache_that_holds_more_than_the_sequence_is_not_stored(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(), padded(prompt(300))
+    monkeypatch.setattr(transformers.DynamicCache, "get_seq_length", lambda self, layer_idx=0: 1000)
+    with attach(model, store) as attached:
+        attached._keep(
+            attached.store.session(attached.identity()), [], Prompts([], []), DynamicCache(), batch["input_ids"]
+        )
+    assert "not stored" in caplog.text
+
+
+def test_no_past_is_no_past_of_the_callers(llama: PreTrainedModel, store: Store) -> None:
+    batch = padded(prompt(300))
+    with attach(llama, store) as attached:
+        for cached in (0, 256):
+            answer = attached.generate(**batch, **MORE, past_key_values=None)
+            assert answer.report.cached == (cached,)
+
+
+def test_adapters_of_each_row_are_passed_on(store: Store) -> None:
+    model = tiny()
+    layer: Any = model.model.layers[0].self_attn.q_proj
+    layer._active_adapter, layer._disable_adapters, layer.merged_adapters, layer.scaling = ["a"], False, [], {"a": 1.0}
+    with attach(model, store) as attached:
+        hook = layer.register_forward_pre_hook(lambda *_: None)
+        assert "another adapter for each row" in attached.generate(**padded(prompt(300)), **MORE).report.reason
+        hook.remove()
+        assert [cached(attached), cached(attached)] == [0, 256]
+
+
+def test_more_tenants_than_are_remembered(llama: PreTrainedModel, store: Store) -> None:
+    """The oldest sessions are closed; their blocks are found again."""
+    batch = padded(prompt(300))
+    tenants = [Tenant(f"{i}", bytes([i]) * 32) for i in range(1, 70)]
+    with attach(llama, store) as attached:
+        for tenant in tenants:
+            assert attached.generate(**batch, tenant=tenant, max_new_tokens=1).report.cached == (0,)
+        attached.flush()
+        assert store.statistics().sessions <= 65
+        assert attached.generate(**batch, tenant=tenants[0], max_new_tokens=1).report.cached == (256,)
 
 
 def test_a_store_that_was_closed_changes_no_answer(llama: PreTrainedModel) -> None:

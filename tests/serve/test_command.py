@@ -122,6 +122,11 @@ def test_a_node_and_settings_do_not_go_together(
     assert "give one of them" in said
 
 
+def test_an_empty_key_is_not_no_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that was not filled in must not open the server."""
+    assert "the API key is empty" in complaint(capsys, monkeypatch, "smollm2", "--api-key", "")
+
+
 def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

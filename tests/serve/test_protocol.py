@@ -53,6 +53,13 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, value: Any, says: str
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
+def test_what_a_client_sent_is_not_told_again_at_length() -> None:
+    for name, value in [("x" * 100_000, 1), ("n", "y" * 100_000)]:
+        with pytest.raises(ApiError) as caught:
+            chat(**{name: value})
+        assert len(str(caught.value.body)) < 1000
+
+
 def test_a_prompt_must_be_there() -> None:
     with pytest.raises(ApiError, match="prompt") as caught:
         parse(b"{}", CompletionRequest)

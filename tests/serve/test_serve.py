@@ -170,6 +170,12 @@ def test_a_seed_makes_chance_repeatable(served: Served) -> None:
 # -- who shares what --------------------------------------------------------------------------------------
 
 
+def test_a_temperature_that_is_almost_none_is_none(served: Served) -> None:
+    """Logits divided by it would be infinite."""
+    cold, colder = (served.complete("Once upon a time", temperature=t).choices[0].text for t in (0, 1e-40))
+    assert cold == colder
+
+
 def test_salts_share_nothing(served: Served) -> None:
     def known(**more: Any) -> int:
         return cached(served.complete(f"Of salts. {LONG}", max_tokens=1, **more))

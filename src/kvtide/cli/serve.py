@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import logging
 import sys
 from enum import StrEnum
@@ -63,6 +64,8 @@ def serve(
         [bold]curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
         -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("the API key is empty: anybody could ask. Give one, or leave --api-key out")
     if store and file:
         raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -81,6 +84,8 @@ def serve(
         noise.disable_progress_bar()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with run.listen(host, port) as at, _home(store, file) as home:
+        if not api_key and not ipaddress.ip_address(at.getsockname()[0]).is_loopback:
+            console.print(f"anybody who reaches {host} can use this model: --api-key asks them for one", markup=False)
         console.print(f"loading {model} ...", markup=False)
         loaded = load(model, dtype.value)
         place = f"[{host}]" if ":" in host else host

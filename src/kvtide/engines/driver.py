@@ -18,11 +18,12 @@ from kvtide.block import Span
 from kvtide.engines.paged import address
 from kvtide.errors import TierError
 
-__all__ = ["Registry", "copy", "copy_rows"]
+__all__ = ["REGISTRY", "Registry", "copy", "copy_rows"]
 
 _HOST, _DEVICE = 1, 2
 _KNOWN = 712
 """The driver's error for memory that is registered already."""
+_PORTABLE, _READ_ONLY = 0x01, 0x08
 
 
 class _Rows(ctypes.Structure):
@@ -83,11 +84,18 @@ def copy_rows(host: int, pitch: int, device: int, width: int, rows: int, stream:
 
 
 class Registry:
-    """Host memory that the driver knows. Safe from any thread."""
+    """Host memory that the driver knows: one for the process, as the driver has. Safe from any thread.
+
+    When a mapping goes its memory is gone before we hear of it, and another may already lie at the same address. So an
+    address that the driver still knows is registered anew, and who hears late that it went leaves it alone.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[int, weakref.finalize[[int, int], mmap.mmap]] = {}
+        self._lock = threading.RLock()  # a mapping may go at any point, here too
+        self._known: set[int] = set()
+        """Segments, by their identity."""
+        self._owner: dict[int, int] = {}
+        """Which of them lies at an address."""
 
     def find(self, span: Span) -> int:
         """Where ``span`` lies; the segment that it is in is registered from now on, while it lives."""
@@ -100,23 +108,27 @@ class Registry:
 
     def _register(self, segment: mmap.mmap) -> None:
         whole = memoryview(segment)
-        start, flags = address(whole), 0x08 if whole.readonly else 0
-        code = int(torch.cuda.cudart().cudaHostRegister(start, len(whole), flags))
-        if code not in (0, _KNOWN):
+        start, flags = address(whole), _PORTABLE | (_READ_ONLY if whole.readonly else 0)
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(start, len(whole), flags))
+        if code == _KNOWN:
+            runtime.cudaHostUnregister(start)
+            code = int(runtime.cudaHostRegister(start, len(whole), flags))
+        if code:
             raise TierError(
                 f"the GPU cannot use {len(whole)} bytes of host memory (cudaHostRegister: error {code}); "
                 "raise the limit of locked memory (ulimit -l), or make the DRAM tier smaller"
             )
-        end = weakref.finalize(segment, self._forget, id(segment), start)
-        end.atexit = False
-        self._known[id(segment)] = end
+        weakref.finalize(segment, self._forget, id(segment), start).atexit = False
+        self._known.add(id(segment))
+        self._owner[start] = id(segment)
 
     def _forget(self, name: int, start: int) -> None:
-        self._known.pop(name, None)
-        torch.cuda.cudart().cudaHostUnregister(start)
-
-    def close(self) -> None:
-        """Unregister everything."""
         with self._lock:
-            for end in list(self._known.values()):
-                end()
+            self._known.discard(name)
+            if self._owner.get(start) == name:
+                del self._owner[start]
+                torch.cuda.cudart().cudaHostUnregister(start)
+
+
+REGISTRY = Registry()

@@ -10,6 +10,7 @@ layers keep all tokens here; the mask hides what is outside the window, as it do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -104,16 +105,14 @@ def fill(
     room = border + group.page - 1  # a row's last page may have tokens beyond the border
     shape = (2 * group.layers, len(found), group.heads, room, group.head_dim)
     memory = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
-    moves = []
-    for row, (loaded, pad) in enumerate(zip(found, pads, strict=True)):
-        memory[:, row, :, : min(pad, border)] = 0
-        if border > pad:
-            count = -(-(border - pad) // group.page)
-            wanted = list(enumerate(loaded.blocks))[: -(-(border - pad) // layout.block_tokens)]
-            copies = _copies(layout, wanted, count)
-            moves.append(mover.load(_pages(layout, list(memory), row, pad, count), copies))
-    for move in moves:
-        move.wait()
+    with ExitStack() as moves:  # all are waited for, though one fails: both ends of a copy stay until it is over
+        for row, (loaded, pad) in enumerate(zip(found, pads, strict=True)):
+            memory[:, row, :, : min(pad, border)] = 0
+            if border > pad:
+                count = -(-(border - pad) // group.page)
+                wanted = list(enumerate(loaded.blocks))[: -(-(border - pad) // layout.block_tokens)]
+                copies = _copies(layout, wanted, count)
+                moves.callback(mover.load(_pages(layout, list(memory), row, pad, count), copies).wait)
     cache = DynamicCache()
     for keys, values in memory[:, :, :, :border].unflatten(0, (group.layers, 2)):
         layer = DynamicLayer()

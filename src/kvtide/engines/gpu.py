@@ -44,17 +44,20 @@ _STEP = 512
 class GpuMove(Move):
     """Copies that a lane makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.begun = threading.Event()
         """Everything is on its streams, or failed."""
         self.end = torch.cuda.Event()
         self.error: BaseException | None = None
 
+    # A move that failed may have copies under way: it ends when they do.
+
     def done(self) -> bool:
-        if not self.begun.is_set():
+        if not self.begun.is_set() or not self.end.query():
             return False
         self._check()
-        return bool(self.end.query())
+        return True
 
     def wait(self) -> None:
         self.begun.wait()
@@ -63,8 +66,10 @@ class GpuMove(Move):
 
     def join(self) -> None:
         self.begun.wait()
+        if self.error is not None:
+            self.end.synchronize()
         self._check()
-        torch.cuda.current_stream().wait_event(self.end)
+        torch.cuda.current_stream(self._device).wait_event(self.end)
 
     def _check(self) -> None:
         if self.error is not None:
@@ -78,11 +83,9 @@ class GpuMover:
         device = torch.empty(0, device=device).device  # with its number
         if staging is None:
             staging = min(_STAGING, torch.cuda.get_device_properties(device).total_memory // 256)
-        registry = driver.Registry()
-        self._registry = registry
         each = staging // (2 * _BUFFERS) // 4096 * 4096
-        self._out = _Lane(device, each, registry, to_host=True)
-        self._in = _Lane(device, each, registry, to_host=False)
+        self._out = _Lane(device, each, to_host=True)
+        self._in = _Lane(device, each, to_host=False)
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
         pages.check_store(copies)
@@ -95,7 +98,6 @@ class GpuMover:
     def close(self) -> None:
         self._out.close()
         self._in.close()
-        self._registry.close()
 
 
 class _Buffer:
@@ -133,44 +135,51 @@ class _Job(NamedTuple):
 class _Lane:
     """One direction."""
 
-    def __init__(self, device: torch.device, nbytes: int, registry: driver.Registry, *, to_host: bool) -> None:
-        self._device, self._nbytes, self._registry, self._to_host = device, nbytes, registry, to_host
+    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
+        self._device, self._nbytes, self._to_host = device, nbytes, to_host
         self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._buffers: Iterator[_Buffer] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
+        self._lock = threading.Lock()
         name = f"kvtide-gpu-{'store' if to_host else 'load'}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
         pages.check(copies)
-        if self._closed:
-            raise ClosedError("this mover is closed; make another")
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
-        move = GpuMove()
-        self._jobs.put(_Job(pages, copies, after, move))
+        move = GpuMove(self._device)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this mover is closed; make another")
+            self._jobs.put(_Job(pages, copies, after, move))
         return move
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
             self._jobs.put(None)
             self._thread.join()
             self._kernels.synchronize()
             self._copies.synchronize()
 
+    @torch.inference_mode()  # the engine's tensors may be of that kind, and then are written there alone
     def _run(self) -> None:
         torch.cuda.set_stream(self._kernels)  # of this thread: what torch does here, it does there
         while (job := self._jobs.get()) is not None:
             try:
-                self._move(job)
+                try:
+                    self._move(job)
+                finally:
+                    self._kernels.wait_stream(self._copies)
+                    job.move.end.record(self._kernels)
             except Exception as e:  # noqa: BLE001 - whoever waits for the move is told
                 job.move.error = e
-            self._kernels.wait_stream(self._copies)
-            job.move.end.record(self._kernels)
-            job.move.begun.set()
+            finally:
+                job.move.begun.set()
             del job  # else the engine's tensors would live until the next
 
     def _move(self, job: _Job) -> None:
@@ -195,8 +204,9 @@ class _Lane:
         if self._buffers is None or least > self._nbytes:
             self._kernels.synchronize()
             self._copies.synchronize()
-            self._nbytes = max(self._nbytes, least)
-            self._buffers = itertools.cycle([_Buffer(self._nbytes, self._device) for _ in range(_BUFFERS)])
+            nbytes = max(self._nbytes, least)
+            self._buffers = itertools.cycle([_Buffer(nbytes, self._device) for _ in range(_BUFFERS)])
+            self._nbytes = nbytes
 
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:
@@ -225,7 +235,7 @@ class _Lane:
         word = _word(pages)
         for i in range(0, len(copies), blocks):
             some = copies[i : i + blocks]
-            places = np.array([self._registry.find(c.block) for c in some])
+            places = np.array([driver.REGISTRY.find(c.block) for c in some])
             order = np.argsort(places)  # neighbours in memory go together
             some, places = [some[k] for k in order], places[order]
             entries = np.empty((len(some), n, 2), np.int64)
@@ -284,7 +294,7 @@ class _Lane:
         whole = width == size and row == stride
         if whole and len(span) == len(pages.sections):
             nbytes = pages.geometry.footprint
-            for start, count in _neighbours(places, nbytes):
+            for start, count in _neighbours(copies, places, nbytes):
                 self._copy(places[start], device + start * nbytes, count * nbytes)
             return
         for i, (copy, place) in enumerate(zip(copies, places, strict=True)):
@@ -309,7 +319,7 @@ class _Lane:
         nbytes = pages.geometry.footprint
         for copy in copies:
             raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            driver.copy(raw.data_ptr(), self._registry.find(copy.block), nbytes, self._kernels.cuda_stream)
+            driver.copy(raw.data_ptr(), driver.REGISTRY.find(copy.block), nbytes, self._kernels.cuda_stream)
             block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
             numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
             for section, part in zip(pages.sections, block, strict=True):
@@ -324,7 +334,7 @@ class _Lane:
         at_once = max(1, self._nbytes // (8 * pages.heads * pages.each * pages.atom))
         self._make_buffers(row)
         for copy in (c for c in copies if len(c.pages)):
-            place = self._registry.find(copy.block) + pages.share.start * size
+            place = driver.REGISTRY.find(copy.block) + pages.share.start * size
             for first in range(0, pages.group.layers, at_once):
                 layers = range(first, min(pages.group.layers, first + at_once))
                 with self._buffer() as buffer:
@@ -350,10 +360,15 @@ def _word(pages: Pages) -> int:
     return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
 
 
-def _neighbours(places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Slots that follow one another in memory: the first, and how many."""
+def _neighbours(copies: Sequence[Copy], places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Slots of one segment that follow one another in memory: the first, and how many. Another segment may lie right
+    after it, but is registered for itself, and no DMA goes over both."""
     start = 0
     for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + nbytes:
+        if (
+            i == len(places)
+            or places[i] != places[i - 1] + nbytes
+            or copies[i].block.obj is not copies[i - 1].block.obj
+        ):
             yield start, i - start
             start = i

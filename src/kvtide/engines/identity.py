@@ -156,10 +156,16 @@ def _plain(value: Any) -> Value:
 
 
 def adapters(module: torch.nn.Module) -> str:
-    """The adapters that are at work in a model, as PEFT keeps them in its layers; empty where there are none."""
+    """The adapters that are at work in a model, as PEFT keeps them in its layers; empty where there are none.
+
+    Raises LayoutError where each row of a batch has its own: PEFT tells the layers by hooks, for one call.
+    """
+    layers = [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "_active_adapter")]
+    for name, layer in layers:
+        if layer._forward_pre_hooks:
+            raise LayoutError(f"{name} has a hook that may choose another adapter for each row")
     return "; ".join(
         f"{name}: {layer._active_adapter} off={layer._disable_adapters} merged={layer.merged_adapters} "
         f"scaling={sorted(getattr(layer, 'scaling', {}).items())}"
-        for name, layer in module.named_modules()
-        if hasattr(layer, "_active_adapter")
+        for name, layer in layers
     )

@@ -74,6 +74,12 @@ class Pages:
                 f"{self.share.stop - self.share.start} heads of {self.group.head_dim}, and a block of {whole} tokens "
                 "is made of whole pages"
             )
+        packed = self.packing == self.group.packing != "plain" and not self.form
+        if packed and self.tokens != self.group.page:
+            raise LayoutError(
+                f"a page of {self.tokens} tokens in packing {self.packing!r} is not made of pages of "
+                f"{self.group.page}, as the layout of group {group!r} has them: give the layout the engine's page"
+            )
         self.heads = heads
         self.each = whole // self.tokens
         """Pages of a block."""

@@ -28,8 +28,8 @@ import atexit
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -42,13 +42,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvtide
 from kvtide.block import LOSSY, Layout
+from kvtide.door import Door
 from kvtide.engines.background import Background
 from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.identity import Weights, adapters, settings
 from kvtide.engines.paged import Mover, mover
 from kvtide.engines.prefill import Prefill
 from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
-from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.match import Loaded
 from kvtide.session import Home, Session
@@ -59,6 +60,8 @@ log = logging.getLogger("kvtide.transformers")
 
 _WAITING = 4
 """Answers whose KV may wait to be stored. They keep it in the model's memory."""
+_PATIENCE = 5.0
+"""Seconds that a call waits for those before it to be stored."""
 _SESSIONS = 64
 """Models (by their weights) and tenants that are remembered."""
 
@@ -134,6 +137,9 @@ class Attached:
         """Of which weights, too: others may have another dtype."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._movers: dict[torch.device, Mover] = {}
+        self._used: Counter[bytes] = Counter()
+        """By how many calls each is used."""
+        self._door = Door("this model was detached from its store")
         self._lock = threading.Lock()
         self._statistics = Statistics()
         self.prefill = Prefill()
@@ -158,27 +164,34 @@ class Attached:
         prompts = self._prompts(call)
         if isinstance(prompts, Refused):
             return Answer(self._original(**call), self._passed_on(prompts.reason))
-        try:
-            session = self._session(tenant)
-            self._background.flush()  # so that a turn finds the one before
-            chains = [session.chain(row) for row in prompts.rows]
-            cache, border = self._load(session, chains, prompts)
-        except KvtideError as error:
-            return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
-        if call.get("cache_implementation"):
-            call["cache_implementation"] = None  # it is ours
-        watch = self.prefill.watch(call)
-        output = self._original(**call, past_key_values=cache)
-        self.prefill.seen(watch, len(chains) * (prompts.length - border))
-        self._keep(session, chains, prompts, cache, output)
-        cached = tuple(max(0, border - pad) for pad in prompts.pads)
-        return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), cached)))
+        with ExitStack() as use:
+            try:
+                with self._door:
+                    session = use.enter_context(self._session(tenant))
+                    self._background.flush(_PATIENCE)  # so that a turn finds the one before
+                    chains = [session.chain(row) for row in prompts.rows]
+                    cache, border = self._load(session, chains, prompts)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
+                return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
+            if call.get("cache_implementation"):
+                call["cache_implementation"] = None  # it is ours
+            watch = self.prefill.watch(call)
+            output = self._original(**call | {"past_key_values": cache})
+            self.prefill.seen(watch, len(chains) * (prompts.length - border))
+            try:
+                self._keep(session, chains, prompts, cache, output)
+            except Exception:  # the answer is there, whatever becomes of its KV
+                log.exception("what was generated is not stored")
+            cached = tuple(max(0, border - pad) for pad in prompts.pads)
+            return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), cached)))
 
     def _prompts(self, call: Call) -> Prompts | Refused:
         if self.model.training:
             return Refused("the model is in training mode; call model.eval()")
         if torch.is_autocast_enabled(self.model.device.type):
             return Refused("autocast is on")
+        if "prepare_inputs_for_generation" in vars(self.model):
+            return Refused("something else prepares the model's inputs, as prompt tuning does")
         return read(call, self.model.generation_config)
 
     def _passed_on(self, reason: str) -> Report:
@@ -210,16 +223,31 @@ class Attached:
             layout = self._layout[1]
         return Model(layout, name, settings(self.model.config), adapter=adapters(self.model), fidelity=self._fidelity)
 
-    def _session(self, tenant: Tenant) -> Session:
+    @contextmanager
+    def _session(self, tenant: Tenant) -> Iterator[Session]:
+        """The session of the model as it is now. While it is used it is not closed."""
         model = self.identity()
         name = model.namespace(tenant)
         with self._lock:
             if name not in self._sessions:
                 self._sessions[name] = self.store.session(model, tenant)
             self._sessions.move_to_end(name)
-            if len(self._sessions) > _SESSIONS and self._background.put(next(iter(self._sessions.values())).close):
-                self._sessions.popitem(last=False)
-            return self._sessions[name]
+            self._used[name] += 1
+            session = self._sessions[name]
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._used[name] -= 1
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Close a session that nobody uses, after what is to be stored in it. Under the lock."""
+        oldest = next((name for name in self._sessions if not self._used[name]), None)
+        if oldest is None or len(self._sessions) <= _SESSIONS:
+            return
+        if self._background.put(self._sessions[oldest].close):
+            del self._sessions[oldest], self._used[oldest]
 
     def _mover(self, device: torch.device) -> Mover:
         with self._lock:
@@ -249,6 +277,9 @@ class Attached:
         """Let the background store what is new."""
         returned = not isinstance(output, torch.Tensor)
         sequences = output.sequences if returned else output
+        if cache.get_seq_length() != sequences.shape[1] - 1:
+            log.warning("what was generated is not stored: the cache does not hold the prompt and its answer alone")
+            return
         new = sequences[:, prompts.length : cache.get_seq_length()].cpu().numpy().astype(np.uint32)
         job = self._background.put(partial(self._store, session, chains, prompts.pads, new, sections_of(cache)))
         if job is None:
@@ -284,12 +315,13 @@ class Attached:
             return replace(self._statistics, passed_on=Counter(self._statistics.passed_on))
 
     def detach(self) -> None:
-        """Give the model its own ``generate`` back, store what is waiting, and let the store go."""
+        """Give the model its own ``generate`` back, wait for loads, store what is waiting, and let the store go."""
         if vars(self.model).get("generate") == self._generate:
             del vars(self.model)["generate"]
             if self._shadowed is not None:
                 vars(self.model)["generate"] = self._shadowed
         atexit.unregister(self.detach)
+        self._door.shut()
         self._background.close()
         with self._lock:
             sessions, self._sessions = self._sessions, OrderedDict()

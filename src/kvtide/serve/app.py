@@ -28,8 +28,10 @@ from kvtide.serve.turns import Turn, Turns
 
 __all__ = ["Service"]
 
-_LARGEST = 32 << 20
-"""Bytes of a request."""
+_LARGEST = 8 << 20
+"""Bytes of a request: a million tokens, as numbers."""
+_PROMPTS = 128
+"""Of one request."""
 _RETRY = 2
 """Seconds after which one that was sent away may ask again."""
 
@@ -81,6 +83,8 @@ class Service:
 
     async def _answer(self, http: Request, request: ChatRequest | CompletionRequest, answers: Answers) -> Response:
         asks = await asyncio.to_thread(self._asker.asks, request)
+        if len(asks) > _PROMPTS:
+            raise ApiError(400, f"there are {len(asks)} prompts; send {_PROMPTS} at most", "prompt", "invalid_value")
         turn = self._turns.take(asks)
         if turn is None:
             error = ApiError(503, "too many requests wait for the model; ask again later", code="overloaded")

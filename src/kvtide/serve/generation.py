@@ -22,6 +22,10 @@ from kvtide.serve.text import Decoder, Stops
 __all__ = ["Answered", "Ask", "Engine", "Sampling"]
 
 
+_GREEDY = 1e-3
+"""Temperatures below are none: logits divided by them are infinite, and a GPU that draws from those is lost."""
+
+
 class Sampling(NamedTuple):
     """How tokens are chosen. What is None is the model's own, as its files say, or OpenAI's default."""
 
@@ -108,7 +112,7 @@ class Engine:
         """The arguments of ``generate`` that say how tokens are chosen; the dice are thrown anew."""
         own = self.loaded.model.generation_config
         temperature = _first(sampling.temperature, own.temperature, 1.0)
-        if temperature == 0:
+        if temperature < _GREEDY:
             return {"do_sample": False}
         if sampling.seed is None:
             torch.seed()  # the last request may have given one

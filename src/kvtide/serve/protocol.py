@@ -114,6 +114,9 @@ _USUAL: dict[str, list[Any]] = {
 }
 """Parameters that must have one of these values, or none."""
 
+_SHOWN = 100
+"""Letters of what a client sent that it is told again."""
+
 T = TypeVar("T", bound=Request)
 
 
@@ -128,17 +131,17 @@ def parse(body: bytes, kind: type[T]) -> T:
     for name, value in given.items():
         if value is None or name in _IDLE:
             continue
+        shown = name[:_SHOWN]
         if name in _USUAL:
             if not any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _USUAL[name]):
-                raise ApiError(
-                    400, f"{name} is {value!r}; this server can do {_or(_USUAL[name])} only", name, "unsupported_value"
-                )
+                said = f"{name} is {repr(value)[:_SHOWN]}; this server can do {_or(_USUAL[name])} only"
+                raise ApiError(400, said, name, "unsupported_value")
         elif name in known:
             wanted[name] = value
         else:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(shown, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
-            raise ApiError(400, f"this server does not know the parameter {name}; {hint}", name, "unknown_parameter")
+            raise ApiError(400, f"this server does not know the parameter {shown}; {hint}", shown, "unknown_parameter")
     try:
         return msgspec.convert(wanted, kind)
     except msgspec.ValidationError as error:

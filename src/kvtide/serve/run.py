@@ -24,6 +24,9 @@ from kvtide.serve.generation import Engine
 
 __all__ = ["listen", "serve"]
 
+_CONNECTIONS = 256
+"""At a time, besides those that wait for the model: each may have a request in memory."""
+
 log = logging.getLogger("kvtide.serve")
 
 
@@ -54,7 +57,14 @@ def serve(
     attached = attach(loaded.model, store)
     service = Service(Engine(loaded, attached), store, waiting=waiting, limit=limit, api_key=api_key)
     server = uvicorn.Server(
-        uvicorn.Config(service.app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=stop_seconds)
+        uvicorn.Config(
+            service.app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            timeout_graceful_shutdown=stop_seconds,
+            limit_concurrency=_CONNECTIONS + waiting,
+        )
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own while it runs, and raises it again at its end
