@@ -167,13 +167,13 @@ def test_a_seed_makes_chance_repeatable(served: Served) -> None:
     assert said(top_p=1e-6) == served.complete("Once upon a time", max_tokens=6).choices[0].text
 
 
-# -- who shares what --------------------------------------------------------------------------------------
-
-
 def test_a_temperature_that_is_almost_none_is_none(served: Served) -> None:
     """Logits divided by it would be infinite."""
     cold, colder = (served.complete("Once upon a time", temperature=t).choices[0].text for t in (0, 1e-40))
     assert cold == colder
+
+
+# -- who shares what --------------------------------------------------------------------------------------
 
 
 def test_salts_share_nothing(served: Served) -> None:
