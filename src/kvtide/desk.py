@@ -33,6 +33,8 @@ __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
 
+_FIRST_PART = 32 << 20
+
 
 class Names(Protocol):
     """The blocks of a prompt; a ``Chain`` is one."""
@@ -89,8 +91,8 @@ class Desk(Protocol):
         """Bytes that one reservation should have at most, so that there can be room for it."""
 
     @property
-    def eager(self) -> bool:
-        """Whether colder tiers want the first blocks of many before the last are copied."""
+    def first_part(self) -> int:
+        """Bytes that a store begins with: few where colder tiers wait for them, many where a part costs a message."""
 
     def match(self, names: Names, have: int, prefill: float | None) -> Holding:
         """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already."""
@@ -177,7 +179,7 @@ class LocalDesk:
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """What ends the keys of each group: the group's number."""
         self.largest = store.largest_part
-        self.eager = store.has_colder
+        self.first_part = _FIRST_PART if store.has_colder else self.largest
         self._checked = store.config.dram.checksum
         self._budget = store.config.dram.budget
         self._prefill = store.config.plan.prefill_tokens_per_second

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Home", "Session"]
 
-_FIRST_PART = 32 << 20
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -250,8 +247,7 @@ class Session:
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
             # one before, because a part costs something too; none is so large that others could not make room for it.
             most = self._desk.largest // geometry.footprint
-            step = min(_FIRST_PART // geometry.footprint, most) if self._desk.eager else most
-            first, step = start, max(1, step)
+            first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
             with contextlib.ExitStack() as parts:
                 last: Reservation | None = None
                 while first < start + len(given):

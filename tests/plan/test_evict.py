@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide import BlockRemoved, Session, Store, Tenant, session
+from kvtide import BlockRemoved, Session, Store, Tenant
 from kvtide.block import ALIGN, BlockKey
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan.evict import Evictor
@@ -38,13 +38,13 @@ STEPS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("part", [session._FIRST_PART, 1], ids=["at once", "in parts"])
+@pytest.mark.parametrize("part", [1 << 30, 1], ids=["at once", "in parts"])
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, max_size=14))
 def test_no_block_outlives_its_parent(part: int, steps: list[tuple[str, tuple[int, ...], int]]) -> None:
     """Whatever is stored and asked for, what is present is always whole prefixes: nothing useless takes room."""
     with pytest.MonkeyPatch.context() as patch, open_store() as store, store.session(MODEL) as mine:
-        patch.setattr(session, "_FIRST_PART", part)
+        patch.setattr(mine.desk, "first_part", part)
         parents: dict[BlockKey, BlockKey] = {}
         for verb, path, number in steps:
             tokens = prompt(*path)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvtide import BlockRemoved, BlockStored, Session
-from kvtide import session as session_module
 from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.tiers.base import NOWHERE
@@ -385,8 +384,8 @@ def test_in_eviction_mode_a_block_that_was_dropped_while_held_is_not_saved() -> 
 
 def test_in_eviction_mode_a_chain_longer_than_dram_is_saved_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own blocks are held while it is stored, and yet they are written down to make room for its end."""
-    monkeypatch.setattr(session_module, "_FIRST_PART", 1)
     with world(Gated(inline=True), mode="eviction") as w:
+        monkeypatch.setattr(w.session.desk, "first_part", 1)
         path = range(2 * SLOTS)
         assert w.session.store(prompt(*path), content(w.session, prompt(*path))).stored == 2 * SLOTS
         with w.session.match(prompt(*path), have=SLOTS * TOKENS) as match:

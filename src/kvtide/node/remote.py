@@ -112,7 +112,7 @@ class RemoteDesk:
         self._number = 0
         self._invited: tuple[str, int] | None = None
 
-    eager = True
+    first_part = 128 << 20
 
     @property
     def largest(self) -> int:
