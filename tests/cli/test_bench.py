@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from bench.report import FORMS, PAGE, forms, page, read_records
@@ -39,6 +40,13 @@ def test_an_unknown_figure_is_named() -> None:
     assert isinstance(result.exception, ConfigError)
     assert "'memory'" in str(result.exception)
     assert "dram" in str(result.exception)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    result = CliRunner().invoke(app, ["bench", "gpu", "--quick"])
+    assert isinstance(result.exception, ConfigError)
+    assert "no GPU that torch can use" in str(result.exception)
 
 
 def test_without_the_model_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

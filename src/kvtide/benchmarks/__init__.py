@@ -10,7 +10,7 @@ from kvtide.benchmarks.disk import nvme
 from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
 from kvtide.benchmarks.record import Record
-from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.benchmarks.settings import MIB, Settings, chosen
 from kvtide.errors import ConfigError
 
 __all__ = ["FIGURES", "run"]
@@ -28,8 +28,9 @@ FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
 
 def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
     """Measure everything, or only the parts that are named."""
+    figures = chosen(FIGURES, only)
     free = shutil.disk_usage(settings.folder).free
     if free < (4 if settings.quick else 16) * 1024 * MIB:
         raise ConfigError(f"{settings.folder} has only {free // MIB} MiB free; give --path on a disk with more")
-    for name in only or FIGURES:
-        yield from FIGURES[name](settings)
+    for measure in figures:
+        yield from measure(settings)

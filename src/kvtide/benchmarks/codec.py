@@ -9,6 +9,7 @@ lose anyway. Speed is that of one thread, by the time that it had a processor: a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,26 +72,20 @@ def _errors(settings: Settings, texts: Sequence[Reading]) -> Iterator[Record]:
             pair = text.keys.bfloat16(), text.values.bfloat16()
             found.append(text.error(*(_through(form, *pair) if form else pair)))
         divergences, agreements = zip(*found, strict=True)
-        yield figure(
-            f"codec-{name}-divergence",
-            "nats/token",
-            divergences,
-            better="lower",
-            command=settings.command,
-            note=_by_text(texts, divergences),
-        )
-        yield figure(
-            f"codec-{name}-agreement",
-            "%",
-            agreements,
-            better="higher",
-            command=settings.command,
-            note=_by_text(texts, agreements),
-        )
+        yield _error(settings, f"codec-{name}-divergence", "nats/token", texts, divergences, "lower")
+        yield _error(settings, f"codec-{name}-agreement", "%", texts, agreements, "higher")
 
 
-def _by_text(texts: Sequence[Reading], values: Sequence[float]) -> str:
-    return ", ".join(f"{text.name} {value:.3g}" for text, value in zip(texts, values, strict=True))
+def _error(
+    settings: Settings,
+    name: str,
+    unit: str,
+    texts: Sequence[Reading],
+    values: Sequence[float],
+    better: Literal["higher", "lower"],
+) -> Record:
+    note = ", ".join(f"{text.name} {value:.3g}" for text, value in zip(texts, values, strict=True))
+    return figure(name, unit, values, better=better, command=settings.command, note=note)
 
 
 def _lossy(settings: Settings, keys: Tensor, values: Tensor) -> Iterator[Record]:

@@ -10,7 +10,7 @@ from kvtide.benchmarks.decode import decode
 from kvtide.benchmarks.first_token import first_token, first_token_nvme
 from kvtide.benchmarks.pages import pages
 from kvtide.benchmarks.record import Record
-from kvtide.benchmarks.settings import Settings
+from kvtide.benchmarks.settings import Settings, chosen
 from kvtide.errors import ConfigError
 
 __all__ = ["GPU_FIGURES", "gpu"]
@@ -27,7 +27,5 @@ def gpu(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
     """Measure everything, or only the parts that are named."""
     if not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU that torch can use")
-    for name in only or GPU_FIGURES:
-        if name not in GPU_FIGURES:
-            raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(GPU_FIGURES)}")
-        yield from GPU_FIGURES[name](settings)
+    for measure in chosen(GPU_FIGURES, only):
+        yield from measure(settings)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 import kvtide
 from kvtide.benchmarks.record import Contestant
+from kvtide.errors import ConfigError
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -22,6 +23,7 @@ __all__ = [
     "Peers",
     "Settings",
     "block_sources",
+    "chosen",
     "into",
     "layout_of",
     "size_name",
@@ -33,6 +35,9 @@ BLOCK_TOKENS = 256
 
 TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
 """Blocks of one page: the cost of a block without the cost of its bytes."""
+
+
+F = TypeVar("F")
 
 
 class Peers(Protocol):
@@ -83,6 +88,14 @@ class Settings:
 
     def rounds(self, full: int, quick: int) -> int:
         return quick if self.quick else full
+
+
+def chosen(figures: Mapping[str, F], only: Sequence[str]) -> list[F]:
+    """The figures of these names, or all. Raises ConfigError for a name that there is not."""
+    for name in only:
+        if name not in figures:
+            raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(figures)}")
+    return [figures[name] for name in only or figures]
 
 
 def layout_of(nbytes: int) -> kvtide.Layout:

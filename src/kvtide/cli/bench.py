@@ -60,11 +60,8 @@ def store(
 
     Example: kvtide bench store --quick --path /nvme
     """
-    from kvtide.benchmarks import FIGURES, run
+    from kvtide.benchmarks import run
 
-    for name in only or ():
-        if name not in FIGURES:
-            raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(FIGURES)}")
     _measure("store", only or [], quick, json, path, lambda settings: run(settings, only or ()))
 
 

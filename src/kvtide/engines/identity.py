@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtide.canonical import Value
+from kvtide.engines.paged import WORDS
 from kvtide.errors import LayoutError
 from kvtide.index.weights import WeightsId, from_samples, places
 
@@ -33,8 +34,6 @@ __all__ = ["Weights", "adapters", "settings"]
 
 _GLANCE = 64
 """Elements of each tensor that are read at every call."""
-
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _IDLE = {
     "architectures",
@@ -123,7 +122,7 @@ def _read(views: list[torch.Tensor]) -> list[bytes]:
     """The bytes of many small views, with one transfer for each device and width."""
     alike = defaultdict(list)
     for view in views:
-        alike[view.device, view.element_size()].append(view.view(_WIDTHS[view.element_size()]))
+        alike[view.device, view.element_size()].append(view.view(WORDS[view.element_size()]))
     return [torch.cat(group).cpu().numpy().tobytes() for group in alike.values()]
 
 
@@ -133,7 +132,7 @@ def _samples(tensor: torch.Tensor) -> Any:
     try:
         return picked.numpy()
     except TypeError:  # numpy has no bfloat16 and no float8
-        return picked.view(_WIDTHS[picked.element_size()]).numpy()
+        return picked.view(WORDS[picked.element_size()]).numpy()
 
 
 def settings(config: Any) -> dict[str, Value]:

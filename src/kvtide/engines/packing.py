@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtide.block import DTYPES
-
 if TYPE_CHECKING:
     from kvtide.engines.paged import Pages
 
@@ -63,11 +61,10 @@ def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
     group, share = pages.group, pages.share
     size, dim = group.head_bytes(pages.layout.block_tokens), group.head_dim
     words = raw.view(pages.sections[0].dtype)
-    item = DTYPES[group.dtype]
     atoms = words.as_strided(
         (len(pages.sections), pages.heads, pages.layout.block_tokens // group.page, group.page, dim),
-        (pages.geometry.stride // item, size // item, group.page * dim, dim, 1),
-        share.start * size // item,
+        (pages.geometry.stride // pages.itemsize, size // pages.itemsize, group.page * dim, dim, 1),
+        share.start * size // pages.itemsize,
     )
     found = torch.empty(len(atoms), pages.heads, pages.each, pages.tokens, dim, dtype=words.dtype, device=raw.device)
     for value in range(group.parts):

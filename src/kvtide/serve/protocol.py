@@ -131,7 +131,6 @@ def parse(body: bytes, kind: type[T]) -> T:
     for name, value in given.items():
         if value is None or name in _IDLE:
             continue
-        shown = name[:_SHOWN]
         if name in _USUAL:
             if not any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _USUAL[name]):
                 said = f"{name} is {repr(value)[:_SHOWN]}; this server can do {_or(_USUAL[name])} only"
@@ -139,6 +138,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         elif name in known:
             wanted[name] = value
         else:
+            shown = name[:_SHOWN]
             near = get_close_matches(shown, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
             raise ApiError(400, f"this server does not know the parameter {shown}; {hint}", shown, "unknown_parameter")
