@@ -189,21 +189,24 @@ def test_packings_are_what_the_engine_makes(value: bool) -> None:
     """By element, from the descriptions of vLLM's attention for CPUs."""
     tokens, dim = 32, 32
     plain = torch.arange(tokens * dim).reshape(tokens, dim)
-    vec, amx = (packing.pack(plain, name, value).flatten() for name in ("vec", "amx"))
+    vec, amx, bfmmla = (packing.pack(plain, name, value).flatten() for name in ("vec", "amx", "bfmmla"))
     for n, d in [(0, 0), (1, 0), (0, 1), (17, 3), (31, 31), (5, 20)]:
         at = {
             ("vec", False): d * tokens + n,
             ("vec", True): n * dim + d,
             ("amx", False): ((n // 16 * (dim // 2) + d // 2) * 16 + n % 16) * 2 + d % 2,
             ("amx", True): ((d // 16 * (tokens // 2) + n // 2) * 16 + d % 16) * 2 + n % 2,
+            ("bfmmla", False): ((n // 8 * (dim // 4) + d // 4) * 8 + n % 8) * 4 + d % 4,
+            ("bfmmla", True): ((d // 8 * (tokens // 4) + n // 4) * 8 + d % 8) * 4 + n % 4,
         }
         assert vec[at["vec", value]] == plain[n, d]
         assert amx[at["amx", value]] == plain[n, d]
+        assert bfmmla[at["bfmmla", value]] == plain[n, d]
 
 
 @pytest.mark.parametrize("device", MOVERS)
-@pytest.mark.parametrize("writer", ["plain", "vec", "amx"])
-@pytest.mark.parametrize("reader", ["plain", "vec", "amx"])
+@pytest.mark.parametrize("writer", ["plain", "vec", "amx", "bfmmla"])
+@pytest.mark.parametrize("reader", ["plain", "vec", "amx", "bfmmla"])
 def test_a_reader_with_another_packing_converts(device: torch.device, writer: str, reader: str) -> None:
     """A block of two packed pages, read whole and from its second page on."""
     layout = layout_of(dim=32, block=64, page=32, packing=writer)

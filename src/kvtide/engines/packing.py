@@ -1,7 +1,8 @@
 """What an atom looks like inside: one head's tokens of one page, packed for an engine's attention.
 
-``plain`` is ``[token][dim]``. vLLM's attention for CPUs packs by instruction set, and keys otherwise than values. Each
-known packing is a reshape and a permutation, so that any converts into any other. One that is not known here is
+``plain`` is ``[token][dim]``. vLLM's attention for CPUs packs by instruction set, and keys otherwise than values:
+``amx`` for x86 with matrix tiles, ``bfmmla`` for ARM with matrix instructions, both for bfloat16; ``vec`` for all else.
+Each known packing is a reshape and a permutation, so that any converts into any other. One that is not known here is
 opaque: it is read by engines with the same one alone.
 """
 
@@ -22,6 +23,7 @@ _PACKINGS: dict[str, tuple[tuple[tuple[str, ...], tuple[int, ...]], tuple[tuple[
     "plain": ((("n", "d"), (0, 1)), (("n", "d"), (0, 1))),
     "vec": ((("d", "n"), (1, 0)), (("n", "d"), (0, 1))),
     "amx": ((("n16", "d2", "16", "2"), (0, 2, 1, 3)), (("d16", "n2", "16", "2"), (1, 3, 0, 2))),
+    "bfmmla": ((("n8", "d4", "8", "4"), (0, 2, 1, 3)), (("d8", "n4", "8", "4"), (1, 3, 0, 2))),
 }
 
 
