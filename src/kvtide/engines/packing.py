@@ -8,6 +8,7 @@ opaque: it is read by engines with the same one alone.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from kvtide.engines.paged import Pages
 
-__all__ = ["converted", "known", "pack", "unpack"]
+__all__ = ["converted", "fits", "known", "names", "pack", "unpack"]
 
 # For K and for V: the shape of a packed atom in terms of n tokens and d dims, and the permutation that brings it to
 # [token][dim]. A number is itself; "n16" is n / 16.
@@ -26,10 +27,22 @@ _PACKINGS: dict[str, tuple[tuple[tuple[str, ...], tuple[int, ...]], tuple[tuple[
     "bfmmla": ((("n8", "d4", "8", "4"), (0, 2, 1, 3)), (("d8", "n4", "8", "4"), (1, 3, 0, 2))),
 }
 
+_BFLOAT16 = ("amx", "bfmmla")
+
 
 def known(*names: str) -> bool:
     """Whether these packings convert into each other."""
     return all(name in _PACKINGS for name in names)
+
+
+def names(dtype: str = "bfloat16") -> list[str]:
+    """The packings that are known, of those that engines use for this dtype."""
+    return [name for name in _PACKINGS if dtype == "bfloat16" or name not in _BFLOAT16]
+
+
+def fits(name: str, tokens: int, dim: int) -> bool:
+    """Whether there can be atoms of ``tokens`` and ``dim`` in this packing."""
+    return all(math.prod(_form(name, value, tokens, dim)[0]) == tokens * dim for value in (False, True))
 
 
 def _form(name: str, value: bool, tokens: int, dim: int) -> tuple[list[int], tuple[int, ...]]:

@@ -1,0 +1,1 @@
+"""vLLM: where its KV lies, and whose it is."""
