@@ -1,8 +1,8 @@
 """Whose KV a vLLM deployment computes: what, besides the layout, decides the bytes of its blocks.
 
-The weights are named by ``weights_id`` if one is given, else by the hub's commit, else by the digest of the shard files.
-The configuration is that of the model after overrides, told as for transformers, so that one name for the weights gives
-one namespace in both. What only vLLM does to a model is added where it is done: quantization while loading, a dtype of KV
+The weights are named by ``weights_id`` if one is given, else by the hub's commit, else by the digest of the shards. The
+configuration is that of the model after overrides, told as for transformers, so that one name for the weights gives one
+namespace in both. What only vLLM does to a model is added where it is done: quantization while loading, a dtype of KV
 that is not the model's, a rotary embedding that depends on the longest context, layers split over cache groups.
 """
 

@@ -2,9 +2,9 @@
 
 The scheduler has no tensors, and must name the bytes all the same: the packing is a part of a block's name. On a GPU it
 is plain: where an attention backend packs otherwise, vLLM's own spec of the cache says so, and that is refused here. On
-a CPU it depends on the processor, the dtype and the build of vLLM (its "neon" packs bfloat16 in two ways), so nothing is
-concluded from names: a page of random numbers is written by the kernel that the engine will use, and compared with every
-packing that is known. If none fits, the packing is opaque, and named for this version and backend.
+a CPU it depends on the processor, the dtype and the build of vLLM (its "neon" packs bfloat16 in two ways). So nothing is
+concluded from names: a page of random numbers is written by the kernel that the engine will use, and compared with
+every packing that is known. If none fits, the packing is opaque, and named for this version and backend.
 
 A deployment is refused, with the reason, where a block would be wrong or could not be told from others: LayoutError.
 """
@@ -125,7 +125,7 @@ def pages(found: Layouts, vllm_config: Any, kv_caches: Mapping[str, torch.Tensor
 def halves(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: Slice, *, apart: bool) -> Pages:
     """Tensors ``[page, head, token, K and V]``, one of each layer. ``apart``: of each head of a page first all of K is
     there and then all of V, whatever the shape says; so it is on CPUs. Otherwise K and V of a token are neighbours."""
-    sections = []
+    sections: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.dim() != 4 or tensor.shape[-1] % 2:
             raise LayoutError(
@@ -214,7 +214,7 @@ def _heads(vllm_config: Any, spec: Any, number: int) -> int:
     if ranks == 1 or type(spec) is MLAAttentionSpec:
         return mine
     total = int(vllm_config.model_config.get_total_num_kv_heads())
-    if mine != max(1, total // ranks) or total % ranks and ranks % total:
+    if mine != max(1, total // ranks) or (total % ranks and ranks % total):
         raise LayoutError(
             f"cache group {number} of vLLM has {mine} KV heads on each of {ranks} ranks, and the model {total} in all: "
             "such a cut is not supported yet"
