@@ -2,7 +2,7 @@
 
 The scheduler has no tensors, and must name the bytes all the same: the packing is a part of a block's name. On a GPU it
 is plain: where an attention backend packs otherwise, vLLM's own spec of the cache says so, and that is refused here. On
-a CPU it depends on the processor, the dtype and the build of vLLM (its "neon" packs bfloat16 in two ways). So nothing is
+a CPU it depends on the processor, the dtype and the build of vLLM ("neon" packs bfloat16 in two ways). So nothing is
 concluded from names: a page of random numbers is written by the kernel that the engine will use, and compared with
 every packing that is known. If none fits, the packing is opaque, and named for this version and backend.
 
