@@ -1,0 +1,17 @@
+"""Engines for these tests: they take half a minute to start, so those that can be shared are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.vllm.checkpoints import checkpoint
+from tests.engines.vllm.engines import Engine, engine
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """SmolLM2 in an engine without a connector: what all others are compared with."""
+    with engine(checkpoint(), tmp_path_factory.mktemp("plain") / "engine.log") as running:
+        yield running
