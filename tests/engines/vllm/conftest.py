@@ -10,6 +10,12 @@ from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Engine, engine
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors here as elsewhere, but not those that vLLM and its torch give each other."""
+    config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:(torch|vllm)\.")
+    config.addinivalue_line("filterwarnings", r"ignore:`torch.jit")
+
+
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """SmolLM2 in an engine without a connector: what all others are compared with."""
