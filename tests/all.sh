@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The full matrix (`make test-all`): every test, the long ones too, here; then what `make test` runs on every other
-# Python that is on PATH. Writes tests/last-full-run.json. Fails if any run failed.
+# The full matrix (`make test-all`): every test, the long ones too, here and with vLLM; then what `make test` runs on every
+# other Python that is on PATH. Writes tests/last-full-run.json. Fails if any run failed.
 #
 # For trying the script itself: PYTEST_ARGS narrows the tests, PYTHONS the other versions, RECORD names the file.
 set -uo pipefail
@@ -24,6 +24,7 @@ run() {
 
 own=$("$main" -c 'import platform; print(platform.python_version())')
 run "$own" "$main" -m "long or not long"
+run "$own-vllm" .venv-vllm/bin/python -m "long or not long" tests/engines/vllm
 
 for version in ${PYTHONS-3.12 3.13}; do
     case $own in "$version".*) continue ;; esac

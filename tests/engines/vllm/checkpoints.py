@@ -32,12 +32,12 @@ def checkpoint() -> Path:
 
 
 def random_llama(layers: int = 4, heads: int = 8, kv_heads: int = 2, dtype: str = "bfloat16") -> Path:
-    """A Llama with random weights, always the same ones: for shapes that the real one does not have. It has no
-    tokenizer; serve it with ``--skip-tokenizer-init``."""
+    """A Llama with random weights, always the same ones, and SmolLM2's tokenizer: for shapes that the real one does not
+    have."""
 
     def write(folder: Path) -> None:
         config = LlamaConfig(
-            vocab_size=1024,
+            vocab_size=49152,
             hidden_size=64 * heads,
             intermediate_size=128 * heads,
             num_hidden_layers=layers,
@@ -45,6 +45,7 @@ def random_llama(layers: int = 4, heads: int = 8, kv_heads: int = 2, dtype: str 
             num_key_value_heads=kv_heads,
             head_dim=64,
             max_position_embeddings=8192,
+            tie_word_embeddings=True,
             bos_token_id=1,
             eos_token_id=2,
         )
@@ -52,6 +53,8 @@ def random_llama(layers: int = 4, heads: int = 8, kv_heads: int = 2, dtype: str 
             torch.manual_seed(layers * 10_000 + heads * 100 + kv_heads)
             model: Any = LlamaForCausalLM(config)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+        for file in checkpoint().glob("tokenizer*"):
+            shutil.copy(file, folder)
 
     return _once(f"llama-{layers}-{heads}-{kv_heads}-{dtype}", write)
 
