@@ -117,6 +117,27 @@ class Node(_Section, frozen=True):
     http: Annotated[str, _plain("Where it answers /healthz and /metrics: 127.0.0.1:9410, say; empty: nowhere.")] = ""
 
 
+class Engine(_Section, frozen=True):
+    """The connector of an engine, vLLM say."""
+
+    address: Annotated[
+        str, _plain("The node of this host: unix:/run/kvtide.sock, say; empty: one of its own, started if need be.")
+    ] = ""
+    weights_id: Annotated[
+        str, _plain("The identity of the model's weights; empty: by the hub's commit, or a digest of the files.")
+    ] = ""
+    store: Annotated[
+        Literal["auto", "through", "second-touch"],
+        _plain(
+            "What is stored: every block as it is computed, those that are used again, or the first where DRAM is "
+            "larger than the engine's own pool. Through also means at once to the disk."
+        ),
+    ] = "auto"
+    trust_tenants: Annotated[
+        bool, _plain("Whether a request may name its tenant, beside a cache salt that the front door has set.")
+    ] = False
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting. ``Config()`` is the defaults; ``read()`` asks file and environment too."""
 
@@ -125,6 +146,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plan: Plan = field(default_factory=Plan)
     naming: Naming = field(default_factory=Naming)
     node: Node = field(default_factory=Node)
+    engine: Engine = field(default_factory=Engine)
 
 
 class Setting(Struct, frozen=True):

@@ -85,6 +85,7 @@ class Pages:
         """Pages of a block."""
         self.atom = self.tokens * dim * self.itemsize
         """Bytes of one head of a page."""
+        self.tensors = sections
         self.sections = [s.view(WORDS[self.itemsize]) for s in sections]
         self.device = first.device
 

@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from kvtide import config as configuration
-from kvtide.config import Config
+from kvtide.config import Config, Engine
 from kvtide.errors import ConfigError, TierError
 from kvtide.node.client import Client
 from kvtide.node.line import Line
@@ -70,6 +70,7 @@ def place(config: Config) -> Path:
 
 def open_node(config: Config, idle: float = _IDLE) -> Client:
     """A client of the node with that configuration; it is started whenever there is none."""
+    config = msgspec.structs.replace(config, engine=Engine())  # a node knows of no engine
     if config.nvme.path:  # the node has another working directory, and another program's "kv" is not ours
         nvme = msgspec.structs.replace(config.nvme, path=str(Path(config.nvme.path).absolute()))
         config = msgspec.structs.replace(config, nvme=nvme)

@@ -1,0 +1,256 @@
+"""The half of an engine's connector that decides: which prefix to load, and what to store.
+
+The engine asks how much of a waiting request's prompt we have. It is told "ask again" until every block of the answer
+is in DRAM, verified and held for us, and only then a number; so a number is a promise that the node's death does not
+break. Engines ask at every step while a request waits for pages: an offer is made once, kept, and given back whatever
+the engine does next.
+
+Everything that talks to the node runs on a thread of its own (``errands``). The engine's loop waits milliseconds for
+it at most. An answer that takes longer is "ask again" for a load, until the request's patience ends, and for a store is
+used in a later step, if the pages are still there.
+
+What a step computes becomes whole blocks at the step's end. They are reserved before, and the tickets travel to the
+workers with the step's orders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+
+from kvtide.engines.halves.errands import Errands
+from kvtide.engines.halves.orders import Loading, Orders
+from kvtide.engines.halves.request import Cut, Pages, Prompt, Source, Work
+from kvtide.engines.halves.room import Room
+from kvtide.engines.halves.state import Offer, State, TokenArray, array
+from kvtide.engines.halves.tenancy import Tenancies
+
+__all__ = ["Scheduler"]
+
+_ANSWER = 2.0
+"""Seconds that a request waits to hear whether there is anything of it, but no longer than a quarter of what computing
+all of it takes."""
+_LOAD = 10.0
+"""Seconds that it waits for blocks from colder tiers, where nobody knows how long computing them takes."""
+_ENOUGH = 128
+"""Tokens of a step that tell how fast the engine computes: fewer take as long as one."""
+
+_SHORTEST = 0.05
+"""The least patience, where computing takes less."""
+
+
+class Scheduler:
+    """For the thread of an engine's scheduler."""
+
+    def __init__(self, tenancies: Tenancies, cut: Cut, *, through: bool = True) -> None:
+        """``through``: see ``Room``."""
+        self._tenancies = tenancies
+        self._cut = cut
+        self._tokens = cut.block_tokens
+        self._errands = Errands("kvtide-scheduler")
+        self._room = Room(self._errands, tenancies, cut, through)
+        self._requests: dict[str, State] = {}
+        self._arriving: dict[bytes, str] = {}
+        """Blocks on their way to some request's pages."""
+        self._loads: list[Loading] = []
+        self._leaving: set[str] = set()
+        self._steps: deque[tuple[float, int]] = deque(maxlen=16)
+        self._speeds: deque[float] = deque(maxlen=8)
+        self._errands.ask(self._tenancies.client, None)  # so that the first request finds it
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens of prompts that the engine computes in a second, as soon as that is known."""
+        return max(self._speeds, default=None)
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def arrived(self, prompt: Prompt) -> None:
+        self._requests[prompt.id] = State(prompt, settled=prompt.wishes.no_load)
+
+    def matched(self, request: str, have: int) -> int | None:
+        """How many tokens beyond ``have`` there are to load; None: ask again."""
+        r = self._requests.get(request)
+        if r is None:
+            return 0
+        r.reused = max(r.reused, have)
+        if r.settled or r.loading:
+            return 0
+        known = len(r.prompt.tokens)
+        if known // self._tokens * self._tokens <= have:
+            return self._settle(r)
+        if r.offer is not None and r.offer.match.have * self._tokens > have:
+            self._give_back(r)  # the engine has lost pages that it had
+        if r.offer is None:
+            if r.asked is None:
+                r.since = time.monotonic()
+                r.asked = self._errands.ask(partial(self._find, r, array(r.prompt.tokens), have), None)
+            if not self._errands.soon(r.asked):
+                patience = _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, known / self.speed / 4))
+                return None if time.monotonic() - r.since < patience else self._settle(r)
+            r.offer, r.asked = r.asked.result(), None
+            if r.offer is None:
+                return self._settle(r)
+        if not self._is_here(r.offer):
+            return None
+        if r.chain is not None and any(d in self._arriving for d in r.chain.digests[have // self._tokens :][:1]):
+            return None  # soon the engine has it itself
+        r.have, count = have, min(r.offer.tokens, known) - have
+        return count if count > 0 else self._settle(r)
+
+    def _find(self, r: State, tokens: TokenArray, have: int) -> Offer | None:
+        """What there is of a prompt. On the thread that talks to the node."""
+        if r.over:
+            return None
+        chain, tenancy = r.named(self._tenancies, tokens)
+        match, crew = tenancy.longest(tokens, r.extras, chain, have, self.speed)
+        if match.tokens <= have:
+            match.release()
+            return None
+        wait = _LOAD if match.plan.compute_seconds is None else max(_SHORTEST, match.plan.compute_seconds)
+        if r.prompt.wishes.max_load_ms is not None:
+            wait = r.prompt.wishes.max_load_ms / 1000
+        load = None if match.ready else match.session.load(match, deadline=wait)
+        return Offer(match, crew, load, match.tokens, not match.ready, time.monotonic() + wait)
+
+    def _is_here(self, offer: Offer) -> bool:
+        """Whether all of an offer is in DRAM; what has not come in time is not part of it."""
+        load = offer.load
+        if load is None:
+            return True
+        if not load.transfer.ended:
+            if time.monotonic() < offer.deadline:
+                return False
+            load.cancel()
+        offer.load = None
+        if load.transfer.outcome != "whole":
+            found = self._errands.ask(lambda: load.wait().tokens, 0)
+            offer.tokens = found.result() if self._errands.soon(found) else 0
+        return True
+
+    def _settle(self, r: State) -> int:
+        """Nothing is loaded for it, from now on."""
+        r.settled = True
+        self._give_back(r)
+        return 0
+
+    def _give_back(self, r: State) -> None:
+        """Whatever was, or will be, found for it is not held any more."""
+        asked, offer = r.asked, r.offer
+        r.asked = r.offer = None
+        if asked is not None:
+            self._errands.ask(partial(_drop, asked), None)
+        if offer is not None:
+            self._errands.ask(offer.match.release, None)
+
+    def bind(self, request: str, pages: Pages, count: int) -> None:
+        """The engine has pages for ``count`` tokens of what it was offered, or wants none of it."""
+        r = self._requests.get(request)
+        if r is None or r.loading or r.offer is None:
+            return
+        if not count:
+            self._settle(r)
+            return
+        offer, have = r.offer, r.have
+        assert r.chain is not None
+        r.loading = r.chain.digests[have // self._tokens : -(-(have + count) // self._tokens)]
+        for name in r.loading:
+            self._arriving.setdefault(name, request)
+        if offer.cold:
+            r.source.disk += count
+        else:
+            r.source.dram += count
+        left = max(1.0, offer.deadline - time.monotonic())
+        mine = self._cut.tokens(pages, have, have + count)
+        crew = offer.crew
+        self._loads.append(Loading(request, crew.token, crew.ticket(offer.match), have, have + count, mine, left))
+
+    def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:
+        """Workers are through with what they were to load."""
+        bad = set(failed)
+        for request in [*done, *bad]:
+            r = self._requests.get(request)
+            if r is None:
+                continue
+            for name in r.loading:
+                if self._arriving.get(name) == request:
+                    del self._arriving[name]
+            r.loading = []
+            self._give_back(r)
+            if request in bad:
+                r.settled = r.failed = True
+                r.source = Source()
+            if r.over:
+                del self._requests[request]
+
+    def source(self, request: str) -> Source:
+        r = self._requests.get(request)
+        return r.source if r is not None else Source()
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    def step(self, work: Iterable[Work]) -> Orders:
+        """The orders of a step in which the engine does so much of each request."""
+        stores = self._room.stores({w.id: w for w in work}, self._requests)
+        orders = Orders(self._loads, stores, self._leaving)
+        self._loads, self._leaving = [], set()
+        return orders
+
+    def began(self, prompt_tokens: int) -> None:
+        """The engine computes so many tokens of prompts now."""
+        self._steps.append((time.monotonic(), prompt_tokens))
+
+    def computed(self) -> None:
+        """It has computed what it began first."""
+        if self._steps:
+            began, tokens = self._steps.popleft()
+            if tokens >= _ENOUGH:
+                self._speeds.append(tokens / max(1e-6, time.monotonic() - began))
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def left(self, request: str) -> None:
+        """The engine takes a request's pages away, to give them back later."""
+        self._leaving.add(request)
+        r = self._requests.get(request)
+        if r is not None:
+            r.life += 1
+        if r is not None and not r.loading:
+            self._give_back(r)
+            r.settled = r.failed or r.prompt.wishes.no_load  # by now there may be more of it
+
+    def finished(self, request: str) -> None:
+        self._leaving.add(request)
+        r = self._requests.get(request)
+        if r is None:
+            return
+        r.over = True
+        self._errands.ask(partial(_part, r), None)
+        if not r.loading:
+            self._give_back(r)
+            del self._requests[request]
+
+    def close(self) -> None:
+        """Let everything go that is held at the node."""
+        self._errands.ask(self._tenancies.close, None)
+        self._errands.close()
+
+
+# What follows runs on the thread that talks to the node, after what it was put behind.
+
+
+def _drop(asked: Future[Offer | None]) -> None:
+    """Nobody waits for this answer any more."""
+    offer = asked.result()
+    if offer is not None:
+        offer.match.release()
+
+
+def _part(r: State) -> None:
+    if r.tenancy is not None:
+        r.tenancy.requests.discard(r.prompt.id)
+        if r.prompt.wishes.pin and r.chain is not None:
+            r.tenancy.own.session.pin(r.chain)

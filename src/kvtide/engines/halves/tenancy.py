@@ -1,0 +1,107 @@
+"""The sessions of an engine's scheduler at the node: one for each tenant and each layout that can be read here.
+
+An engine stores in the packing that it has. It reads that one, and those that it can convert from; a layout with
+another packing is another session, because its blocks are other blocks. All of this talks to the node, so all of it
+runs on the thread for that (``errands``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
+from kvtide.match import Match
+from kvtide.node.client import Client
+from kvtide.node.crew import Crew
+from kvtide.session import Session
+
+__all__ = ["Tenancies", "Tenancy"]
+
+_TENANTS = 64
+"""That have sessions at a time, at most, but for those that are in use."""
+
+
+@dataclass(slots=True)
+class _Face:
+    """A session, with what the workers need to join it."""
+
+    session: Session
+    crew: Crew
+
+
+@dataclass(slots=True)
+class Tenancy:
+    """One tenant's sessions; the first is the engine's own layout."""
+
+    faces: Sequence[_Face]
+    requests: set[str] = field(default_factory=set)
+    """That use it now."""
+
+    @property
+    def own(self) -> _Face:
+        return self.faces[0]
+
+    def chain(self, tokens: Tokens, extras: Sequence[Extra]) -> Chain:
+        return self.own.session.chain(tokens, extras)
+
+    def longest(
+        self, tokens: Tokens, extras: Sequence[Extra], chain: Chain, have: int, speed: float | None
+    ) -> tuple[Match, Crew]:
+        """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it."""
+        best, crew = self.own.session.match(chain, have=have, prefill=speed), self.own.crew
+        for face in self.faces[1:]:
+            if best.blocks == chain.blocks:
+                break
+            other = face.session.match(tokens, extras, have=have, prefill=speed)
+            if other.tokens > best.tokens:
+                best, other, crew = other, best, face.crew
+            other.release()
+        return best, crew
+
+    def close(self) -> None:
+        for face in self.faces:
+            face.session.close()
+
+
+class Tenancies:
+    """Every tenant's sessions, and the node's client under them. For one thread."""
+
+    def __init__(self, dial: Callable[[], Client], models: Sequence[Model], ranks: int) -> None:
+        """``models`` differ in their layouts alone; the engine's own comes first."""
+        self._dial = dial
+        self._models = models
+        self._ranks = ranks
+        self._client: Client | None = None
+        self._tenancies: OrderedDict[bytes, Tenancy] = OrderedDict()
+
+    def client(self) -> Client:
+        """Raises KvtideError where no node can be had."""
+        if self._client is None:
+            self._client = self._dial()
+        return self._client
+
+    def of(self, tenant: Tenant) -> Tenancy:
+        tag = tenant.tag
+        if tag not in self._tenancies:
+            self._make_room()
+            client = self.client()
+            faces = []
+            for model in self._models:
+                session = client.session(model, tenant)
+                faces.append(_Face(session, client.crew(session, self._ranks)))
+            self._tenancies[tag] = Tenancy(faces)
+        self._tenancies.move_to_end(tag)
+        return self._tenancies[tag]
+
+    def _make_room(self) -> None:
+        idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests]
+        for tag in idle[: max(0, len(self._tenancies) + 1 - _TENANTS)]:
+            self._tenancies.pop(tag).close()
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        self._tenancies.clear()
+        if client is not None:
+            client.close()

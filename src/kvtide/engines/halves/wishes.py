@@ -1,0 +1,48 @@
+"""What a request may ask of the store, beside its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from kvtide.errors import ConfigError
+
+__all__ = ["NOTHING", "Wishes", "read_wishes"]
+
+
+class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kv_transfer_params`` of a request."""
+
+    ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Seconds that its blocks live."""
+    pin: bool = False
+    """Keep its blocks from eviction while the engine runs."""
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    """Blocks of higher priority outlast all of lower."""
+    no_store: bool = False
+    no_load: bool = False
+    max_load_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """After which it is computed instead."""
+    tenant: str = ""
+    """Whose it is, where the engine's front door is trusted to say so."""
+
+
+NOTHING = Wishes(no_store=True, no_load=True)
+"""Of a request that asked for what it may not have: it is computed, and leaves no trace."""
+
+
+_OTHERS = ("do_remote_", "remote_", "tp_size")
+"""What begins so is for connectors that hand requests from one engine to another; they may stand beside us."""
+
+
+def read_wishes(given: Mapping[str, object] | None) -> Wishes:
+    """What a request asked for. Raises ConfigError for what nobody can ask for, so that no misspelt wish is lost."""
+    ours = {name: value for name, value in (given or {}).items() if not name.startswith(_OTHERS)}
+    try:
+        return msgspec.convert(ours, Wishes)
+    except msgspec.ValidationError as e:
+        raise ConfigError(
+            f"kv_transfer_params {given!r}: {e}; there is {', '.join(Wishes.__struct_fields__)}"
+        ) from None

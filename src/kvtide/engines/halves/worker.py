@@ -1,0 +1,282 @@
+"""The half of an engine's connector that moves bytes, one in each worker process.
+
+The orders of a step name tickets. What a ticket stands for is asked of the node on a thread of its own, while the
+engine computes; so the engine waits for nobody. Copies on a CPU are made in the engine's thread, at the end of the
+step: raw, and finished before the pages can change. Copies of a GPU run on its own streams and are looked at again at
+every step; pages that the engine is about to give to others are read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtide.block import Layout, Span
+from kvtide.engines.halves.errands import Errands
+from kvtide.engines.halves.orders import Loading, Orders, Storing
+from kvtide.engines.paged import Copy, Move, Mover, Pages
+from kvtide.errors import KvtideError
+from kvtide.match import Loaded
+from kvtide.node.client import Client
+from kvtide.node.crew import Filling, Step, Worker
+
+__all__ = ["Moved", "WorkerHalf"]
+
+log = logging.getLogger("kvtide.engines")
+
+
+@dataclass(slots=True)
+class Moved:
+    """What a worker did since it was last asked."""
+
+    loads: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    failed: int = 0
+    stores: int = 0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    missed: int = 0
+    """Stores that were given up, because the node did not answer while the step was computed, or not in good order."""
+
+
+@dataclass(slots=True)
+class _Visit:
+    """Orders for one crew under way: a load, or stores."""
+
+    crew: str
+    requests: set[str]
+    loads: Sequence[Loading]
+    stores: Sequence[Storing]
+    answer: Future[Step | None]
+    until: float
+    """When a request that is to be loaded has waited enough."""
+    moves: list[Move] = field(default_factory=list)
+    nbytes: int = 0
+    began: float = 0.0
+
+
+class WorkerHalf:
+    """For the thread of an engine's worker."""
+
+    def __init__(
+        self,
+        dial: Callable[[], Client],
+        rank: int,
+        pages: Callable[[Layout], Mapping[str, Pages]],
+        tokens: Mapping[str, int],
+        mover: Mover,
+    ) -> None:
+        """``pages`` sees the engine's memory as a layout has it; raises LayoutError for one that it cannot be.
+        ``tokens``: of a page of each group, as the scheduler counts pages. In memory one may be several."""
+        self._dial = dial
+        self._rank = rank
+        self._see = pages
+        self._tokens = tokens
+        self._mover = mover
+        self._errands = Errands("kvtide-worker")
+        self._client: Client | None = None
+        self._workers: dict[str, Worker] = {}
+        self._views: dict[bytes, Mapping[str, Pages]] = {}
+        self._visits: list[_Visit] = []
+        self._done: set[str] = set()
+        self._bad: set[str] = set()
+        self._moved = Moved()
+        self._errands.ask(self._reach, None)  # so that the first request finds it
+
+    def _reach(self) -> Client:
+        if self._client is None:
+            self._client = self._dial()
+        return self._client
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin(self, orders: Orders) -> None:
+        """Before the engine computes: ask for what the orders need, and read what is about to change."""
+        if orders.leaving:
+            for visit in [v for v in self._visits if v.moves and v.requests & orders.leaving]:
+                for move in visit.moves:
+                    move.join()
+        for load in orders.loads:
+            self._ask(load.crew, {load.request}, [load], [])
+        by_crew: dict[str, list[Storing]] = {}
+        for store in orders.stores:
+            by_crew.setdefault(store.crew, []).append(store)
+        for crew, stores in by_crew.items():
+            self._ask(crew, {s.request for s in stores}, [], stores)
+
+    def _ask(self, crew: str, requests: set[str], loads: Sequence[Loading], stores: Sequence[Storing]) -> None:
+        tickets = [o.ticket for o in loads], [o.ticket for o in stores]
+        answer = self._errands.ask(partial(self._visit, crew, *tickets), None)
+        until = time.monotonic() + max((load.seconds for load in loads), default=0)
+        self._visits.append(_Visit(crew, requests, loads, stores, answer, until))
+
+    def _visit(self, crew: str, loads: Sequence[str], stores: Sequence[str]) -> Step | None:
+        """Ask the node where the blocks are. On the thread that talks to it."""
+        if crew not in self._workers:
+            self._workers[crew] = self._reach().join(crew, self._rank)
+        worker = self._workers[crew]
+        if worker.layout.digest not in self._views:
+            self._views[worker.layout.digest] = self._see(worker.layout)
+        if stores and not any(worker.writes(g.name) for g in worker.layout.groups):
+            return Step([], [None] * len(stores), lambda good: None)  # another rank has the same heads
+        return worker.step(loads, stores)
+
+    def finish(self) -> None:
+        """After the engine has computed: copy what is asked for."""
+        for visit in list(self._visits):
+            if visit.moves:
+                continue
+            if self._errands.soon(visit.answer):
+                self._move(visit, visit.answer.result())
+            elif visit.stores or time.monotonic() > visit.until:  # what is stored may change after this step
+                self._give_up(visit)
+
+    def _move(self, visit: _Visit, step: Step | None) -> None:
+        visit.began = time.perf_counter()
+        try:
+            if step is None:
+                raise KvtideError("the node has nothing for this ticket any more")
+            worker = self._workers[visit.crew]
+            views = self._views[worker.layout.digest]
+            for load, loaded in zip(visit.loads, step.loads, strict=True):
+                if loaded is None or loaded.tokens < load.stop:
+                    raise KvtideError("blocks that were promised are not there")
+                for name, pages in views.items():
+                    wanted = self._wide(load.pages[name], name, pages)
+                    copies = list(_into(load.start // pages.tokens, wanted, loaded, name, pages))
+                    visit.nbytes += sum(len(c.pages) * pages.atom * pages.heads * len(pages.sections) for c in copies)
+                    visit.moves.append(self._mover.load(pages, copies))
+            for store, filling in zip(visit.stores, step.stores, strict=True):
+                if filling is None:
+                    continue
+                for name, pages in views.items():
+                    if worker.writes(name):
+                        given = self._wide(store.pages[name], name, pages)
+                        copies = list(_out_of(store.start, given, filling, name, pages))
+                        visit.nbytes += sum(
+                            len(c.pages) * pages.atom * pages.heads * len(pages.sections) for c in copies
+                        )
+                        visit.moves.append(self._mover.store(pages, copies))
+            if not visit.moves:
+                self._end(visit, None)
+        except Exception as e:  # noqa: BLE001 - whatever it is, the engine computes instead
+            self._end(visit, e)
+
+    def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> Sequence[int]:
+        """The scheduler's pages as those in memory."""
+        n = self._tokens[group] // pages.tokens
+        return numbers if n == 1 else [n * p + i if p >= 0 else -1 for p in numbers for i in range(n)]
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call: all of them, and those that failed."""
+        for visit in [v for v in self._visits if v.moves]:
+            try:
+                if all(move.done() for move in visit.moves):
+                    self._end(visit, None)
+            except Exception as e:  # noqa: BLE001 - as above
+                self._end(visit, e)
+        done, bad = self._done, self._bad
+        self._done, self._bad = set(), set()
+        return done, bad
+
+    def _end(self, visit: _Visit, error: Exception | None) -> None:
+        self._visits.remove(visit)
+        moved, seconds = self._moved, time.perf_counter() - visit.began
+        if visit.loads:
+            self._done |= visit.requests
+            if error is None:
+                moved.loads, moved.load_bytes = moved.loads + 1, moved.load_bytes + visit.nbytes
+                moved.load_seconds += seconds
+            else:
+                log.warning("kvtide could not load a prefix, which is computed instead: %s", error)
+                self._bad |= visit.requests
+                moved.failed += 1
+        elif error is None:
+            moved.stores, moved.store_bytes = moved.stores + 1, moved.store_bytes + visit.nbytes
+            moved.store_seconds += seconds
+        else:
+            log.warning("kvtide could not store blocks: %s", error)
+            moved.missed += 1
+        for move in visit.moves:
+            _wait(move)  # even after an error: its memory is the node's again now
+        if visit.answer.done() and (step := visit.answer.result()) is not None:
+            self._errands.ask(partial(_leave, step, error is None), None)
+
+    def _give_up(self, visit: _Visit) -> None:
+        """The node does not answer."""
+        self._visits.remove(visit)
+        self._errands.ask(partial(_turn_away, visit.answer), None)
+        if visit.loads:
+            self._done |= visit.requests
+            self._bad |= visit.requests
+            self._moved.failed += 1
+        else:
+            self._moved.missed += 1
+
+    def take(self) -> Moved:
+        moved, self._moved = self._moved, Moved()
+        return moved
+
+    def close(self) -> None:
+        """Finish what is under way, and hang up."""
+        for visit in list(self._visits):
+            for move in visit.moves:
+                _wait(move)
+        self.results()
+        self._mover.close()
+        self._errands.ask(self._hang_up, None)
+        self._errands.close()
+
+    def _hang_up(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        if self._client is not None:
+            self._client.close()
+
+
+def _into(first: int, wanted: Sequence[int], loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:
+    """The copies of a load whose first page is number ``first`` of the prompt: of each block the pages wanted."""
+    for depth, view in enumerate(loaded.views[group], loaded.first[group]):
+        begin, end = max(depth * pages.each, first), min((depth + 1) * pages.each, first + len(wanted))
+        yield from _there(view, wanted[begin - first : end - first], begin - depth * pages.each)
+
+
+def _out_of(start: int, given: Sequence[int], filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
+    for name, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
+        if name == group:
+            begin = (depth - start) * pages.each
+            yield Copy(view, given[begin : begin + pages.each])
+
+
+def _there(view: Span, pages: Sequence[int], at: int) -> Iterator[Copy]:
+    """Runs of pages that are there: a window has none for what it has passed over."""
+    begin = 0
+    for i, page in enumerate([*pages, -1]):
+        if page < 0:
+            if i > begin:
+                yield Copy(view, pages[begin:i], at + begin)
+            begin = i + 1
+
+
+def _wait(move: Move) -> None:
+    with contextlib.suppress(Exception):  # it was said where it happened
+        move.wait()
+
+
+def _leave(step: Step, good: bool) -> None:
+    with contextlib.suppress(KvtideError), step:
+        if not good:
+            raise KvtideError("given up")
+
+
+def _turn_away(answer: Future[Step | None]) -> None:
+    """An answer that came too late. On the thread that got it, afterwards."""
+    step = answer.result()
+    if step is not None:
+        _leave(step, False)

@@ -1,0 +1,323 @@
+"""``KvtideConnector``: vLLM's face of the two halves.
+
+vLLM makes one of these in its scheduler and one in each worker. Nothing is decided here: what vLLM says is told to a
+half (``engines/halves``), and its answer told back. Whatever goes wrong inside is logged and becomes a miss; a
+deployment that cannot be kept right (``layout``) is served without kvtide, which one line of the log says, with what to
+change.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from blake3 import blake3
+from msgspec import structs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import kvtide
+from kvtide import config as configuration
+from kvtide.block import Layout
+from kvtide.engines.halves.orders import Orders
+from kvtide.engines.halves.request import Cut, Prompt, Work
+from kvtide.engines.halves.scheduler import Scheduler
+from kvtide.engines.halves.tenancy import Tenancies
+from kvtide.engines.halves.wishes import NOTHING, read_wishes
+from kvtide.engines.halves.worker import WorkerHalf
+from kvtide.engines.paged import Pages, mover
+from kvtide.engines.vllm.identity import identity
+from kvtide.engines.vllm.layout import Layouts, layouts, pages
+from kvtide.engines.vllm.metrics import KvtidePromMetrics, KvtideStats
+from kvtide.errors import ConfigError, KvtideError
+from kvtide.index.keys import DEFAULT_TENANT, Extra, Model, Tenant
+from kvtide.index.weights import identify
+from kvtide.node.auto import open_node
+from kvtide.node.client import Client
+
+__all__ = ["KvtideConnector", "KvtideMetadata"]
+
+log = logging.getLogger("kvtide.vllm")
+logging.getLogger("kvtide").parent = logging.getLogger("vllm")  # what we say is in vLLM's log, as vLLM sets it up
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass
+class KvtideMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The orders of a step, on their way from vLLM's scheduler to its workers."""
+
+    orders: Orders
+
+
+class KvtideOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A worker cannot do its part. On its way to vLLM's scheduler."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvtideOff:
+        return self
+
+
+def _safely(otherwise: Any) -> Callable[[Method], Method]:
+    """A method that answers ``otherwise`` when it fails: an engine must not end with us."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def safe(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                log.exception("kvtide: %s failed; vLLM goes on without it", method.__name__)
+                return otherwise
+
+        return cast(Method, safe)
+
+    return decorate
+
+
+class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See ``--kv-transfer-config`` in docs/vllm.md."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: WorkerHalf | None = None
+        self._layouts: Layouts | None = None
+        self._requests: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
+        transfer = vllm_config.kv_transfer_config
+        self._config = configuration.read(**(transfer.kv_connector_extra_config or {}))
+        if self._config.engine.store == "through":
+            nvme = structs.replace(self._config.nvme, store="through")
+            self._config = structs.replace(self._config, nvme=nvme)
+        if transfer.kv_load_failure_policy != "recompute":
+            log.info("kvtide: kv_load_failure_policy is set to recompute: what cannot be loaded is computed")
+            transfer.kv_load_failure_policy = "recompute"
+        try:
+            self._layouts = layouts(vllm_config, kv_cache_config)
+            if role is KVConnectorRole.SCHEDULER:
+                self._scheduler = self._decide(vllm_config, self._layouts)
+        except KvtideError as e:
+            self._layouts = None
+            log.warning("kvtide is off for this model: %s", e)
+
+    def _dial(self) -> Client:
+        address = self._config.engine.address
+        return kvtide.connect(address) if address else open_node(self._config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a store that is dropped is a miss later
+
+    # -- the scheduler ------------------------------------------------------------------------------------
+
+    def _decide(self, vllm_config: VllmConfig, found: Layouts) -> Scheduler:
+        who = identity(vllm_config, found, self._config.engine.weights_id or None)
+        models = [Model(layout, *who) for layout in (found.own, *found.others)]
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        policy = self._config.engine.store
+        pool = ranks * sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
+        return Scheduler(
+            Tenancies(self._dial, models, ranks),
+            Cut(found.groups, found.pages, found.own.block_tokens),
+            through=policy == "through" or (policy == "auto" and self._config.dram.budget > pool),
+        )
+
+    @_safely(None)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is None:
+            return
+        self._requests[request.request_id] = request
+        try:
+            wishes = read_wishes(request.kv_transfer_params)
+            tenant = self._tenant(request.cache_salt, wishes.tenant)
+            if request.prompt_embeds is not None:
+                raise ConfigError("a prompt of embeddings has no token ids to name its blocks by")
+            if request.skip_reading_prefix_cache:
+                wishes = structs.replace(wishes, no_load=True)
+        except ConfigError as e:
+            wishes, tenant = NOTHING, DEFAULT_TENANT
+            self._refused[request.request_id] = str(e)
+            log.warning("kvtide neither loads nor stores for request %s: %s", request.request_id, e)
+        tokens = request.all_token_ids
+        self._scheduler.arrived(Prompt(request.request_id, tokens, functools.partial(_extras, request), tenant, wishes))
+
+    def _tenant(self, salt: str | None, name: str) -> Tenant:
+        if name and not (self._config.engine.trust_tenants and salt):
+            raise ConfigError(
+                f"tenant {name!r} is not believed: set engine.trust_tenants, and let the front door set a cache_salt"
+            )
+        if not salt:
+            return DEFAULT_TENANT
+        return Tenant(name, blake3(f"{len(name)} {name}{salt}".encode(), derive_key_context="kvtide 1 salt").digest())
+
+    @_safely((0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        count = self._scheduler.matched(request.request_id, num_computed_tokens)
+        return count, bool(count)
+
+    @_safely(None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind(request.request_id, _there(blocks.get_block_ids()), num_external_tokens)
+
+    @_safely(KvtideMetadata(Orders()))
+    def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
+        if self._scheduler is None:
+            return KvtideMetadata(Orders())
+        for request in scheduler_output.preempted_req_ids or ():
+            self._scheduler.left(request)
+        state, scheduled = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        work = []
+        prompts = 0
+        for id_, done in computed:
+            if (request := self._requests.get(id_)) is not None:
+                upto = min(done + scheduled[id_], request.num_tokens)
+                work.append(Work(id_, upto, functools.partial(_resolve, state, id_)))
+                prompts += scheduled[id_] if done < request.num_prompt_tokens else 0
+        orders = self._scheduler.step(work)
+        if scheduled:
+            self._scheduler.began(prompts)
+        return KvtideMetadata(orders)
+
+    @_safely(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None and isinstance(connector_output.kv_connector_worker_meta, KvtideOff):
+            log.warning("kvtide is off: a worker cannot do its part, and says why")
+            self.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
+            self._scheduler.computed()
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        cold = self._scheduler.source(request.request_id).disk
+        return {CacheHitSource.DISK if cold else CacheHitSource.HOST: num_external_tokens}
+
+    @_safely((False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None or self._requests.pop(request.request_id, None) is None:
+            return False, None
+        source, refused = self._scheduler.source(request.request_id), self._refused.pop(request.request_id, None)
+        self._scheduler.finished(request.request_id)
+        if not request.kv_transfer_params:
+            return False, None
+        told = {"dram_tokens": source.dram, "disk_tokens": source.disk}
+        return False, {"kvtide": told | ({"refused": refused} if refused else {})}
+
+    # -- a worker -----------------------------------------------------------------------------------------
+
+    @_safely(None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._layouts is None:
+            return
+        rank = get_tensor_model_parallel_rank()
+        try:
+            own = pages(self._layouts, self._vllm_config, kv_caches, rank)
+        except KvtideError as e:
+            log.warning("kvtide is off for this worker: %s", e)
+            return
+        device = next(iter(own.values())).device
+        tokens = dict(zip(self._layouts.groups, self._layouts.pages, strict=True))
+        self._worker = WorkerHalf(self._dial, rank, functools.partial(_seen, own), tokens, mover(device))
+
+    @_safely(None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KvtideMetadata)
+        if self._worker is not None:
+            self._worker.begin(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass  # in wait_for_save: a load that is under way feeds no forward of this step
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # whole blocks of all layers, at the end of the step
+
+    @_safely(None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.finish()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            orders = getattr(self._connector_metadata, "orders", Orders())
+            asked = {load.request for load in orders.loads}  # by a scheduler that does not know that we are off
+            return KVConnectorTransferResults(finished_recving=asked, failed_recving=asked)
+        done, failed = self._worker.results()
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KvtideOff | None:
+        return KvtideOff() if self._worker is None else None
+
+    # -- both ---------------------------------------------------------------------------------------------
+
+    @_safely(None)
+    def get_kv_connector_stats(self) -> KvtideStats | None:
+        return KvtideStats.of(self._worker.take()) if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtideStats:
+        return KvtideStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvtidePromMetrics:
+        return KvtidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @_safely(None)
+    def shutdown(self) -> None:
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+        self._worker = self._scheduler = None
+
+
+def _there(numbers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """vLLM's page 0 stands for one that is gone."""
+    return [[n or -1 for n in group] for group in numbers]
+
+
+def _resolve(state: Any, request: str) -> list[list[int]]:
+    return _there(state.get_block_ids(request))
+
+
+def _seen(own: Mapping[str, Pages], layout: Layout) -> dict[str, Pages]:
+    """A worker's tensors, for blocks of a layout that may be another one."""
+    return {
+        name: p if p.layout == layout else Pages(layout, name, p.tensors, p.share, p.packing) for name, p in own.items()
+    }
+
+
+def _extras(request: Any) -> list[Extra]:
+    """What the KV of a request depends on, besides its tokens."""
+    found = []
+    if (lora := request.lora_request) is not None:
+        found.append(Extra("lora", identify(lora.lora_path)))
+    for feature in request.mm_features:
+        place = feature.mm_position
+        found.append(Extra("mm", feature.identifier, place.offset, place.offset + place.length))
+    return found
