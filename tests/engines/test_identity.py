@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtide import canonical
-from kvtide.engines.identity import Weights, settings
+from kvtide.engines.identity import Weights, adapters, settings
 from kvtide.errors import LayoutError
 from kvtide.index.weights import from_parameters
 from tests.engines.models import tiny
@@ -78,3 +78,60 @@ def test_settings_are_plain_and_without_what_changes_no_kv() -> None:
     model.config.use_cache = False
     assert settings(model.config) == found
     assert settings(tiny("Qwen2").config) != found
+
+
+def test_a_tensor_that_is_seen_otherwise_is_another_one() -> None:
+    """The same memory, and no change of it: only which number is where is another."""
+    linear = torch.nn.Linear(64, 64)
+    weights = Weights(linear)
+    first = weights.name()
+    linear.weight.data = linear.weight.data.t()
+    assert weights.name() == Weights(linear).name() != first
+
+
+def test_tensors_and_modules_that_change_places_get_another_name() -> None:
+    pair = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    weights = Weights(pair)
+    first = weights.name()
+    pair[0], pair[1] = pair[1], pair[0]
+    swapped = weights.name()
+    assert swapped == Weights(pair).name() != first
+    pair[0], pair[1] = pair[1], pair[0]
+    assert weights.name() == first
+    pair.add_module("late", torch.nn.ReLU())
+    assert weights.name() == first, "a module without weights has no part in their name"
+    pair[1].weight = torch.nn.Parameter(torch.zeros(64, 64))
+    assert weights.name() == Weights(pair).name() != first
+
+
+def test_weights_that_go_elsewhere_are_refused_until_they_are_back() -> None:
+    """As programs do that keep some weights on disk: their places are there, their numbers are not."""
+    linear = torch.nn.Linear(64, 64)
+    weights, here = Weights(linear), linear.weight
+    first = weights.name()
+    linear.weight = torch.nn.Parameter(here.to("meta"))
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="weight is not in memory"):
+            weights.name()
+    linear.weight = here
+    assert weights.name() == first
+
+
+def test_modules_that_hold_one_another_are_looked_at_once() -> None:
+    outer, inner = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    outer.inner, inner.outer = inner, outer
+    assert Weights(outer).name() != Weights(inner).name()
+    assert adapters(outer) == ""
+
+
+def test_adapters_are_those_of_the_layers_or_of_their_kind() -> None:
+    class Adapted(torch.nn.Linear):
+        _active_adapter = ("default",)
+        _disable_adapters = False
+        merged_adapters = ()
+
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), Adapted(8, 8))
+    assert adapters(module) == "1: ('default',) off=False merged=() scaling=[]"
+    vars(module[1])["_active_adapter"] = ("other",)
+    assert "other" in adapters(module)
+    assert adapters(module[0]) == ""

@@ -3,9 +3,10 @@
 A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not answer for
 the new ones. Reading all weights at every call would cost seconds, so there are two looks:
 
-*At every call* a glance, for a few milliseconds: a few elements of every tensor, and for each tensor where it lies and
-how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere; the count,
-because a change of few elements shows in no sample.
+*At every call* a glance, for a millisecond or two: a few elements of every tensor, and for each tensor where and how it lies
+and how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere; the
+count, because a change of few elements shows in no sample. The caller waits for it before anything can be looked for,
+so it goes once over the modules and makes no names: a name for each tensor would take longer than all the rest.
 
 *When the glance differs* the weights are named anew, by thousands of elements of every tensor (``index/weights.py``):
 the same name in every process that holds the same weights. If torch counted a change that these do not show, the
@@ -20,7 +21,7 @@ import math
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +57,15 @@ _IDLE = {
 """Parts of a configuration that change no byte of KV, or only by way of the weights and their dtype."""
 
 
-class _Mark(NamedTuple):
-    """What tells, without reading it, that a tensor is the one it was."""
+class _Look(NamedTuple):
+    """What tells, without reading any tensor, that they are those that they were."""
 
-    name: str
-    place: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    keys: Sequence[str] = ()
+    """By which each module has those right below it, its parameters and its buffers."""
+    places: Sequence[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = ()
+    """Where and how each tensor lies."""
+    changes: Sequence[int] = ()
+    """How many of each torch has counted."""
 
 
 class Weights:
@@ -71,9 +74,8 @@ class Weights:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._lock = threading.Lock()
-        self._marks: list[_Mark] = []
-        self._views: list[torch.Tensor] = []
-        self._changes: list[int] = []
+        self._look = _Look()
+        self._views: list[list[torch.Tensor]] = []
         self._seen: list[bytes] = []
         self._sampled = self._name = WeightsId("")
         self._mark = ""
@@ -81,25 +83,42 @@ class Weights:
     def name(self) -> WeightsId:
         """Their name, which is another one after every change."""
         with self._lock:
-            tensors = dict(_tensors(self._module))
-            marks = [_Mark(name, t.data_ptr(), tuple(t.shape), t.dtype) for name, t in tensors.items()]
-            if marks != self._marks:
-                self._marks = marks
-                self._views = [_few(t) for t in tensors.values() if t.numel()]
-            changes = [0 if t.is_inference() else t._version for t in tensors.values()]
-            seen = _read(self._views)
-            if not self._name or changes != self._changes or seen != self._seen:
-                counted = bool(self._name) and changes != self._changes
-                self._changes, self._seen = changes, seen
-                self._rename(tensors, counted)
+            look, views = _look(self._module), self._views
+            moved = not self._name or look[:2] != self._look[:2]
+            if moved:
+                views = _views(tensor for _, tensor in _tensors(self._module))
+            seen = [torch.cat(group).cpu().numpy().tobytes() for group in views]
+            counted = bool(self._name) and look.changes != self._look.changes
+            if moved or counted or seen != self._seen:
+                self._rename(counted)
+                self._look, self._views, self._seen = look, views, seen
             return self._name
 
-    def _rename(self, tensors: Mapping[str, torch.Tensor], counted: bool) -> None:
-        sampled = from_samples((name, tuple(t.shape), _samples(t)) for name, t in tensors.items())
+    def _rename(self, counted: bool) -> None:
+        sampled = from_samples((name, tuple(t.shape), _samples(t)) for name, t in _tensors(self._module))
         if counted and sampled == self._sampled:
             self._mark = f"+{secrets.token_hex(16)}"  # from now on: the samples would not show its end either
         self._sampled = sampled
         self._name = WeightsId(sampled + self._mark)
+
+
+def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """It and all below it, each once."""
+    found, level = {module: None}, [module]
+    while level:
+        level = [below for m in level for below in m._modules.values() if below is not None and below not in found]
+        found.update(dict.fromkeys(level))
+    return list(found)
+
+
+def _look(module: torch.nn.Module) -> _Look:
+    held = [part for m in _modules(module) for part in (m._modules, m._parameters, m._buffers) if part]
+    tensors = [each for part in held for each in part.values() if isinstance(each, torch.Tensor)]
+    return _Look(
+        [key for part in held for key in part],
+        [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors],
+        [0 if t.is_inference() else t._version for t in tensors],
+    )
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,12 +137,12 @@ def _few(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,))[::stride]
 
 
-def _read(views: list[torch.Tensor]) -> list[bytes]:
-    """The bytes of many small views, with one transfer for each device and width."""
+def _views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """A few elements of each, with those of one device and width together: they are read by one transfer."""
     alike = defaultdict(list)
-    for view in views:
+    for view in (_few(t) for t in tensors if t.numel()):
         alike[view.device, view.element_size()].append(view.view(WORDS[view.element_size()]))
-    return [torch.cat(group).cpu().numpy().tobytes() for group in alike.values()]
+    return list(alike.values())
 
 
 def _samples(tensor: torch.Tensor) -> Any:
@@ -159,7 +178,9 @@ def adapters(module: torch.nn.Module) -> str:
 
     Raises LayoutError where each row of a batch has its own: PEFT tells the layers by hooks, for one call.
     """
-    layers = [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "_active_adapter")]
+    if not any(map(_adapted, _modules(module))):
+        return ""
+    layers = [(name, layer) for name, layer in module.named_modules() if _adapted(layer)]
     for name, layer in layers:
         if layer._forward_pre_hooks:
             raise LayoutError(f"{name} has a hook that may choose another adapter for each row")
@@ -168,3 +189,8 @@ def adapters(module: torch.nn.Module) -> str:
         f"scaling={sorted(getattr(layer, 'scaling', {}).items())}"
         for name, layer in layers
     )
+
+
+def _adapted(layer: torch.nn.Module) -> bool:
+    """Without ``hasattr`` of the layer: modules look for what they do not have in three more places."""
+    return "_active_adapter" in vars(layer) or hasattr(type(layer), "_active_adapter")
