@@ -37,8 +37,12 @@ _STAGING = 512 << 20
 """Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
 _AT_ONCE = 128
 """Blocks of a buffer at most: the bus waits while we look up the first ones."""
+_AHEAD = 16
+"""Kernels that wait for the bus at most."""
 _STEP = 512
 """Words that a program of the kernel moves at once."""
+
+_Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class GpuMove(Move):
@@ -107,21 +111,34 @@ class _Buffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.filled = torch.cuda.Event()
         self.free = torch.cuda.Event()
-        self._tables = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64, device=device)
-        self._read = torch.cuda.Event(blocking=True)
 
-    def table(self, entries: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
-        """The entries for a kernel of the current stream, on the device. The host waits while the last ones, of two
-        buffers before, are still to be copied: to pin other memory for them would stop the whole device."""
-        self._read.synchronize()
-        if entries.size > len(self._tables[0]):
-            pinned = torch.empty(entries.size, dtype=torch.int64, pin_memory=True)
-            self._tables = pinned, torch.empty(entries.size, dtype=torch.int64, device=self.memory.device)
-        host, device = (t[: entries.size] for t in self._tables)
-        host.numpy()[:] = entries.reshape(-1)
-        device.copy_(host, non_blocking=True)
-        self._read.record()
-        return device
+
+class _Tables:
+    """Numbers on their way to kernels. The host is so many kernels ahead of the device at most; it need not be less,
+    or a load would be waited for by whoever only joins it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read = [torch.cuda.Event(blocking=True) for _ in range(_AHEAD)]
+        self._next = itertools.cycle(range(_AHEAD))
+        self._make(_AT_ONCE * 16)
+
+    def _make(self, entries: int) -> None:
+        """Rarely: to pin memory stops the whole device."""
+        self._host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
+        self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._device)
+
+    def put(self, numbers: _Numbers) -> torch.Tensor:
+        """The numbers for a kernel of the current stream, on the device."""
+        if len(numbers) > self._host.shape[1]:
+            self._make(len(numbers))
+        i = next(self._next)
+        self._read[i].synchronize()
+        host, there = self._host[i, : len(numbers)], self._there[i, : len(numbers)]
+        host.numpy()[:] = numbers
+        there.copy_(host, non_blocking=True)
+        self._read[i].record()
+        return there
 
 
 class _Job(NamedTuple):
@@ -139,6 +156,7 @@ class _Lane:
         self._device, self._nbytes, self._to_host = device, nbytes, to_host
         self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._buffers: Iterator[_Buffer] | None = None
+        self._tables: _Tables | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -208,6 +226,11 @@ class _Lane:
             self._buffers = itertools.cycle([_Buffer(nbytes, self._device) for _ in range(_BUFFERS)])
             self._nbytes = nbytes
 
+    def _table(self, numbers: _Numbers) -> torch.Tensor:
+        if self._tables is None:
+            self._tables = _Tables(self._device)
+        return self._tables.put(numbers)
+
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:
         """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
@@ -232,83 +255,50 @@ class _Lane:
         self._make_buffers(section)
         blocks = max(1, min(_AT_ONCE, self._nbytes // (section * sections)))
         at_once = max(1, min(sections, self._nbytes // section))
-        word = _word(pages)
+        word = word_of(pages)
         for i in range(0, len(copies), blocks):
             some = copies[i : i + blocks]
             places = np.array([driver.REGISTRY.find(c.block) for c in some])
             order = np.argsort(places)  # neighbours in memory go together
             some, places = [some[k] for k in order], places[order]
-            entries = np.empty((len(some), n, 2), np.int64)
-            entries[:, :, 0] = [c.pages for c in some]
-            starts = np.arange(len(some)) * (sections * section)
-            entries[:, :, 1] = (starts[:, None] + np.arange(n) * pages.atom) // word
+            table = self._table(np.concatenate([pages.bases, *(c.pages for c in some)]))
             for first in range(0, sections, at_once):
                 span = range(first, min(sections, first + at_once))
                 with self._buffer() as buffer:
                     if self._to_host:
-                        self._kernel(pages, entries, buffer, span, n, word)
+                        launch(pages, table, buffer.memory, span, n, word, gather=True)
                         self._pass(buffer)
-                    self._dma(pages, some, places.tolist(), buffer, span, n * pages.atom)
+                    self._dma(pages, some, places, buffer, span, n * pages.atom)
                     if not self._to_host:
                         self._pass(buffer)
-                        self._kernel(pages, entries, buffer, span, n, word)
-
-    def _kernel(
-        self,
-        pages: Pages,
-        entries: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-        buffer: _Buffer,
-        span: range,
-        n: int,
-        word: int,
-    ) -> None:
-        *strides, dim = pages.sections[0].stride()
-        page, head, token = (s * pages.itemsize // word for s in strides)
-        row = pages.group.head_dim * pages.itemsize // word
-        atom = pages.atom // word
-        move_pages[(entries.size // 2, len(span) * pages.heads)](
-            pages.bases,
-            buffer.table(entries),
-            buffer.memory.view(WORDS[word]),
-            span.start,
-            page,
-            head,
-            token,
-            dim,
-            pages.heads * n * atom,
-            n * atom,
-            HEADS=pages.heads,
-            DIM=row,
-            ATOM=atom,
-            STEP=min(_STEP, 1 << (atom - 1).bit_length()),
-            GATHER=self._to_host,
-        )
+                        launch(pages, table, buffer.memory, span, n, word, gather=False)
 
     def _dma(
-        self, pages: Pages, copies: Sequence[Copy], places: Sequence[int], buffer: _Buffer, span: range, width: int
+        self, pages: Pages, copies: Sequence[Copy], places: _Numbers, buffer: _Buffer, span: range, width: int
     ) -> None:
         """Between staging, where the blocks are without gaps, and the slots."""
         stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
         stream, device = self._copies.cuda_stream, buffer.memory.data_ptr()
-        row = pages.heads * width
-        whole = width == size and row == stride
-        if whole and len(span) == len(pages.sections):
-            nbytes = pages.geometry.footprint
-            for start, count in _neighbours(copies, places, nbytes):
-                self._copy(places[start], device + start * nbytes, count * nbytes)
+        row, sections = pages.heads * width, len(pages.sections)
+        if width == size:
+            # Rows of blocks that are neighbours are as far apart as those of one.
+            alone = len(span) < sections or pages.geometry.footprint != sections * stride
+            for start, count in (
+                [(i, 1) for i in range(len(copies))] if alone else neighbours(copies, places, sections * stride)
+            ):
+                host = int(places[start]) + span.start * stride + pages.share.start * size
+                here, rows = device + start * sections * row, count * len(span)
+                if row == stride:
+                    self._copy(host, here, rows * stride)
+                else:
+                    driver.copy_rows(host, stride, here, row, rows, stream, to_host=self._to_host)
             return
-        for i, (copy, place) in enumerate(zip(copies, places, strict=True)):
-            host = place + span.start * stride + pages.share.start * size
-            here = device + i * len(pages.sections) * row
-            if whole:
-                self._copy(host, here, len(span) * stride)
-            elif width == size:
-                driver.copy_rows(host, stride, here, row, len(span), stream, to_host=self._to_host)
-            else:
-                first = host + copy.at * pages.atom
-                for s in range(len(span)):
-                    rows = first + s * stride, size, here + s * row, width, pages.heads
-                    driver.copy_rows(*rows, stream, to_host=self._to_host)
+        for i, (copy, place) in enumerate(zip(copies, places.tolist(), strict=True)):
+            first = place + span.start * stride + pages.share.start * size + copy.at * pages.atom
+            here = device + i * sections * row
+            for s in range(len(span)):
+                parts = first + s * stride, size, here + s * row, width, pages.heads
+                driver.copy_rows(*parts, stream, to_host=self._to_host)
 
     def _copy(self, host: int, device: int, nbytes: int) -> None:
         target, source = (host, device) if self._to_host else (device, host)
@@ -335,10 +325,10 @@ class _Lane:
         self._make_buffers(row)
         for copy in (c for c in copies if len(c.pages)):
             place = driver.REGISTRY.find(copy.block) + pages.share.start * size
+            numbers = self._table(np.asarray(copy.pages, np.int64))
             for first in range(0, pages.group.layers, at_once):
                 layers = range(first, min(pages.group.layers, first + at_once))
                 with self._buffer() as buffer:
-                    numbers = buffer.table(np.asarray(copy.pages, np.int64))
                     heads = buffer.memory[: len(layers) * row].view(len(layers), pages.heads, size)
                     if self._to_host:
                         encode_pages(pages, numbers, layers, heads)
@@ -350,7 +340,35 @@ class _Lane:
                         decode_pages(heads, pages, numbers, layers, copy.at)
 
 
-def _word(pages: Pages) -> int:
+def launch(
+    pages: Pages, table: torch.Tensor, staging: torch.Tensor, span: range, n: int, word: int, *, gather: bool
+) -> None:
+    """The kernel for some sections of blocks of ``n`` pages. ``table`` has where sections begin, then the pages."""
+    *strides, dim = pages.sections[0].stride()
+    page, head, token = (s * pages.itemsize // word for s in strides)
+    atom, sections = pages.atom // word, len(pages.sections)
+    move_pages[(len(table) - sections, len(span) * pages.heads)](
+        table,
+        table[sections:],
+        staging.view(WORDS[word]),
+        span.start,
+        page,
+        head,
+        token,
+        dim,
+        n,
+        sections * pages.heads * n * atom,
+        pages.heads * n * atom,
+        n * atom,
+        HEADS=pages.heads,
+        DIM=pages.group.head_dim * pages.itemsize // word,
+        ATOM=atom,
+        STEP=min(_STEP, 1 << (atom - 1).bit_length()),
+        GATHER=gather,
+    )
+
+
+def word_of(pages: Pages) -> int:
     """The largest number of bytes, 8 at most, that the engine's memory is a multiple of everywhere."""
     *strides, dim = pages.sections[0].stride()
     if dim != 1:
@@ -360,15 +378,10 @@ def _word(pages: Pages) -> int:
     return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
 
 
-def _neighbours(copies: Sequence[Copy], places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
+def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:
     """Slots of one segment that follow one another in memory: the first, and how many. Another segment may lie right
     after it, but is registered for itself, and no DMA goes over both."""
-    start = 0
-    for i in range(1, len(places) + 1):
-        if (
-            i == len(places)
-            or places[i] != places[i - 1] + nbytes
-            or copies[i].block.obj is not copies[i - 1].block.obj
-        ):
-            yield start, i - start
-            start = i
+    apart = np.diff(places) != nbytes
+    cuts = np.flatnonzero(apart | (np.diff([id(c.block.obj) for c in copies]) != 0)) + 1
+    for start, stop in itertools.pairwise([0, *cuts.tolist(), len(copies)]):
+        yield start, stop - start

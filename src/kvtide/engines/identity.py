@@ -3,10 +3,10 @@
 A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not answer for
 the new ones. Reading all weights at every call would cost seconds, so there are two looks:
 
-*At every call* a glance, for a millisecond or two: a few elements of every tensor, and for each tensor where and how it lies
-and how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere; the
-count, because a change of few elements shows in no sample. The caller waits for it before anything can be looked for,
-so it goes once over the modules and makes no names: a name for each tensor would take longer than all the rest.
+*At every call* a glance, for a millisecond or two: a few elements of every tensor, and for each tensor where and how it
+lies and how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere;
+the count, because a change of few elements shows in no sample. The caller waits for it before anything can be looked
+for, so it makes no names: a name for each tensor would take longer than all the rest.
 
 *When the glance differs* the weights are named anew, by thousands of elements of every tensor (``index/weights.py``):
 the same name in every process that holds the same weights. If torch counted a change that these do not show, the

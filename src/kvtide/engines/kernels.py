@@ -15,14 +15,16 @@ __all__ = ["move_pages"]
 @triton.jit  # type: ignore[untyped-decorator]
 def move_pages(  # type: ignore[no-untyped-def]  # the compiler reads the signature, not mypy
     bases,  # where each section begins in the engine's memory
-    entries,  # for each page: its number, and where its first atom goes in staging, in words
+    numbers,  # of the pages: those of a block, then those of the next
     staging,
     first,  # the first section that is in staging
     page_stride,
     head_stride,
     token_stride,
     dim_stride,
-    section_words,  # in staging
+    each,  # pages of a block
+    block_words,  # in staging
+    section_words,
     head_words,
     HEADS: tl.constexpr,  # noqa: N803 - constants of the compiler's are written so
     DIM: tl.constexpr,  # noqa: N803 - words of a row
@@ -33,10 +35,11 @@ def move_pages(  # type: ignore[no-untyped-def]  # the compiler reads the signat
     entry = tl.program_id(0)
     section = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    page = tl.load(entries + 2 * entry)
+    page = tl.load(numbers + entry)
     base = tl.load(bases + first + section).to(staging.dtype)
     rows = base + page * page_stride + head * head_stride
-    atom = staging + tl.load(entries + 2 * entry + 1) + section * section_words + head * head_words
+    block = staging + (entry // each).to(tl.int64) * block_words + section * section_words + head * head_words
+    atom = block + (entry % each) * ATOM
     for start in range(0, ATOM, STEP):
         i = start + tl.arange(0, STEP)
         here = rows + (i // DIM) * token_stride + (i % DIM) * dim_stride

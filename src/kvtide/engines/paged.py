@@ -119,9 +119,9 @@ class Pages:
         return cls(layout, group, sections, share, packing)
 
     @functools.cached_property
-    def bases(self) -> torch.Tensor:
-        """Where each section begins in the engine's memory; for kernels, and therefore there."""
-        return torch.tensor([s.data_ptr() for s in self.sections], device=self.device)
+    def bases(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where each section begins in the engine's memory; for kernels."""
+        return np.array([s.data_ptr() for s in self.sections], np.int64)
 
     def stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Sections that lie evenly apart in one storage, as one tensor ``[section, page, head, token, dim]``, with the
@@ -162,16 +162,17 @@ class Pages:
         """Raise LayoutError for pages that are not there."""
         if not copies:
             return
-        pages = np.concatenate([c.pages for c in copies])
+        blocks, some, starts = zip(*copies, strict=True)
+        pages = np.concatenate(some)
         if len(pages) and (pages.min() < 0 or pages.max() >= self.count):
             raise LayoutError(
                 f"pages {pages.min():g} to {pages.max():g} are not all among the {self.count} of this engine"
             )
-        for block, some, at in copies:
-            if not 0 <= at <= self.each - len(some):
-                raise LayoutError(f"{len(some)} pages from page {at} on do not fit a block of {self.each}")
-            if len(block) < self.geometry.footprint:
-                raise LayoutError(f"a block has {self.geometry.footprint} bytes, not {len(block)}")
+        at, n = np.array(starts), np.array([*map(len, some)])
+        if len(wrong := np.flatnonzero((at < 0) | (at > self.each - n))):
+            raise LayoutError(f"{n[wrong[0]]} pages from page {at[wrong[0]]} on do not fit a block of {self.each}")
+        if (least := min(map(len, blocks))) < self.geometry.footprint:
+            raise LayoutError(f"a block has {self.geometry.footprint} bytes, not {least}")
 
     def check_store(self, copies: Sequence[Copy]) -> None:
         """Raise LayoutError if these blocks cannot be written from here."""
