@@ -1,10 +1,17 @@
-"""Pages of a GPU to the arena and back, beside one large copy between the GPU and pinned memory."""
+"""Pages of a GPU to the arena and back, beside what the bus does.
+
+For the shape of a whole model the limit is large copies between the GPU and pinned memory. The two worst shapes cannot
+reach that: a rank's heads are rows with the heads of others between them, and small blocks make small pieces. Their
+limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. How fast the
+kernel gathers alone is told beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +26,8 @@ from kvtide.engines.paged import Copy, Pages, mover
 __all__ = ["Engine", "Shape", "bus", "pages"]
 
 _PAGE = 16
+_BUFFER = 128 * MIB
+"""What the mover copies at once."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,23 @@ class Shape:
     """Heads that this process holds."""
     blocks: int
     bar: float
-    """GB/s."""
+    """GB/s, one way."""
     note: str
+    both: float | None = None
+    """GB/s that are asked for, both ways at once."""
+    pieces: str = ""
+    """What one DMA copies, where the limit is that."""
 
 
 _SHAPES = [
-    Shape("llama-3-8b", 32, 8, 8, 64, 52, "Llama-3-8B: 32 layers of 8 heads of 128, in blocks of 32 MiB"),
-    Shape("tp8", 32, 8, 1, 256, 45, "Llama-3-8B at tensor parallelism 8: one head of each block of 32 MiB"),
-    Shape("small", 2, 1, 1, 4096, 45, "2 layers with pages of 4 KiB: blocks of 256 KiB"),
+    Shape("llama-3-8b", 32, 8, 8, 64, 52, "Llama-3-8B: 32 layers of 8 heads of 128, in blocks of 32 MiB", both=80),
+    Shape(
+        "tp8",
+        *(32, 8, 1, 256, 45),
+        "Llama-3-8B at tensor parallelism 8: one head of each block of 32 MiB",
+        pieces="rows of 64 KiB, 512 KiB apart",
+    ),
+    Shape("small", *(2, 1, 1, 4096, 45), "2 layers with pages of 4 KiB: blocks of 256 KiB", pieces="128 blocks"),
 ]
 
 
@@ -47,6 +65,15 @@ def pages(settings: Settings) -> Iterator[Record]:
     """Scattered pages to the arena and back."""
     for shape in _SHAPES:
         yield from _pages(settings, shape)
+
+
+class _Piece(NamedTuple):
+    """What one DMA copies: rows of ``width`` bytes, ``pitch`` apart in the arena."""
+
+    host: int
+    pitch: int
+    width: int
+    rows: int
 
 
 class Engine:
@@ -98,6 +125,67 @@ class Engine:
         for move in moves:
             move.wait()
 
+    # -- the limit: the parts of a move, each alone
+
+    def _pieces(self, copies: list[Copy]) -> list[_Piece]:
+        from kvtide.engines.driver import REGISTRY
+        from kvtide.engines.gpu import neighbours
+
+        geometry, sections = self._pages.geometry, len(self._pages.sections)
+        width = self._pages.heads * self._pages.each * self._pages.atom
+        at_once = min(128, _BUFFER // (width * sections))
+        found = []
+        for i in range(0, len(copies), at_once):
+            some = sorted(copies[i : i + at_once], key=lambda c: REGISTRY.find(c.block))
+            places = np.array([REGISTRY.find(c.block) for c in some])
+            for start, count in neighbours(some, places, geometry.footprint):
+                found.append(_Piece(int(places[start]), geometry.stride, width, count * sections))
+        return found
+
+    def alone(self) -> Contestant:
+        """The DMA of the same blocks, without their pages."""
+        from kvtide.engines import driver
+
+        ways = [(True, self._pieces(self._first)), (False, self._pieces(self._second))]
+        memory = [torch.empty(_BUFFER, dtype=torch.uint8, device="cuda") for _ in ways]
+        streams = [torch.cuda.Stream() for _ in ways]
+
+        def go(*chosen: int) -> None:
+            for i in range(max(len(ways[way][1]) for way in chosen)):
+                for way in chosen:
+                    to_host, pieces = ways[way]
+                    if i < len(pieces):
+                        host, pitch, width, rows = pieces[i]
+                        if width == pitch:  # without gaps
+                            width, pitch, rows = width * rows, pitch * rows, 1
+                        here, stream = memory[way].data_ptr(), streams[way].cuda_stream
+                        driver.copy_rows(host, pitch, here, width, rows, stream, to_host=to_host)
+            torch.cuda.synchronize()
+
+        return lambda: {
+            "out": timed(go, 0, nbytes=self.nbytes),
+            "in": timed(go, 1, nbytes=self.nbytes),
+            "both": timed(go, 0, 1, nbytes=2 * self.nbytes),
+        }
+
+    def gather(self) -> float:
+        """GB/s of the kernel alone, with as many blocks as a buffer takes."""
+        from kvtide.engines.gpu import launch, word_of
+
+        pages, staging = self._pages, torch.empty(_BUFFER, dtype=torch.uint8, device="cuda")
+        block = len(pages.sections) * pages.heads * pages.each * pages.atom
+        some = self._first[: min(128, _BUFFER // block)]
+        table = torch.from_numpy(np.concatenate([pages.bases, *(c.pages for c in some)])).cuda()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for turn in range(12):
+            if turn == 2:
+                start.record()
+            launch(pages, table, staging, range(len(pages.sections)), pages.each, word_of(pages), gather=True)
+        end.record()
+        end.synchronize()
+        seconds: float = start.elapsed_time(end) / 1e3
+        return 10 * len(some) * block / seconds / 1e9
+
 
 def bus(nbytes: int) -> Contestant:
     """The limit: large copies between the GPU and pinned memory, on a stream for each direction."""
@@ -136,17 +224,19 @@ def _pages(settings: Settings, shape: Shape) -> Iterator[Record]:
                 "both": timed(engine.both, nbytes=2 * engine.nbytes),
             }
 
-        rounds = compare({"kvtide": ours, "bus": bus(engine.nbytes)}, settings.rounds(15, 5), settings.progress)
+        limit = engine.alone() if shape.pieces else bus(engine.nbytes)
+        rounds = compare({"kvtide": ours, "limit": limit}, settings.rounds(15, 5), settings.progress)
+        gathered = engine.gather()
+    named = f"the DMA alone, of {shape.pieces}" if shape.pieces else "large copies of pinned memory"
     for task in ("out", "in", "both"):
-        limit = [s.speed for s in rounds["bus"][task]]
         yield figure(
             f"gpu-{task}-{shape.name}",
             "GB/s",
             [s.speed for s in rounds["kvtide"][task]],
             better="higher",
-            limit=limit,
-            bar=shape.bar if task != "both" else 80,
+            limit=[s.speed for s in rounds["limit"][task]],
+            bar=shape.bar if task != "both" else shape.both,
             command=settings.command,
             note=f"{shape.note}; pages of {_PAGE} tokens in a random order; {torch.cuda.get_device_name()}; limit: "
-            "large copies of pinned memory",
+            f"{named}; the kernel gathers {gathered:,.0f} GB/s alone",
         )
