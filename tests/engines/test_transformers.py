@@ -466,6 +466,49 @@ def test_whatever_goes_wrong_in_a_load_is_not_the_callers(
         assert torch.equal(answer.output, plain(llama, batch))
 
 
+def test_blocks_are_held_until_the_copies_are_over(
+    llama: PreTrainedModel, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU copies while ``generate`` begins: the blocks are let go at the first token, or when it fails before."""
+
+    class Late(HostMover):
+        waited = 0
+
+        def load(self, pages: Pages, copies: Any) -> Move:
+            super().load(pages, copies)
+            late = Move()
+            vars(late)["wait"] = self._wait
+            return late
+
+        def _wait(self) -> None:
+            assert held(), "a block was let go while it was copied"
+            Late.waited += 1
+
+    def held() -> int:
+        return sum(len(session._rights) for session in attached._sessions.values())
+
+    seen = []
+
+    def look(input_ids: torch.Tensor, *_: Any, **more: Any) -> torch.Tensor:
+        seen.append(held())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def fail(*_: Any, **more: Any) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    batch = padded(prompt(300))
+    with attach(llama, store) as attached:
+        attached.generate(**batch, **MORE)
+        monkeypatch.setattr(attached, "_movers", {torch.device("cpu"): Late()})
+        answer = attached.generate(**batch, **MORE, stopping_criteria=[look])
+        assert answer.report.cached == (256,)
+        assert torch.equal(answer.output, plain(llama, batch))
+        assert seen[:2] == [1, 0], "held until the first token, and no longer"
+        with pytest.raises(ZeroDivisionError):
+            attached.generate(**batch, **MORE, stopping_criteria=[fail])
+        assert (Late.waited, held()) == (2, 0)
+
+
 def test_prompt_tuning_is_passed_on_and_stores_nothing(store: Store) -> None:
     """As PEFT does it: what it prepares has other tokens before the prompt, which belong to no weight of the model."""
     model, batch = tiny(), padded(prompt(300))

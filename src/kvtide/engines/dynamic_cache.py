@@ -99,27 +99,35 @@ def _copies(layout: Layout, numbered: Sequence[tuple[int, Span]], count: int) ->
 
 def fill(
     mover: Mover, layout: Layout, device: torch.device, found: Sequence[Loaded], pads: Sequence[int], border: int
-) -> DynamicCache:
-    """A cache with the first ``border`` tokens of every row: its padding, and as much as that leaves of its blocks."""
+) -> tuple[DynamicCache, ExitStack]:
+    """A cache with the first ``border`` tokens of every row: its padding, and as much as that leaves of its blocks.
+
+    What the caller's stream does next sees them. The copies are over, and the blocks not used any more, when the stack
+    has been closed.
+    """
     (group,) = layout.groups
     room = border + group.page - 1  # a row's last page may have tokens beyond the border
     shape = (2 * group.layers, len(found), group.heads, room, group.head_dim)
     memory = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
-    with ExitStack() as moves:  # all are waited for, though one fails: both ends of a copy stay until it is over
+    with ExitStack() as stack:  # all are waited for, though one fails: both ends of a copy stay until it is over
+        moves = []
         for row, (loaded, pad) in enumerate(zip(found, pads, strict=True)):
             memory[:, row, :, : min(pad, border)] = 0
             if border > pad:
                 count = -(-(border - pad) // group.page)
                 wanted = list(enumerate(loaded.blocks))[: -(-(border - pad) // layout.block_tokens)]
                 copies = _copies(layout, wanted, count)
-                moves.callback(mover.load(_pages(layout, list(memory), row, pad, count), copies).wait)
-    cache = DynamicCache()
-    for keys, values in memory[:, :, :, :border].unflatten(0, (group.layers, 2)):
-        layer = DynamicLayer()
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        cache.layers.append(layer)
-    return cache
+                moves.append(mover.load(_pages(layout, list(memory), row, pad, count), copies))
+                stack.callback(moves[-1].wait)
+        cache = DynamicCache()
+        for keys, values in memory[:, :, :, :border].unflatten(0, (group.layers, 2)):
+            layer = DynamicLayer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            cache.layers.append(layer)
+        for move in moves:
+            move.join()
+        return cache, stack.pop_all()
 
 
 def store_row(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ _ENOUGH = 128
 
 
 class _FirstToken(StoppingCriteria):
-    """Notes when the first token is there."""
+    """Notes when the first token is there, and tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
         self.began, self.seconds = time.perf_counter(), 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         if not self.seconds:
             input_ids[0, -1].item()  # a GPU has only been told what to do so far; the next thing waits for it anyway
             self.seconds = time.perf_counter() - self.began
+            self._tell()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -37,13 +40,17 @@ class Prefill:
         self.speed: float | None = None
         """Tokens per second, as soon as it is known."""
 
-    def watch(self, call: dict[str, Any]) -> _FirstToken:
-        """A call of ``generate`` is watched."""
-        watch = _FirstToken()
+    def tells(self, tokens: int) -> bool:
+        """Whether it can be learned from a call that computes so many for the first token."""
+        return tokens >= _ENOUGH
+
+    def watch(self, call: dict[str, Any], tell: Callable[[], None]) -> _FirstToken:
+        """A call of ``generate`` is watched, and ``tell`` called at its first token."""
+        watch = _FirstToken(tell)
         call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), watch])
         return watch
 
     def seen(self, watch: _FirstToken, tokens: int) -> None:
         """So many tokens were computed for the first one."""
-        if watch.seconds and tokens >= _ENOUGH:
+        if watch.seconds and self.tells(tokens):
             self.speed = tokens / watch.seconds

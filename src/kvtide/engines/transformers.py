@@ -8,7 +8,8 @@
     model.generate(**inputs, max_new_tokens=100)  # as before
 
 *On entry* the longest stored prefix of the prompts is loaded into a ``DynamicCache``, which ``generate`` is given as if
-the caller had kept it from the last turn: it computes what is missing and nothing else. At least one token is computed,
+the caller had kept it from the last turn: it computes what is missing and nothing else. A GPU waits for the load, while
+``generate`` sets itself up on the host; the blocks are held until the first token. At least one token is computed,
 because its logits are needed. *On exit* the full blocks that are new, of the prompt and of what was generated, are
 copied into the store by a thread in the background. The last token is not among them: its KV was never computed.
 
@@ -170,12 +171,13 @@ class Attached:
                     session = use.enter_context(self._session(tenant))
                     self._background.flush(_PATIENCE)  # so that a turn finds the one before
                     chains = [session.chain(row) for row in prompts.rows]
-                    cache, border = self._load(session, chains, prompts)
+                    cache, border, loads = self._load(session, chains, prompts)
+                    use.enter_context(loads)
             except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
                 return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
             if call.get("cache_implementation"):
                 call["cache_implementation"] = None  # it is ours
-            watch = self.prefill.watch(call)
+            watch = self.prefill.watch(call, loads.close)
             output = self._original(**call | {"past_key_values": cache})
             self.prefill.seen(watch, len(chains) * (prompts.length - border))
             try:
@@ -257,8 +259,8 @@ class Attached:
 
     # -- KV in and out ------------------------------------------------------------------------------------
 
-    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> tuple[DynamicCache, int]:
-        """A cache with the first tokens of every row, and how many."""
+    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> tuple[DynamicCache, int, ExitStack]:
+        """A cache with the first tokens of every row, how many, and what must be closed when they are there."""
 
         def border(found: Sequence[kvtide.Match | Loaded]) -> int:
             return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
@@ -270,8 +272,12 @@ class Attached:
                 found = [load.wait() for load in loads]
                 if (length := border(found)) > min(prompts.pads):
                     device = self.model.device
-                    return fill(self._mover(device), session.layout, device, found, prompts.pads, length), length
-        return DynamicCache(), 0
+                    cache, copies = fill(self._mover(device), session.layout, device, found, prompts.pads, length)
+                    held.enter_context(copies)
+                    if self.prefill.tells(len(chains) * (prompts.length - length)):
+                        copies.close()  # else what is measured would be the load
+                    return cache, length, held.pop_all()
+        return DynamicCache(), 0, ExitStack()
 
     def _keep(self, session: Session, chains: list[Chain], prompts: Prompts, cache: DynamicCache, output: Any) -> None:
         """Let the background store what is new."""
@@ -326,10 +332,10 @@ class Attached:
         with self._lock:
             sessions, self._sessions = self._sessions, OrderedDict()
             movers, self._movers = self._movers, {}
+        for each in movers.values():
+            each.close()  # first: what it copies is held by a session
         for session in sessions.values():
             session.close()
-        for each in movers.values():
-            each.close()
         if self._owned:
             self.store.close()
 
