@@ -10,6 +10,7 @@ from kvtide.benchmarks.disk import nvme
 from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
 from kvtide.benchmarks.record import Record
+from kvtide.benchmarks.scheduler import scheduler
 from kvtide.benchmarks.settings import MIB, Settings, chosen
 from kvtide.errors import ConfigError
 
@@ -23,6 +24,7 @@ FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
     "opening": opening,
     "pipeline": pipeline,
     "node": node,
+    "scheduler": scheduler,
 }
 
 

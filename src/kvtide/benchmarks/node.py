@@ -25,7 +25,7 @@ from kvtide.benchmarks.crowd import Crowd
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
 from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, TOKENS, Settings
 
-__all__ = ["node"]
+__all__ = ["node", "running"]
 
 _STEP = 64
 """Blocks in the message of a step."""
@@ -35,7 +35,7 @@ _TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
 
 
 @contextmanager
-def _running(budget: int) -> Iterator[tuple[Path, int]]:
+def running(budget: int) -> Iterator[tuple[Path, int]]:
     """A node in a process of its own: its socket and its process number."""
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
         path = Path(folder) / "node.sock"
@@ -63,12 +63,12 @@ def _cpu(pid: int) -> float:
 def node(settings: Settings) -> Iterator[Record]:
     """Match, store and load through a node, and the round trip of a step."""
     nbytes = 32 * MIB
-    with _running(64 * MIB) as (path, pid):
+    with running(64 * MIB) as (path, pid):
         yield from _match(settings, path, pid)
     for clients in (1, 4):
         count = settings.rounds(1024, 512) * MIB // nbytes // clients
         yield from _copies(settings, clients, nbytes, count)
-    with _running(64 * MIB) as (path, pid):
+    with running(64 * MIB) as (path, pid):
         for clients in (1, 8):
             yield from _steps(settings, path, pid, clients)
 
@@ -136,7 +136,7 @@ def _copying(number: int, nbytes: int, count: int) -> Iterator[Mapping[str, Call
 def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterator[Record]:
     total = clients * count * nbytes
     with ExitStack() as stack:
-        path, _ = stack.enter_context(_running(total + 512 * MIB))
+        path, _ = stack.enter_context(running(total + 512 * MIB))
         ours: Contestant
         limit: Contestant
         if clients == 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvtide.engines.halves.errands import Errands
 from kvtide.engines.halves.orders import Storing
 from kvtide.engines.halves.request import Cut, Work
-from kvtide.engines.halves.state import State, TokenArray, array
+from kvtide.engines.halves.state import State
 from kvtide.engines.halves.tenancy import Tenancies
 
 __all__ = ["Room"]
@@ -25,7 +25,7 @@ class _Wanted(NamedTuple):
 
     request: State
     life: int
-    tokens: TokenArray
+    tokens: tuple[int, Sequence[int]]
     start: int
     stop: int
 
@@ -69,7 +69,7 @@ class Room:
             while start < stop and _gone(self._cut.blocks(pages, start, start + 1)):
                 start += 1
             if start < stop:
-                wanted.append(_Wanted(r, r.life, array(r.prompt.tokens[: stop * tokens]), start, stop))
+                wanted.append(_Wanted(r, r.life, r.unnamed(stop * tokens), start, stop))
         if wanted:
             nothing: list[_Given | None] = [None] * len(wanted)
             self._reserving = wanted, self._errands.ask(partial(self._reserve, wanted), nothing)
@@ -96,7 +96,7 @@ class Room:
         """Room for blocks, where they are new and there is any. On the thread that talks to the node."""
         found: list[_Given | None] = []
         for r, _, tokens, start, stop in wanted:
-            chain, tenancy = r.named(self._tenancies, tokens)
+            chain, tenancy = r.named(self._tenancies, *tokens)
             crew, wishes = tenancy.own.crew, r.prompt.wishes
             made = crew.delegate(chain, start=start, stop=stop, ttl=wishes.ttl, priority=wishes.priority)
             found.append(_Given(crew.token, made.ticket, made.abort) if made.ticket else None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -25,7 +25,7 @@ from kvtide.engines.halves.errands import Errands
 from kvtide.engines.halves.orders import Loading, Orders
 from kvtide.engines.halves.request import Cut, Pages, Prompt, Source, Work
 from kvtide.engines.halves.room import Room
-from kvtide.engines.halves.state import Offer, State, TokenArray, array
+from kvtide.engines.halves.state import Offer, State
 from kvtide.engines.halves.tenancy import Tenancies
 
 __all__ = ["Scheduler"]
@@ -39,7 +39,7 @@ _ENOUGH = 128
 """Tokens of a step that tell how fast the engine computes: fewer take as long as one."""
 
 _SHORTEST = 0.05
-"""The least patience, where computing takes less."""
+"""The least patience, where computing takes less; and the most, with blocks that are just being written."""
 
 
 class Scheduler:
@@ -86,12 +86,16 @@ class Scheduler:
             self._give_back(r)  # the engine has lost pages that it had
         if r.offer is None:
             if r.asked is None:
-                r.since = time.monotonic()
-                r.asked = self._errands.ask(partial(self._find, r, array(r.prompt.tokens), have), None)
+                r.since = r.since or time.monotonic()
+                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(), have), None)
             if not self._errands.soon(r.asked):
                 patience = _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, known / self.speed / 4))
                 return None if time.monotonic() - r.since < patience else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
+            if r.pending and time.monotonic() - r.since < _SHORTEST:
+                self._give_back(r)  # a little later there will be more
+                return None
+            r.since = 0.0
             if r.offer is None:
                 return self._settle(r)
         if not self._is_here(r.offer):
@@ -101,12 +105,13 @@ class Scheduler:
         r.have, count = have, min(r.offer.tokens, known) - have
         return count if count > 0 else self._settle(r)
 
-    def _find(self, r: State, tokens: TokenArray, have: int) -> Offer | None:
+    def _find(self, r: State, unnamed: tuple[int, Sequence[int]], have: int) -> Offer | None:
         """What there is of a prompt. On the thread that talks to the node."""
         if r.over:
             return None
-        chain, tenancy = r.named(self._tenancies, tokens)
-        match, crew = tenancy.longest(tokens, r.extras, chain, have, self.speed)
+        chain, tenancy = r.named(self._tenancies, *unnamed)
+        match, crew = tenancy.longest(chain, r.extras, have, self.speed)
+        r.pending = match.pending
         if match.tokens <= have:
             match.release()
             return None
@@ -133,7 +138,7 @@ class Scheduler:
 
     def _settle(self, r: State) -> int:
         """Nothing is loaded for it, from now on."""
-        r.settled = True
+        r.settled, r.since = True, 0.0
         self._give_back(r)
         return 0
 

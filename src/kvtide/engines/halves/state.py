@@ -6,21 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvtide.engines.halves.request import Prompt, Source
 from kvtide.engines.halves.tenancy import Tenancies, Tenancy
 from kvtide.index.keys import Chain, Extra
 from kvtide.match import Load, Match
 from kvtide.node.crew import Crew
 
-__all__ = ["Offer", "State", "TokenArray", "array"]
-
-TokenArray = np.ndarray[tuple[int], np.dtype[np.uint32]]
-
-
-def array(tokens: Sequence[int]) -> TokenArray:
-    return np.asarray(tokens, np.uint32)
+__all__ = ["Offer", "State"]
 
 
 @dataclass(slots=True)
@@ -47,6 +39,9 @@ class State:
     tenancy: Tenancy | None = None
     asked: Future[Offer | None] | None = None
     since: float = 0.0
+    """When it was first asked for; 0: the answer is known, or nobody has."""
+    pending: bool = False
+    """Whether the next block was just being written when it was last asked for."""
     offer: Offer | None = None
     settled: bool = False
     """Whether nothing is to be loaded for it any more."""
@@ -65,13 +60,17 @@ class State:
     """Whether a load went wrong: it is not tried again."""
     over: bool = False
 
-    def named(self, tenancies: Tenancies, tokens: TokenArray) -> tuple[Chain, Tenancy]:
-        """The names of its blocks, as far as ``tokens`` go. On the thread that talks to the node."""
+    def unnamed(self, stop: int | None = None) -> tuple[int, Sequence[int]]:
+        """Tokens up to ``stop`` whose blocks have no name yet, and how many come before them."""
+        known = 0 if self.chain is None else self.chain.tokens
+        return known, self.prompt.tokens[known:stop]
+
+    def named(self, tenancies: Tenancies, known: int, tokens: Sequence[int]) -> tuple[Chain, Tenancy]:
+        """The names of its blocks, with ``tokens`` after the first ``known``. On the thread that talks to the node."""
         if self.tenancy is None or self.chain is None:
             self.extras = self.prompt.extras()
             self.tenancy = tenancies.of(self.prompt.tenant)
             self.tenancy.requests.add(self.prompt.id)
-            self.chain = self.tenancy.chain(tokens, self.extras)
-        elif len(tokens) > self.chain.tokens:
-            self.chain.extend(tokens[self.chain.tokens :])
+            self.chain = self.tenancy.chain((), self.extras)
+        self.chain.extend(tokens[self.chain.tokens - known :])
         return self.chain, self.tenancy

@@ -46,15 +46,14 @@ class Tenancy:
     def chain(self, tokens: Tokens, extras: Sequence[Extra]) -> Chain:
         return self.own.session.chain(tokens, extras)
 
-    def longest(
-        self, tokens: Tokens, extras: Sequence[Extra], chain: Chain, have: int, speed: float | None
-    ) -> tuple[Match, Crew]:
+    def longest(self, chain: Chain, extras: Sequence[Extra], have: int, speed: float | None) -> tuple[Match, Crew]:
         """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it."""
         best, crew = self.own.session.match(chain, have=have, prefill=speed), self.own.crew
         for face in self.faces[1:]:
             if best.blocks == chain.blocks:
                 break
-            other = face.session.match(tokens, extras, have=have, prefill=speed)
+            named = memoryview(b"".join(chain.tokens_of(i) for i in range(chain.blocks))).cast("I")
+            other = face.session.match(named, extras, have=have, prefill=speed)
             if other.tokens > best.tokens:
                 best, other, crew = other, best, face.crew
             other.release()

@@ -1,0 +1,149 @@
+"""Both halves of an engine's connector, driven as vLLM drives them, beside what the bus does.
+
+A prompt is computed in one step, and its blocks are stored; then it comes again and is loaded into other pages. What is
+timed is from the orders of a step until the worker reports them done, with a node in a process of its own and the
+conversation with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+import kvtide
+from kvtide.benchmarks.node import running
+from kvtide.benchmarks.pages import bus
+from kvtide.benchmarks.record import Record, Sample, compare, figure
+from kvtide.benchmarks.settings import BLOCK_TOKENS, Settings
+from kvtide.block import Layout
+from kvtide.engines.halves.orders import Orders
+from kvtide.engines.halves.request import Cut, Prompt, Work
+from kvtide.engines.halves.scheduler import Scheduler
+from kvtide.engines.halves.tenancy import Tenancies
+from kvtide.engines.halves.wishes import Wishes
+from kvtide.engines.halves.worker import WorkerHalf
+from kvtide.engines.paged import Pages, mover
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.client import Client
+
+__all__ = ["connector"]
+
+_PAGE = 16
+_BLOCKS = 32
+"""Of a prompt that is moved: 8,192 tokens, 1 GiB for a Llama-3-8B."""
+
+
+class _Engine:
+    """A scheduler and one worker."""
+
+    def __init__(self, dial: Callable[[], Client], layout: Layout, device: torch.device, pages: int) -> None:
+        self._layout = layout
+        group = layout.group("full")
+        model = kvtide.Model(layout, "bench")
+        self.scheduler = Scheduler(Tenancies(dial, [model], 1), Cut(["full"], [_PAGE], layout.block_tokens))
+        shape = (pages, group.heads, _PAGE, 2 * group.head_dim)
+        self.caches = [
+            torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
+            for _ in range(group.layers)
+        ]
+        order = np.random.default_rng(0).permutation(pages)
+        self._tables = [half.tolist() for half in np.split(order, 2)]
+        self._requests = 0
+
+        def see(one: Layout) -> dict[str, Pages]:
+            halves = [half for cache in self.caches for half in cache.split(group.head_dim, -1)]
+            return {"full": Pages(one, "full", halves)}
+
+        self.worker = WorkerHalf(dial, 0, see, {"full": _PAGE}, mover(device))
+
+    def new(self, tokens: list[int]) -> str:
+        self._requests += 1
+        name = str(self._requests)
+        self.scheduler.arrived(Prompt(name, tokens, list, DEFAULT_TENANT, Wishes()))
+        return name
+
+    def offered(self, request: str) -> int:
+        """What the scheduler is told in the end."""
+        while (found := self.scheduler.matched(request, 0)) is None:
+            pass
+        return found
+
+    def store(self, tokens: list[int]) -> Sample:
+        request = self.new(tokens)
+        assert not self.offered(request)
+        self.scheduler.bind(request, [self._tables[0]], 0)
+        work = Work(request, len(tokens), lambda: [self._tables[0]])
+        while not (orders := self.scheduler.step([work])).stores:
+            pass
+        return self._move(orders, request)
+
+    def load(self, tokens: list[int]) -> Sample:
+        request = self.new(tokens)
+        count = self.offered(request)
+        assert count == len(tokens), f"{count} of {len(tokens)} tokens are here"
+        self.scheduler.bind(request, [self._tables[1]], count)
+        return self._move(self.scheduler.step([]), request)
+
+    def _move(self, orders: Orders, request: str) -> Sample:
+        """A step without anything computed, and as many more as it takes."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.worker.begin(orders)
+        nbytes = 0
+        while True:
+            self.worker.finish()
+            done, failed = self.worker.results()
+            assert not failed
+            moved = self.worker.take()
+            nbytes += moved.load_bytes + moved.store_bytes
+            self.worker.begin(Orders())
+            if moved.loads or moved.stores:
+                break
+        sample = Sample(time.perf_counter() - wall, time.process_time() - cpu, nbytes)
+        self.scheduler.loaded(done, ())
+        self.scheduler.finished(request)
+        return sample
+
+    def check(self) -> None:
+        """The pages that were loaded are those that were stored."""
+        for cache in self.caches:
+            assert torch.equal(cache[self._tables[0]].view(torch.int16), cache[self._tables[1]].view(torch.int16))
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+
+def connector(settings: Settings) -> Iterator[Record]:
+    """The worker's half with pages of a GPU: what vLLM's worker would wait for."""
+    device = torch.device("cuda")
+    layout = kvtide.Layout.attention(layers=32, heads=8, head_dim=128)
+    footprint = layout.geometry["full"].footprint
+    numbers = np.random.default_rng(1)
+    with running(5 * _BLOCKS * footprint) as (path, _), ExitStack() as stack:
+        engine = _Engine(lambda: Client(path), layout, device, 2 * _BLOCKS * BLOCK_TOKENS // _PAGE)
+        stack.callback(engine.close)
+
+        def ours() -> Mapping[str, Sample]:
+            tokens = numbers.integers(0, 1 << 17, _BLOCKS * BLOCK_TOKENS).tolist()
+            found = {"out": engine.store(tokens), "in": engine.load(tokens)}
+            engine.check()
+            return found
+
+        nbytes = _BLOCKS * layout.geometry["full"].nbytes
+        rounds = compare({"kvtide": ours, "limit": bus(nbytes)}, settings.rounds(15, 5), settings.progress, warm_up=6)
+    for task, verb in (("out", "stored"), ("in", "loaded")):
+        yield figure(
+            f"gpu-connector-{task}",
+            "GB/s",
+            [s.speed for s in rounds["kvtide"][task]],
+            better="higher",
+            limit=[s.speed for s in rounds["limit"][task]],
+            bar=50,
+            command=settings.command,
+            note=f"Llama-3-8B, 8,192 tokens {verb} by the worker's half, from a step's orders to its report, through a "
+            f"node; {torch.cuda.get_device_name()}; limit: large copies of pinned memory",
+        )
