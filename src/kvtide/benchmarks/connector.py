@@ -35,6 +35,8 @@ __all__ = ["connector"]
 _PAGE = 16
 _BLOCKS = 32
 """Of a prompt that is moved: 8,192 tokens, 1 GiB for a Llama-3-8B."""
+_BETWEEN = 0.0002
+"""Seconds between two steps: an engine does something else then, and leaves the interpreter to others."""
 
 
 class _Engine:
@@ -73,23 +75,28 @@ class _Engine:
         return found
 
     def store(self, tokens: list[int]) -> Sample:
-        request = self.new(tokens)
-        assert not self.offered(request)
-        self.scheduler.bind(request, [self._tables[0]], 0)
-        work = Work(request, len(tokens), lambda: [self._tables[0]])
-        while not (orders := self.scheduler.step([work])).stores:
-            pass
-        return self._move(orders, request)
+        while True:
+            request = self.new(tokens)
+            assert not self.offered(request)
+            self.scheduler.bind(request, [self._tables[0]], 0)
+            work = Work(request, len(tokens), lambda: [self._tables[0]])
+            while not (orders := self.scheduler.step([work])).stores:
+                pass
+            if sample := self._move(orders, request):
+                return sample
 
     def load(self, tokens: list[int]) -> Sample:
         request = self.new(tokens)
         count = self.offered(request)
         assert count == len(tokens), f"{count} of {len(tokens)} tokens are here"
         self.scheduler.bind(request, [self._tables[1]], count)
-        return self._move(self.scheduler.step([]), request)
+        sample = self._move(self.scheduler.step([]), request)
+        assert sample is not None
+        return sample
 
-    def _move(self, orders: Orders, request: str) -> Sample:
-        """A step without anything computed, and as many more as it takes."""
+    def _move(self, orders: Orders, request: str) -> Sample | None:
+        """A step in which nothing is computed, and as many more as it takes. None if the node did not answer in this
+        very short step, as when memory is mapped for the first time."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.worker.begin(orders)
         nbytes = 0
@@ -100,12 +107,13 @@ class _Engine:
             moved = self.worker.take()
             nbytes += moved.load_bytes + moved.store_bytes
             self.worker.begin(Orders())
-            if moved.loads or moved.stores:
+            if moved.loads or moved.stores or moved.missed:
                 break
+            time.sleep(_BETWEEN)
         sample = Sample(time.perf_counter() - wall, time.process_time() - cpu, nbytes)
         self.scheduler.loaded(done, ())
         self.scheduler.finished(request)
-        return sample
+        return None if moved.missed else sample
 
     def check(self) -> None:
         """The pages that were loaded are those that were stored."""
