@@ -1,0 +1,287 @@
+"""A kvtide store as a secondary tier of vLLM's ``OffloadingConnector``: bounded, checked storage under its CPU tier.
+
+::
+
+    "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 34359738368,
+        "secondary_tiers": [{"type": "KvtideTier", "module_path": "kvtide.engines.vllm.tier",
+                             "nvme": {"path": "/nvme/kv", "budget": "500GiB"}}]
+    }
+
+vLLM copies chunks of KV between the GPU and a region of host memory, and offers each to its secondary tiers. It calls
+all methods here in its scheduler, between two steps of the model, so none of them waits: questions to the store are
+asked by one thread, loads made by a second and stores by a third, and what came of them is told when vLLM asks.
+
+*Never in the way.* A question that a hung node has not answered after ``_PATIENCE`` is a miss, a load that is late is
+one too, and a store fails when too many wait. Without a node everything misses at once, until there is one again.
+
+*Never wrong bytes.* vLLM's hash names tokens, adapters and salts, but neither the weights nor how their KV lies in a
+row. All that a tier is told of that is in our namespace, vLLM's version included, with the identity of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import vllm
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtide import canonical, connect
+from kvtide import config as configuration
+from kvtide.engines.background import Background
+from kvtide.engines.vllm.chunks import Chunks, Row, model_of
+from kvtide.errors import ConfigError, KvtideError
+from kvtide.index.weights import identify
+from kvtide.node.auto import open_node
+from kvtide.node.client import Client
+
+__all__ = ["KvtideTier"]
+
+log = logging.getLogger("kvtide.vllm")
+
+_PATIENCE = 0.5
+"""Seconds that a request waits for one answer about what the store has."""
+_DEADLINE = 5.0
+"""Seconds that a load may take, unless ``plan.deadline_seconds`` says otherwise. A request waits for it."""
+_OPENING = 30.0
+"""Seconds that the start waits for the node; also between attempts to reach it."""
+_CLOSING = 5.0
+"""Seconds that the end waits for an attempt to reach the node."""
+_WAITING = 256
+"""Loads, and stores, that may wait. They keep rows of vLLM's region from being used otherwise."""
+
+
+_Move = Callable[[Chunks, Sequence[bytes], Sequence[Row]], list[bool]]
+
+
+class KvtideTier(SecondaryTierManager):
+    """What vLLM calls. In its scheduler's thread, all of it."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        *,
+        node: str | Mapping[str, object] | None = None,
+        weights: str | None = None,
+        locality: str | None = None,
+        **sections: object,
+    ) -> None:
+        """``node`` is the address of a node; without one, a node of the settings in ``sections`` is found or started.
+
+        ``weights`` names the weights; it may be left out where the model is a folder or a file of this host.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        self._rows: Row = np.asarray(primary_kv_view).view(np.uint8)
+        self._store = _Store(_home(node, sections), offloading_spec.config, weights, self._rows.shape[1])
+        self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._loading: dict[int, Sequence[OffloadKey]] = {}
+        """What a load under way was to bring, by the number of the job."""
+        self._loader = Background("kvtide-vllm-load", _WAITING)
+        self._storer = Background("kvtide-vllm-store", _WAITING)
+        self._lookup_manager = _Lookups(self._store, tier_type)
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self._lookup_manager.lookup(key, req_context)
+        if found is None and not self._lookup_manager.hangs:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookup_manager.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookup_manager.cleanup(req_context.req_id)
+
+    # -- moving it ----------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(self._storer, job_metadata, Chunks.store)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._loading[job_metadata.job_id] = list(job_metadata.keys)
+        self._submit(self._loader, job_metadata, Chunks.load)
+
+    def _submit(self, thread: Background, job: TransferJob, move: _Move) -> None:
+        if thread.put(partial(self._run, job, move)) is None:
+            self._tell(job, [], 0.0)
+
+    def _run(self, job: TransferJob, move: _Move) -> None:
+        """In the background. Whatever happens, vLLM is told: else the rows would be lost to it."""
+        began, moved = time.monotonic(), list[bool]()
+        try:
+            if (chunks := self._store.chunks) is not None:
+                moved = move(chunks, list(job.keys), [self._rows[i] for i in job.chunk_ids])
+        except KvtideError as e:
+            log.warning("%d chunks could not be moved: %s", len(job.keys), e)
+        finally:
+            self._tell(job, moved, time.monotonic() - began)
+
+    def _tell(self, job: TransferJob, moved: Sequence[bool], seconds: float) -> None:
+        came = [key for key, whole in zip(job.keys, moved, strict=False) if whole]
+        nbytes = len(came) * self._rows.shape[1]
+        self._finished.put(JobResult(job.job_id, len(came) == len(job.keys), tuple(came) or None, seconds, nbytes))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        while not self._finished.empty():
+            result = self._finished.get()
+            keys = self._loading.pop(result.job_id, ())
+            # Else the same request would find them, and fail to load them, for ever.
+            self._lookup_manager.mark_miss(set(keys).difference(result.successful_keys or ()))
+            results.append(result)
+        return results
+
+    def drain_jobs(self) -> None:
+        self._loader.flush()
+        self._storer.flush()
+
+    def shutdown(self) -> None:
+        """Fail what waits, finish what is under way, and let go of vLLM's memory. The node and its blocks live on."""
+        self._store.leave()
+        self._loader.close()
+        self._storer.close()
+        self._lookup_manager.shutdown()
+        self._store.close()
+        self._rows = self._rows[:0].copy()
+
+
+class _Lookups(AsyncLookupManager):
+    """Asks the store for each key that vLLM asks about, on a thread of its own, and remembers for its requests."""
+
+    def __init__(self, store: _Store, tier_type: str) -> None:
+        self._store = store
+        self._asked: float | None = None
+        super().__init__(tier_type)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an answer has been overdue for a while."""
+        return (asked := self._asked) is not None and time.monotonic() - asked > _PATIENCE
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        try:
+            return [self._has(key) for key in keys]
+        finally:
+            self._asked = None
+
+    def _has(self, key: OffloadKey) -> bool:
+        self._asked = time.monotonic()
+        chunks = self._store.chunks
+        return chunks is not None and chunks.has(key)
+
+
+class _Store:
+    """The store, as soon as it can be reached."""
+
+    def __init__(self, reach: Callable[[], Client], config: OffloadingConfig, weights: str | None, row: int) -> None:
+        if weights is None and not Path(config.model.name).exists():
+            raise ConfigError(
+                f"vLLM does not tell a tier which weights {config.model.name!r} are: name them and their revision, for "
+                'example with "weights": "llama-8b@2026-05" beside "type" in secondary_tiers'
+            )
+        self._reach = reach
+        self._home: Client | None = None
+        self._chunks: Chunks | None = None
+        self._tried = threading.Event()
+        self._leaving = threading.Event()
+        opening = partial(self._open, config, weights, row)
+        self._opener = threading.Thread(target=opening, name="kvtide-vllm-open", daemon=True)
+        self._opener.start()
+        self._tried.wait(_OPENING)
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """What it has. None while it cannot be reached, and after ``leave``."""
+        return None if self._leaving.is_set() else self._chunks
+
+    def _open(self, config: OffloadingConfig, weights: str | None, row: int) -> None:
+        """Reach the node, or try again later: that it is away is no reason for vLLM not to start."""
+        while self._chunks is None and not self._leaving.is_set():
+            try:
+                name = identify(config.model.name, weights)  # of a folder, all files are read the first time
+                self._home = self._home or self._reach()
+                session = self._home.session(model_of(row, name, _facts(config)))
+                self._chunks = Chunks(session, self._home.deadline or _DEADLINE)
+            except (KvtideError, OSError) as e:
+                log.warning("KV is neither stored nor found: %s. Trying again in %.0f seconds", e, _OPENING)
+            self._tried.set()
+            if self._chunks is None:
+                self._leaving.wait(_OPENING)
+        if self._leaving.is_set():
+            self._hang_up()
+
+    def leave(self) -> None:
+        """From now on everything is a miss."""
+        self._leaving.set()
+
+    def close(self) -> None:
+        """Let go of the node, when nobody uses ``chunks`` any more."""
+        self._opener.join(_CLOSING)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._home is not None:
+            self._home.close()
+
+
+def _home(node: str | Mapping[str, object] | None, sections: Mapping[str, object]) -> Callable[[], Client]:
+    """How the store is reached. Settings are checked now."""
+    if isinstance(node, str):
+        if sections:
+            raise ConfigError(f"{', '.join(sections)} cannot be set here: the node at {node} has its own settings")
+        return partial(connect, node)
+    given = sections if node is None else {**sections, "node": node}
+    return partial(open_node, configuration.read(overrides=given))
+
+
+def _facts(config: OffloadingConfig) -> dict[str, canonical.Value]:
+    """All that vLLM tells a tier about the bytes of a row."""
+    p = config.parallel
+    portable = p.is_parallelism_agnostic or config.replicated_layout
+    return {
+        "vllm": vllm.__version__,
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "groups": [[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "layout": config.kv_cache_layout,
+        "canonical": config.canonical_layout,
+        "replicated": config.replicated_layout,
+        "ranks": None
+        if portable
+        else [config.worker_kv_bytes_per_block, p.world_size, p.tp_size, p.pp_size, p.pcp_size, p.dcp_size],
+    }
