@@ -15,12 +15,13 @@ import pytest
 import kvtide
 from kvtide.engines.vllm.chunks import Chunks
 from kvtide.errors import ConfigError
+from kvtide.node.auto import open_node
 from kvtide.testing.blocks import content
 from tests.node.serving import Process, eventually
 
 pytest.importorskip("vllm", reason="vLLM is not installed; see docs/vllm-tier.md for how to run these tests with it")
 
-from tests.engines.vllm.scheduler import ROW, LookupResult, Scheduler, configured, keys, tier  # noqa: E402
+from tests.engines.vllm.scheduler import ROW, LookupResult, Scheduler, configured, keys, tier
 
 SETTINGS = {"KVTIDE_NVME_STORE": "through", "KVTIDE_DRAM_BUDGET": "4MiB", "KVTIDE_DRAM_SEGMENT": "1MiB"}
 
@@ -75,7 +76,7 @@ def test_without_an_address_a_node_is_started_and_found_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(tier, "open_node", functools.partial(tier.open_node, idle=0.5))
+    monkeypatch.setattr(tier, "open_node", functools.partial(open_node, idle=0.5))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     settings = {"dram": {"budget": "16MiB", "segment": "2MiB"}, "node": {"client_share": 0.5}}
