@@ -97,6 +97,9 @@ class Desk(Protocol):
     def match(self, names: Names, have: int, prefill: float | None) -> Holding:
         """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already."""
 
+    def find(self, names: Names) -> list[bool]:
+        """Which blocks are here now, with all groups that are required."""
+
     def load(self, holding: Any, deadline: float | None) -> Transfer:
         """Bring what is held to DRAM, within ``deadline`` seconds (None: the configuration's)."""
 
@@ -163,16 +166,10 @@ class LocalDesk:
         self._index = store.index
         self._pipeline = store.pipeline
         self.layout = layout
+        tokens, sizes = layout.block_tokens, layout.geometry
         self._identities = {
             g.name: Identity(
-                namespace,
-                tenant,
-                layout.digest,
-                g.suffix + tag,
-                layout.block_tokens,
-                layout.geometry[g.name],
-                g.itemsize,
-                domain,
+                namespace, tenant, layout.digest, g.suffix + tag, tokens, sizes[g.name], g.itemsize, domain
             )
             for g in layout.groups
         }
@@ -246,6 +243,12 @@ class LocalDesk:
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self._store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalHolding(plan, have, part, lease, True, False)
+
+    def find(self, names: Names) -> list[bool]:
+        now, required = self._store.sweep(), [names.keys(g.suffix) for g in self.layout.groups if g.required]
+        with self._index.lock:
+            here = [self._index.usable(self._index.rows(keys), now) for keys in required]
+        return list(map(bool, np.logical_and.reduce(here)))
 
     def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
         """Whether all that ``block`` lacks is just being written."""

@@ -166,6 +166,11 @@ class Session:
         self._rights.add(match)
         return match
 
+    @_inside
+    def find(self, tokens: Tokens | Chain, extras: Sequence[Extra] = ()) -> list[bool]:
+        """Which blocks of a prompt the store has now, each by itself. Nothing is held: they may leave at once."""
+        return self._desk.find(self._chain(tokens, extras))
+
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
         self._rights.discard(right)

@@ -447,6 +447,15 @@ def test_what_is_no_row_of_token_ids_is_refused(tokens: Any, says: str) -> None:
         PLAIN.namer().chain(tokens)
 
 
+def test_blocks_that_others_have_named_have_the_keys_of_prompts_of_their_own() -> None:
+    namer, names = Model(LAYOUTS["full"], "w").namer(), [b"one", b"two", b"three"]
+    alone = [namer.chain([0] * 32, [Extra("kind", name)]) for name in names]
+    together = namer.apart("kind", names)
+    assert together.keys(b"full") == [key for chain in alone for key in chain.keys(b"full")]
+    assert [together.tokens_of(i) for i in range(3)] == [chain.tokens_of(0) for chain in alone]
+    assert namer.apart("kind", names[::-1]).digests == together.digests[::-1]
+
+
 def test_a_chain_says_how_long_it_is() -> None:
     assert repr(PLAIN.namer().chain(TOKENS)) == "<Chain 3 blocks + 4 tokens>"
     assert repr(Chain(PLAIN.namer())) == "<Chain 0 blocks + 0 tokens>"

@@ -159,6 +159,12 @@ def _token_bytes(tokens: Tokens) -> bytes:
     return packed.tobytes()
 
 
+def _placed(kind: str, value: bytes | str | int, start: int, stop: int) -> bytes:
+    """An extra, as it is hashed with a block, from whose first token ``start`` and ``stop`` are counted."""
+    place = start.to_bytes(8, "little", signed=True) + stop.to_bytes(8, "little", signed=True)
+    return canonical.encode(kind) + canonical.encode(value) + place
+
+
 class Namer:
     """Names blocks for one model and tenant. Immutable; use it from any thread."""
 
@@ -181,6 +187,20 @@ class Namer:
         """The chain of a prompt. Keep it and ``extend`` it: a prompt grown by one turn costs only the turn."""
         chain = Chain(self)
         chain.extend(tokens, extras)
+        return chain
+
+    def apart(self, kind: str, names: Sequence[bytes]) -> Chain:
+        """A prompt of blocks that somebody else has named: each has the key that it would have alone, with tokens that
+        are all 0 and its name as an extra. What comes before it is not in its key: they may stand in any order.
+        """
+        chain = Chain(self)
+        nothing = bytes(4 * self.block_tokens)
+        hasher, start = blake3(key=self._key), ROOT + self.block_tokens.to_bytes(4, "little") + nothing
+        for name in names:
+            hasher.reset()
+            hasher.update(start + _placed(kind, name, 0, FOREVER))
+            chain.digests.append(hasher.digest())
+            chain._named += nothing
         return chain
 
 
@@ -247,10 +267,7 @@ class Chain:
         first = block * self.block_tokens
         last = first + self.block_tokens
         touching = [
-            canonical.encode(e.kind)
-            + canonical.encode(e.value)
-            + (e.start - first).to_bytes(8, "little", signed=True)
-            + (e.stop - first).to_bytes(8, "little", signed=True)
+            _placed(e.kind, e.value, e.start - first, e.stop - first)
             for e in self._extras
             if e.start < last and e.stop > first
         ]

@@ -186,6 +186,10 @@ class Guest:
             self._ready_slots(session, found) if found.ready else None,
         )
 
+    def _find(self, o: p.Find) -> p.Found:
+        session = self._session(o.session)
+        return p.Found(session.desk.find(self._names(session, o.digests)))
+
     def _names(self, session: Booked, digests: bytes, tokens: bytes = b"") -> Names:
         layout = session.layout
         return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
@@ -349,6 +353,7 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Open: Guest._open,
     p.Close: Guest._close,
     p.Match: Guest._match,
+    p.Find: Guest._find,
     p.Load: Guest._load,
     p.Cancel: Guest._cancel,
     p.Collect: Guest._collect,

@@ -36,10 +36,12 @@ __all__ = [
     "EventsLost",
     "Failure",
     "Fill",
+    "Find",
     "Finish",
     "Flush",
     "Follow",
     "Forget",
+    "Found",
     "GroupFields",
     "Hello",
     "Invite",
@@ -163,6 +165,19 @@ class Match(_Message, tag="match"):
     digests: bytes
     have: int
     prefill: float | None = None
+
+
+class Find(_Message, tag="find"):
+    """Which of the blocks with these digests are there now, each by itself. Answer: ``Found``."""
+
+    session: int
+    digests: bytes
+
+
+class Found(_Message, tag="found"):
+    """Yes or no for each block, with all groups that are required."""
+
+    blocks: list[bool]
 
 
 class Slots(_Message):
@@ -369,6 +384,7 @@ Operation = (
     Open
     | Close
     | Match
+    | Find
     | Load
     | Cancel
     | Collect
@@ -396,7 +412,7 @@ class Request(_Message):
     operations: Annotated[list[Operation], msgspec.Meta(max_length=OPERATIONS)]
 
 
-Answer = Matched | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None
+Answer = Matched | Found | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None
 
 
 class Reply(_Message):

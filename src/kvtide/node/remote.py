@@ -162,6 +162,15 @@ class RemoteDesk:
             missed = p.Matched(0, min(have, names.blocks), 0.0, None, nothing, True, False, None)
             return RemoteHolding(self, None, have, missed)
 
+    def find(self, names: Names) -> list[bool]:
+        try:
+            line, session = self._session()
+            found = line.ask_one(p.Find(session, names.joined))
+            assert isinstance(found, p.Found)
+            return found.blocks
+        except Lost:
+            return [False] * names.blocks
+
     def _collected(self, blocks: int, slots: list[p.Slots], line: Line, right: int) -> Collected:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
         sizes = {name: geometry.footprint for name, geometry in self.layout.geometry.items()}

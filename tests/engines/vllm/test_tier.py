@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import kvtide
-from kvtide.engines.vllm.chunks import Chunks
 from kvtide.errors import ConfigError
 from kvtide.node.auto import open_node
 from kvtide.testing.blocks import content
@@ -223,14 +222,13 @@ def test_a_full_store_fails_the_job_and_nothing_else(tmp_path: Path) -> None:
     with Scheduler(configured(at(node))) as vllm, kvtide.connect(f"unix:{node.path}") as client:
         vllm.keep(keys(16))
         vllm.settle()
-        kept = Chunks(client.session(vllm.tier._store.chunks._session.model), 60)
-        held = [kept._match(key) for key in keys(16)]  # all memory that there is
-        assert all(match.ready and match.blocks for match in held)
+        other = client.session(vllm.tier._store.chunks._session.model)
+        held = other.match(vllm.tier._store.chunks.prompt(keys(16)))  # all memory that there is
+        assert (held.ready, held.blocks) == (True, 16)
         vllm.keep(keys(2, 100))
         vllm.settle()
         assert vllm.failures("cascade") == 1
-        for match in held:
-            match.release()
+        held.release()
         eventually(lambda: client.statistics().held == 0)
         vllm.keep(keys(2, 200))
         vllm.settle()

@@ -166,10 +166,10 @@ class _File(str):
         return made
 
     def exists(self) -> bool:
-        return bool(self.chunks.has(self.key))
+        return any(self.chunks.find([self.key]))
 
     def cut(self) -> None:
-        self.chunks._session.drop(self.chunks._chain(self.key))
+        self.chunks._session.drop(self.chunks.prompt([self.key]))
 
 
 class _Cut(io.BytesIO):
@@ -201,7 +201,7 @@ class _Chunks:
         assert self._chunks.store([key], [self._row]) == [True]
 
     def __len__(self) -> int:
-        return sum(map(self._chunks.has, self.offered))
+        return sum(self._chunks.find(list(self.offered)))
 
 
 class _Jobs(list[Any]):
@@ -228,8 +228,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    passed = {report.nodeid for report in terminalreporter.stats.get("passed", ())}
-    terminalreporter.write_line(f"passed with our tier: {len(passed & _made)}; without any: {len(passed - _made)}")
+    for suite in SUITES:
+        passed, apart = (
+            {report.nodeid for report in terminalreporter.stats.get(outcome, ()) if suite in report.nodeid}
+            for outcome in ("passed", "xfailed")
+        )
+        terminalreporter.write_line(f"| `{suite}` | {len(passed)} | {len(passed & _made)} | {len(apart)} |")
 
 
 # -- the command ------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class KvtideTier(SecondaryTierManager):
 
 
 class _Lookups(AsyncLookupManager):
-    """Asks the store for each key that vLLM asks about, on a thread of its own, and remembers for its requests."""
+    """Asks the store about the keys of each step, on a thread of its own, and remembers for vLLM's requests."""
 
     def __init__(self, store: _Store, tier_type: str) -> None:
         self._store = store
@@ -192,15 +192,13 @@ class _Lookups(AsyncLookupManager):
         return (asked := self._asked) is not None and time.monotonic() - asked > _PATIENCE
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        if (chunks := self._store.chunks) is None:
+            return [False] * len(keys)
+        self._asked = time.monotonic()
         try:
-            return [self._has(key) for key in keys]
+            return chunks.find(keys)
         finally:
             self._asked = None
-
-    def _has(self, key: OffloadKey) -> bool:
-        self._asked = time.monotonic()
-        chunks = self._store.chunks
-        return chunks is not None and chunks.has(key)
 
 
 class _Store:

@@ -51,7 +51,7 @@ def test_what_is_missing_among_others_is_told_and_its_row_left_alone(home: Home)
     there = [True, False, True, True, False, True]
     stored = [key for key, is_there in zip(found, there, strict=True) if is_there]
     assert kept.store(stored, [content(k, ROW) for k in stored]) == [True] * 4
-    assert [kept.has(key) for key in found] == there
+    assert kept.find(found) == there
     assert kept.load(found, into) == there
     assert [right(k, row) for k, row in zip(found, into, strict=True)] == there
     assert not into[1].any()
@@ -77,7 +77,7 @@ def test_storing_again_is_no_failure(home: Home) -> None:
 def test_rows_for_which_there_is_no_room_are_refused(home: Home) -> None:
     kept, keys = chunks(home, row=16 << 20), names(2)
     assert kept.store(keys, [np.zeros(16 << 20, np.uint8)] * 2) == [False, False]
-    assert not kept.has(keys[0])
+    assert kept.find(keys) == [False, False]
 
 
 @pytest.mark.parametrize("other", [{"weights": "v"}, {"layout": "LBNHC"}, {"row": ROW // 2}], ids=str)
@@ -85,5 +85,5 @@ def test_rows_of_another_deployment_are_not_found(home: Home, other: dict[str, A
     same: dict[str, Any] = {"layout": "LBHNC"}
     (key,) = names(1)
     assert chunks(home, **same).store([key], [content(key, ROW)]) == [True]
-    assert chunks(home, **same).has(key)
-    assert not chunks(home, **same | other).has(key)
+    assert chunks(home, **same).find([key]) == [True]
+    assert chunks(home, **same | other).find([key]) == [False]
