@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_what_is_missing_among_others_is_told_and_its_row_left_alone(home: Home)
     stored = [key for key, is_there in zip(found, there, strict=True) if is_there]
     assert kept.store(stored, [content(k, ROW) for k in stored]) == [True] * 4
     assert kept.find(found) == there
-    assert kept.load(found, into) == there
+    assert kept.load(found, into, time.monotonic()) == there
     assert [right(k, row) for k, row in zip(found, into, strict=True)] == there
     assert not into[1].any()
     assert not into[4].any()
@@ -64,8 +65,15 @@ def test_a_request_larger_than_dram_is_loaded_from_disk(home: Home) -> None:
         assert kept.store([key], [content(key, ROW)]) == [True]
         assert home.flush(60)  # type: ignore[attr-defined]  # stores and clients have it
     into = rows(96)
-    assert kept.load(keys, into) == [True] * 96
+    assert kept.load(keys, into, time.monotonic()) == [True] * 96
     assert all(map(right, keys, into))
+
+
+def test_a_load_that_waited_for_too_long_is_not_made(home: Home) -> None:
+    kept, keys, into = chunks(home), names(2), rows(2)
+    assert kept.store(keys, [content(k, ROW) for k in keys]) == [True, True]
+    assert kept.load(keys, into, since=time.monotonic() - 61) == [False, False]
+    assert not any(row.any() for row in into)
 
 
 def test_storing_again_is_no_failure(home: Home) -> None:

@@ -51,9 +51,12 @@ class Chunks:
         """Chunks that go at a time: a client may hold only so much, and what is more would be a miss."""
         return max(1, self._session.desk.largest // self._nbytes)
 
-    def load(self, keys: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
-        """Copy chunks into rows. Which came whole, and in time; the rows of others are as they were."""
-        end, came = time.monotonic() + self._deadline, list[bool]()
+    def load(self, keys: Sequence[bytes], rows: Sequence[Row], since: float) -> list[bool]:
+        """Copy chunks into rows. Which came whole, and in time; the rows of others are as they were.
+
+        ``since``: when they were asked for, on the monotonic clock. The deadline is counted from then.
+        """
+        end, came = since + self._deadline, list[bool]()
         while len(came) < len(keys) and (left := end - time.monotonic()) > 0:
             part = slice(len(came), len(came) + self._step)
             with self._session.match(self.prompt(keys[part]), prefill=0) as match:  # vLLM has decided to load them

@@ -64,14 +64,13 @@ log = logging.getLogger("kvtide.vllm")
 _PATIENCE = 0.5
 """Seconds that a request waits for one answer about what the store has."""
 _DEADLINE = 5.0
-"""Seconds that a load may take, unless ``plan.deadline_seconds`` says otherwise. A request waits for it."""
+"""Seconds that a load may take, from when vLLM asks for it, unless ``plan.deadline_seconds`` says otherwise."""
 _OPENING = 30.0
 """Seconds that the start waits for the node; also between attempts to reach it."""
 _CLOSING = 5.0
 """Seconds that the end waits for an attempt to reach the node."""
 _WAITING = 256
 """Loads, and stores, that may wait. They keep rows of vLLM's region from being used otherwise."""
-
 
 _Move = Callable[[Chunks, Sequence[bytes], Sequence[Row]], list[bool]]
 
@@ -99,8 +98,8 @@ class KvtideTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
+        self._store = _Store(_home(node, sections), offloading_spec.config, weights, self.block_size_bytes)
         self._rows: Row = np.asarray(primary_kv_view).view(np.uint8)
-        self._store = _Store(_home(node, sections), offloading_spec.config, weights, self._rows.shape[1])
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._loading: dict[int, Sequence[OffloadKey]] = {}
         """What a load under way was to bring, by the number of the job."""
@@ -132,7 +131,7 @@ class KvtideTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._loading[job_metadata.job_id] = list(job_metadata.keys)
-        self._submit(self._loader, job_metadata, Chunks.load)
+        self._submit(self._loader, job_metadata, partial(Chunks.load, since=job_metadata.submit_time))
 
     def _submit(self, thread: Background, job: TransferJob, move: _Move) -> None:
         if thread.put(partial(self._run, job, move)) is None:
@@ -151,7 +150,7 @@ class KvtideTier(SecondaryTierManager):
 
     def _tell(self, job: TransferJob, moved: Sequence[bool], seconds: float) -> None:
         came = [key for key, whole in zip(job.keys, moved, strict=False) if whole]
-        nbytes = len(came) * self._rows.shape[1]
+        nbytes = len(came) * self.block_size_bytes
         self._finished.put(JobResult(job.job_id, len(came) == len(job.keys), tuple(came) or None, seconds, nbytes))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
