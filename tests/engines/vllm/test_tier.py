@@ -16,11 +16,8 @@ import kvtide
 from kvtide.errors import ConfigError
 from kvtide.node.auto import open_node
 from kvtide.testing.blocks import content
-from tests.node.serving import Process, eventually
-
-pytest.importorskip("vllm", reason="vLLM is not installed; see docs/vllm-tier.md for how to run these tests with it")
-
 from tests.engines.vllm.scheduler import ROW, LookupResult, Scheduler, configured, keys, tier
+from tests.node.serving import Process, eventually
 
 SETTINGS = {"KVTIDE_NVME_STORE": "through", "KVTIDE_DRAM_BUDGET": "4MiB", "KVTIDE_DRAM_SEGMENT": "1MiB"}
 
@@ -33,7 +30,7 @@ def node(tmp_path: Path) -> Iterator[Process]:
 
 
 def at(node: Process) -> dict[str, Any]:
-    return {"node": f"unix:{node.path}", "weights": "w"}
+    return {"engine": {"address": f"unix:{node.path}", "weights_id": "w"}}
 
 
 @pytest.fixture
@@ -124,7 +121,8 @@ def test_chunks_of_other_weights_or_another_vllm_are_misses(
 ) -> None:
     vllm.keep(keys(1))
     vllm.settle()
-    with Scheduler(configured(at(node) | {"weights": "v"})) as other:
+    weights = {"engine.weights_id": "v"}
+    with Scheduler(configured(at(node) | weights)) as other:
         assert other.fetch(keys(1)) == [False]
     monkeypatch.setattr("vllm.__version__", "0.0")
     with Scheduler(configured(at(node))) as other:
@@ -240,8 +238,8 @@ def test_a_full_store_fails_the_job_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_node_that_comes_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "_OPENING", 0.01)
-    address = {"node": f"unix:{tmp_path / 'node.sock'}", "weights": "w"}
-    with Scheduler(configured(address)) as vllm:
+    engine = {"address": f"unix:{tmp_path / 'node.sock'}", "weights_id": "w"}
+    with Scheduler(configured({"engine": engine})) as vllm:
         assert vllm.fetch(keys(2)) == [False, False]
         vllm.keep(keys(2))
         vllm.settle()
@@ -273,10 +271,9 @@ def test_the_end_waits_for_no_node_and_lets_go_of_all(node: Process) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"weights": "w", "nvem": {"path": "/kv"}}, "did you mean 'nvme'"),
-        ({"weights": "w", "node": "unix:/kv.sock", "dram": {"budget": "1GiB"}}, "dram cannot be set here"),
-        ({"weights": "w", "node": {"htpp": ""}}, "did you mean 'http'"),
-        ({"node": "unix:/kv.sock"}, "which weights 'model' are"),
+        ({"nvem": {"path": "/kv"}}, "did you mean 'nvme'"),
+        ({"engine": {"adress": "unix:/kv.sock"}}, "did you mean 'address'"),
+        ({"engine": {"address": "unix:/kv.sock"}}, "which weights 'model' are"),
     ],
     ids=str,
 )

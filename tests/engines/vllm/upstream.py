@@ -106,8 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
             enable_kv_events: bool = False,
             **settings: Any,
         ) -> None:
-            where = {"node": node(Path(root_dir)), "weights": "w"}
-            super().__init__(offloading_spec, primary_kv_view, tier_type, **settings, **where)
+            engine = {"address": node(Path(root_dir)), "weights_id": "w"}
+            super().__init__(offloading_spec, primary_kv_view, tier_type, **settings, engine=engine)
             self.file_mapper = SimpleNamespace(get_file_name=lambda key: _File.of(self._store.chunks, key))
             made(self)
 
@@ -125,8 +125,8 @@ def pytest_configure(config: pytest.Config) -> None:
             if not isinstance(primary_kv_view, memoryview):  # but a mock
                 primary_kv_view = memoryview(bytearray(64)).cast("B", (4, 16))
             spec = SimpleNamespace(config=configured({}))
-            where = {"node": node(Path(scratch.name)), "weights": f"{len(tiers)}"}
-            super().__init__(spec, primary_kv_view, tier_type, backpressure_detector, **where)
+            engine = {"address": node(Path(scratch.name)), "weights_id": f"{len(tiers)}"}
+            super().__init__(spec, primary_kv_view, tier_type, backpressure_detector, engine=engine)
             self.chunks = _Chunks(self._store.chunks, self._rows[0])
             self._finished: Any = _Jobs()
             self.completed_jobs = self._finished

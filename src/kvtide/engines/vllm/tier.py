@@ -26,7 +26,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -50,8 +50,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtide import canonical, connect
 from kvtide import config as configuration
+from kvtide.config import Config
 from kvtide.engines.background import Background
-from kvtide.engines.vllm.chunks import Chunks, Row, model_of
+from kvtide.engines.chunks import Chunks, Row, model_of
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.index.weights import identify
 from kvtide.node.auto import open_node
@@ -75,7 +76,7 @@ _WAITING = 256
 _Move = Callable[[Chunks, Sequence[bytes], Sequence[Row]], list[bool]]
 
 
-class KvtideTier(SecondaryTierManager):
+class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
     """What vLLM calls. In its scheduler's thread, all of it."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -87,18 +88,13 @@ class KvtideTier(SecondaryTierManager):
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
         *,
-        node: str | Mapping[str, object] | None = None,
-        weights: str | None = None,
         locality: str | None = None,
         **sections: object,
     ) -> None:
-        """``node`` is the address of a node; without one, a node of the settings in ``sections`` is found or started.
-
-        ``weights`` names the weights; it may be left out where the model is a folder or a file of this host.
-        """
+        """``sections`` are settings of kvtide, over those of its file and the environment."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        self._store = _Store(_home(node, sections), offloading_spec.config, weights, self.block_size_bytes)
+        self._store = _Store(configuration.read(overrides=sections), offloading_spec.config, self.block_size_bytes)
         self._rows: Row = np.asarray(primary_kv_view).view(np.uint8)
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._loading: dict[int, Sequence[OffloadKey]] = {}
@@ -177,7 +173,7 @@ class KvtideTier(SecondaryTierManager):
         self._rows = self._rows[:0].copy()
 
 
-class _Lookups(AsyncLookupManager):
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Asks the store about the keys of each step, on a thread of its own, and remembers for vLLM's requests."""
 
     def __init__(self, store: _Store, tier_type: str) -> None:
@@ -203,18 +199,18 @@ class _Lookups(AsyncLookupManager):
 class _Store:
     """The store, as soon as it can be reached."""
 
-    def __init__(self, reach: Callable[[], Client], config: OffloadingConfig, weights: str | None, row: int) -> None:
-        if weights is None and not Path(config.model.name).exists():
+    def __init__(self, config: Config, deployment: OffloadingConfig, row: int) -> None:
+        if not config.engine.weights_id and not Path(deployment.model.name).exists():
             raise ConfigError(
-                f"vLLM does not tell a tier which weights {config.model.name!r} are: name them and their revision, for "
-                'example with "weights": "llama-8b@2026-05" beside "type" in secondary_tiers'
+                f"vLLM does not tell a tier which weights {deployment.model.name!r} are: name them and their revision, "
+                'for example with "engine": {"weights_id": "llama-8b@2026-05"} beside "type" in secondary_tiers'
             )
-        self._reach = reach
+        self._config = config
         self._home: Client | None = None
         self._chunks: Chunks | None = None
         self._tried = threading.Event()
         self._leaving = threading.Event()
-        opening = partial(self._open, config, weights, row)
+        opening = partial(self._open, deployment, row)
         self._opener = threading.Thread(target=opening, name="kvtide-vllm-open", daemon=True)
         self._opener.start()
         self._tried.wait(_OPENING)
@@ -224,13 +220,15 @@ class _Store:
         """What it has. None while it cannot be reached, and after ``leave``."""
         return None if self._leaving.is_set() else self._chunks
 
-    def _open(self, config: OffloadingConfig, weights: str | None, row: int) -> None:
+    def _open(self, deployment: OffloadingConfig, row: int) -> None:
         """Reach the node, or try again later: that it is away is no reason for vLLM not to start."""
+        engine = self._config.engine
         while self._chunks is None and not self._leaving.is_set():
             try:
-                name = identify(config.model.name, weights)  # of a folder, all files are read the first time
-                self._home = self._home or self._reach()
-                session = self._home.session(model_of(row, name, _facts(config)))
+                # Of a folder, all files are read the first time.
+                weights = identify(deployment.model.name, engine.weights_id or None, self._config.naming.weights_cache)
+                self._home = self._home or (connect(engine.address) if engine.address else open_node(self._config))
+                session = self._home.session(model_of(row, weights, _facts(deployment)))
                 self._chunks = Chunks(session, self._home.deadline or _DEADLINE)
             except (KvtideError, OSError) as e:
                 log.warning("KV is neither stored nor found: %s. Trying again in %.0f seconds", e, _OPENING)
@@ -252,16 +250,6 @@ class _Store:
     def _hang_up(self) -> None:
         if self._home is not None:
             self._home.close()
-
-
-def _home(node: str | Mapping[str, object] | None, sections: Mapping[str, object]) -> Callable[[], Client]:
-    """How the store is reached. Settings are checked now."""
-    if isinstance(node, str):
-        if sections:
-            raise ConfigError(f"{', '.join(sections)} cannot be set here: the node at {node} has its own settings")
-        return partial(connect, node)
-    given = sections if node is None else {**sections, "node": node}
-    return partial(open_node, configuration.read(overrides=given))
 
 
 def _facts(config: OffloadingConfig) -> dict[str, canonical.Value]:

@@ -1,4 +1,4 @@
-"""Rows of bytes under names of another's making: what vLLM's tiers keep, in blocks of ours.
+"""Rows of bytes under names of another's making: what vLLM's own tiers keep, in blocks of ours.
 
 vLLM has named a chunk of KV already, by a hash of all tokens up to its end. So a block's key is made of that name
 alone, under the key of the namespace, and any chunks can stand side by side in a prompt: those of one job go to the
