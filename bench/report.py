@@ -39,8 +39,8 @@ PARTS = {
     "form, from what it expects over KV as computed, at each of the 512 tokens that follow; agreement is how often its "
     "first choice is the same. See [compression](compression.md).",
     "scheduler": "The half of an engine's connector that decides, in the thread of the engine's scheduler.",
-    "vllm": "A real vLLM 0.32.0 on this machine's processor, SmolLM2-135M-Instruct in float32, threads bound to one core, "
-    "beside the same engine without kvtide. `.venv-vllm/bin/python -m bench.vllm`.",
+    "vllm": "A real vLLM 0.32.0 on this machine's processor, SmolLM2-135M-Instruct in float32, threads bound to one "
+    "core, beside the same engine without kvtide. `.venv-vllm/bin/python -m bench.vllm`.",
     "pipeline": "Index, pipeline and lane alone, over a tier that answers at once.",
 }
 
