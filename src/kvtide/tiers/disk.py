@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtide.block import Span
+from kvtide.block import ALIGN, Span
+from kvtide.tiers.record import Rejected
 
 __all__ = ["Disk"]
 
@@ -35,6 +36,19 @@ class Disk:
     def write(self, fd: int, data: Sequence[Span | bytes], offset: int) -> int:
         """Write the buffers at ``offset``; answers how many bytes went, which may be fewer."""
         return os.pwritev(fd, data, offset)
+
+    def write_all(self, fd: int, data: Sequence[Span], offset: int, direct: bool) -> None:
+        """Write the buffers at ``offset``, all of them. Raises Rejected where the disk does not go on."""
+        left = list(data)
+        while left:
+            count = self.write(fd, left, offset)
+            if count <= 0 or (count % ALIGN and direct):
+                raise Rejected("short write")
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
     def append(self, fd: int, data: bytes) -> int:
         """Write at the end of a file that was opened for appending."""

@@ -129,23 +129,21 @@ class Header:
 
     def pack_into(self, out: Span) -> None:
         """Write the header at the start of ``out``, which is at least ``pages`` pages."""
-        pages = self.pages
-        size = pages * ALIGN
         rest = self.sections.tobytes()
         fields = 0
         if self.tokens:
             rest += FIELD.pack(FIELD_TOKENS, 0, len(self.tokens)) + self.tokens
             fields = FIELD.size + len(self.tokens)
-        _CLEAR.pack_into(out, 0, MAGIC, VERSION, pages, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
-        _BODY.pack_into(
-            out,
-            _CLEAR.size,
+        size = padded(TABLE + len(rest))
+        offset, stored, _ = _PLACE.unpack_from(rest, (len(self.sections) - 1) * SECTION.itemsize)
+        start = _CLEAR.pack(MAGIC, VERSION, size // ALIGN, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)
+        body = _BODY.pack(
             self.sequence,
             self.created,
             self.expiry,
             self.depth,
             self.tokens_covered,
-            self.stored,
+            offset + padded(stored) - size,
             self.raw,
             self.codec,
             self.priority,
@@ -159,7 +157,7 @@ class Header:
             self.layout,
             _ZEROS,
         )
-        out[TABLE:size] = rest.ljust(size - TABLE, b"\0")
+        out[:size] = (start + body + rest).ljust(size, b"\0")
         out[16:32] = xxh3_128_digest(out[:size])
 
 

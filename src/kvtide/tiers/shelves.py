@@ -141,23 +141,23 @@ class Shelves:
         size = self.segments[number].size
         return self._files[number], self.segments.header + slot * size, size, int(self._sequences[number][slot])
 
-    def begin(self, key: BlockKey, place: int) -> tuple[int, int, int]:
-        """``key`` is about to be written to a slot: its file, its offset, and the record's sequence number."""
+    def begin(self, keys: Sequence[BlockKey], places: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Blocks are about to be written to slots: of each its file, its offset, and the record's sequence number."""
         with self.lock:
-            sequence = self._sequence
-            self._sequence += 1
-            self._coming[place] = key
-            return self._files[segment_of(place)], self.segments.offset(place), sequence
+            first = self._sequence
+            self._sequence += len(keys)
+            self._coming.update(zip(places, keys, strict=True))
+            return [(self._files[segment_of(p)], self.segments.offset(p), first + i) for i, p in enumerate(places)]
 
-    def name(self, place: int, page: Span, sequence: int, record: bytes) -> None:
+    def name(self, place: int, page: Span, sequence: int, record: bytes, before: Span | None = None) -> None:
         """Write a record's header, its payload being written: if it goes well, the record is kept.
 
-        ``record`` is then for the journal, which ``note`` tells.
-
+        ``record`` is then for the journal, which ``note`` tells. ``before`` is the payload of the slot before, which
+        ends where this header begins: it is written in the same call.
         Not while headers are erased: the slot of a block that is being dropped may be another's by now.
         """
         number = segment_of(place)
-        with self._headers:
+        with self.lock:
             if self._erasing:
                 self._headers.wait_for(lambda: not self._erasing)
             self._naming += 1
@@ -166,10 +166,14 @@ class Shelves:
             self._stale[place] = ANY
         written = False
         try:
-            self._write(self._files[number], page, self.segments.offset(place))
+            fd, offset = self._files[number], self.segments.offset(place)
+            if before is None:
+                self._write(fd, [page], offset)
+            else:
+                self.write(fd, [before, page], offset - len(before))
             written = True
         finally:
-            with self._headers:
+            with self.lock:
                 self._naming -= 1
                 if self._erasing:
                     self._headers.notify_all()
@@ -192,21 +196,17 @@ class Shelves:
     def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
         return self._disk.read(fd, into, offset)
 
-    def write(self, fd: int, data: Span, offset: int) -> None:
-        # A few fill the disk; more would only be in the way of reads that come meanwhile.
+    def write(self, fd: int, data: Sequence[Span], offset: int) -> None:
+        # A few fill the disk; more would be in the way of reads.
         self._turns.get()
         try:
             self._write(fd, data, offset)
         finally:
             self._turns.put(None)
 
-    def _write(self, fd: int, data: Span, offset: int) -> None:
+    def _write(self, fd: int, data: Sequence[Span], offset: int) -> None:
         """Also for single pages, which need not wait for their turn."""
-        while data:
-            count = self._disk.write(fd, [data], offset)
-            if count <= 0 or (count % ALIGN and self._direct):
-                raise Rejected("short write")
-            data, offset = data[count:], offset + count
+        self._disk.write_all(fd, data, offset, self._direct)
 
     def take(self, size: int, owners: Sequence[int], make_room: Callable[[int], bool] | None) -> Iterator[int]:
         """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
@@ -280,7 +280,7 @@ class Shelves:
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
         page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
-        self._write(fd, page, 0)
+        self._write(fd, [page], 0)
         self._disk.sync(fd)
         if segment.number in self._nameless:
             self._disk.sync_folder(self._directory.path)
@@ -326,7 +326,7 @@ class Shelves:
         page[:] = bytes(ALIGN)
         for key, _, fd, offset in targets:
             try:
-                self._write(fd, page, offset)
+                self._write(fd, [page], offset)
             except (OSError, Rejected) as e:
                 failed.add(key)
                 log.warning("could not overwrite a dropped block: %s", e)

@@ -1,0 +1,198 @@
+"""How blocks become records on a disk.
+
+The way of a write: make the checksums (and compress), take a slot of the right size, evicting if need be, then in this
+order: journal "slot freed" (for what was evicted) and "slot is being written", payload, header, journal "slot holds
+key" (with the next record, at the latest when the batch ends). A crash at any point leaves either a whole record, or
+one whose header or checksums do not agree, which is a miss. No fsync is needed for that; ``durable`` adds one before a
+write is acknowledged, and ``drop`` always syncs, because a dropped block must not come back.
+
+A header in a call of its own is a page, but costs the disk as much as a good part of a block. So neighbours are written
+as a *run*, from the last to the first::
+
+    slot        |  n        |  n + 1    |  n + 2    |
+                |h| payload |h| payload |h| payload |
+    first call                            =========
+    second                    =========== =            the payload of n + 1, and right behind it the header of n + 2
+    third         =========== =
+    fourth      =
+
+No header is written before the call that wrote its payload has returned, so the order above is kept for every block.
+If a call fails, what is not named yet is written again, each block for itself: of several, not all need be bad.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+from kvtide.block import Span
+from kvtide.clock import Clock
+from kvtide.tiers import codec
+from kvtide.tiers.base import NOWHERE, Write
+from kvtide.tiers.journal import HOLDS, WRITING, entry
+from kvtide.tiers.record import Header, Rejected, header_bytes
+from kvtide.tiers.segments import ladder
+from kvtide.tiers.shelves import Shelves
+from kvtide.tiers.tally import Tally
+from kvtide.tiers.workers import Worker
+
+__all__ = ["Writer"]
+
+_RUN = 4
+"""The most blocks of a run: five calls instead of eight. Longer ones gain little, and leave other threads idle."""
+
+
+class Slot(NamedTuple):
+    """Where a block is to be written, and its record's sequence number."""
+
+    place: int
+    fd: int
+    offset: int
+    sequence: int
+
+
+_NO_SLOT = Slot(NOWHERE, NOWHERE, NOWHERE, NOWHERE)
+
+Run = Sequence[tuple[Write, Slot | None]]
+"""Blocks and their slots, one behind the other with nothing in between; or a block whose slot is not known yet."""
+
+
+class _Record(NamedTuple):
+    """A block, ready to be written."""
+
+    slot: Slot
+    page: Span
+    """The header."""
+    payload: Span
+    holds: bytes
+    """For the journal."""
+
+
+def _header_of(item: Write) -> int:
+    """The size of the header of its record."""
+    return header_bytes(item.identity.geometry.sections, len(item.tokens))
+
+
+class Writer:
+    """Writes to ``shelves``. Safe from any thread. ``make_room`` is asked, with a slot size, when they are full."""
+
+    def __init__(self, shelves: Shelves, make_room: Callable[[int], bool] | None, clock: Clock, tally: Tally) -> None:
+        self._shelves = shelves
+        self._make_room = make_room
+        self._clock = clock
+        self._tally = tally
+
+    def runs(self, batch: Sequence[Write]) -> list[Run]:
+        """Cut blocks that are stored as they are into runs, at least two of them, if there is so much.
+
+        How large their records will be is known, so they get their slots in one go. All of a layout are of one size,
+        so their slots fit exactly: a ladder would leave gaps, and a disk that is read and written without gaps is
+        quicker.
+        """
+        slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
+        runs: list[list[tuple[Write, Slot | None]]] = []
+        most = min(_RUN, -(-len(batch) // 2))
+        following = NOWHERE
+        for item, slot in zip(batch, slots, strict=True):
+            if slot.place == following != NOWHERE and len(runs[-1]) < most:
+                runs[-1].append((item, slot))
+            else:
+                runs.append([(item, slot)])
+            following = slot.place + 1 if slot is not _NO_SLOT else NOWHERE
+        return list(runs)
+
+    def _slots(self, wanted: Sequence[tuple[Write, int]]) -> list[Slot]:
+        """Slots of the sizes that blocks need, announced in the journal."""
+        slots: list[Slot] = []
+        taken: list[int] = []
+        try:
+            for size, alike in groupby(wanted, key=itemgetter(1)):
+                items, before = [item for item, _ in alike], len(taken)
+                taken.extend(self._shelves.take(size, [item.owner for item in items], self._make_room))
+                places = taken[before:]
+                begun = self._shelves.begin([item.key for item in items[: len(places)]], places)
+                slots += [Slot(place, *where) for place, where in zip(places, begun, strict=True)]
+                slots += [_NO_SLOT] * (len(items) - len(places))
+            self._shelves.note(
+                b"".join(
+                    [
+                        entry(WRITING, slot.place, item.key, slot.sequence)
+                        for slot, (item, _) in zip(slots, wanted, strict=True)
+                        if slot is not _NO_SLOT
+                    ]
+                )
+            )
+        except BaseException:
+            for place in taken:
+                self._shelves.failed(place)
+            raise
+        return slots
+
+    def write(self, run: Run, worker: Worker) -> list[int]:
+        """The places of the blocks; NOWHERE for those that could not be written."""
+        named: list[int] = []
+        slots = [slot for _, slot in run]
+        try:
+            records = self._records(run, slots, worker)
+            last = records[-1]
+            self._shelves.write(last.slot.fd, [last.payload], last.slot.offset + len(last.page))
+            for behind, record in pairwise(reversed(records)):
+                self._name(behind, record.payload)
+                named.append(behind.slot.place)
+            self._name(records[0])
+        except Exception as e:  # noqa: BLE001 - see Tally
+            if len(run) > 1:
+                left = run[: len(run) - len(named)]
+                return [self.write([one], worker)[0] for one in left] + named[::-1]
+            for slot in slots:
+                if slot is not None and slot is not _NO_SLOT:
+                    self._shelves.failed(slot.place)
+            self._tally.failed("write", e)
+            return [NOWHERE]
+        return [record.slot.place for record in records]
+
+    def _name(self, record: _Record, before: Span | None = None) -> None:
+        self._shelves.name(record.slot.place, record.page, record.slot.sequence, record.holds, before)
+        self._tally.moved(written=len(record.page) + len(record.payload))
+
+    def _records(self, run: Run, slots: list[Slot | None], worker: Worker) -> list[_Record]:
+        """The records of a run. A slot that was not known yet is put into ``slots``."""
+        sizes = [_header_of(item) for item, _ in run]
+        pages = worker.header.get(sum(sizes))
+        records = []
+        for i, (item, _) in enumerate(run):
+            identity, geometry, size = item.identity, item.identity.geometry, sizes[i]
+            payload, table, kind = codec.encode(
+                item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
+            )
+            slot = slots[i] = slots[i] or self._slots([(item, ladder(size + len(payload)))])[0]
+            if slot is _NO_SLOT:
+                code = self._shelves.refused
+                raise OSError(code, os.strerror(code)) if code else Rejected("full")
+            header = Header(
+                item.key,
+                item.parent,
+                identity.namespace,
+                identity.tenant,
+                identity.layout,
+                slot.sequence,
+                item.depth,
+                identity.block_tokens,
+                kind,
+                geometry.nbytes,
+                table,
+                self._clock.time(),
+                item.expiry,
+                item.priority,
+                item.tokens,
+            )
+            page, pages = pages[:size], pages[size:]
+            header.pack_into(page)
+            holds = entry(
+                HOLDS, slot.place, item.key, slot.sequence, item.parent, item.depth, item.expiry, item.priority
+            )
+            records.append(_Record(slot, page, payload, holds))
+        return records
