@@ -441,9 +441,9 @@ class Watched(Disk):
         self._weigh()
         return count
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
         self._weigh()
-        super().rename(old, new)
+        super().rename(old, new, durable=durable)
 
 
 class Fifo:

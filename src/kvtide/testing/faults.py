@@ -7,7 +7,8 @@ die, which is what a killed process sees of the world: nothing that it does any 
 It also knows what a power loss would leave. For every unit of a file that was written since the file's last sync it
 keeps the contents from before, all versions; ``power_loss`` puts a random choice of them back, so that unflushed writes
 are lost and reordered at will. What counts as durable is what the kernel promises: the contents of a file that was
-synced, a new file's name once its folder was synced, and renaming and removing, because ``Disk`` syncs the folder.
+synced, a new file's name and a renamed one's once its folder was synced, and removing, because ``Disk`` syncs the
+folder.
 
 ``FaultyTier`` does the same one floor up: it wraps any tier and loses, delays or fails single items.
 
@@ -26,13 +27,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
+from kvtide.testing.gate import Gate
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Tier, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
 
@@ -70,44 +70,6 @@ class Fault:
     times: int = 1
 
 
-class Gate:
-    """Holds calls back until it is opened. Leaving its ``with`` opens it."""
-
-    def __init__(self, call: str, files: str) -> None:
-        self.call = call
-        self.files = files
-        self._open = False
-        self._waiting = 0
-        self._changed = threading.Condition()
-
-    def __repr__(self) -> str:
-        return f"<Gate for {self.call}: {'open' if self._open else f'{self._waiting} waiting'}>"
-
-    def open(self) -> None:
-        with self._changed:
-            self._open = True
-            self._changed.notify_all()
-
-    def wait_for(self, calls: int, timeout: float = 30.0) -> bool:
-        """Wait until that many calls stand before the gate."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._waiting >= calls, timeout)
-
-    def pass_through(self) -> None:
-        """Wait until it is open."""
-        with self._changed:
-            self._waiting += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._open)
-            self._waiting -= 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.open()
-
-
 @dataclass(slots=True)
 class _Unsynced:
     """What a power loss may do to one file."""
@@ -135,6 +97,7 @@ class FaultyDisk(Disk):
         self._faults: list[Fault] = []
         self._gates: list[Gate] = []
         self._files: dict[tuple[int, int], _Unsynced] = {}
+        self._replaced: dict[Path, bytes] = {}  # what renaming may not have replaced yet
         self._dead = False
         self._boots = 0
         self.struck: list[tuple[str, How, str]] = []
@@ -192,7 +155,11 @@ class FaultyDisk(Disk):
                         self._lose(file, keep)
                     else:
                         file.path.unlink()
+            for path, old in self._replaced.items():
+                if self._random.random() < 0.5:
+                    path.write_bytes(old)
             self._files.clear()
+            self._replaced.clear()
             self._boots += 1
             self.revive()
 
@@ -283,14 +250,17 @@ class FaultyDisk(Disk):
     def sync_folder(self, path: Path) -> None:
         with self._call("sync", path):
             super().sync_folder(path)
+            self._replaced = {p: old for p, old in self._replaced.items() if p.parent != path}
             for file in self._files.values():
                 if file.path.parent == path:
                     file.named = True
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
         with self._call("rename", old):
             self._forget(new)
-            super().rename(old, new)
+            if not durable:
+                self._replaced.setdefault(new, new.read_bytes())
+            super().rename(old, new, durable=durable)
             for file in self._files.values():
                 if file.path == old:
                     file.path = new

@@ -66,10 +66,11 @@ class Disk:
         finally:
             os.close(folder)
 
-    def rename(self, old: Path, new: Path) -> None:
-        """Put ``old`` in the place of ``new`` at once, and let that survive a power loss."""
+    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
+        """Put ``old`` in the place of ``new`` at once and, if ``durable``, let that survive a power loss."""
         old.replace(new)
-        self.sync_folder(new.parent)
+        if durable:
+            self.sync_folder(new.parent)
 
     def unlink(self, path: Path) -> None:
         """Remove a file, if it is there, and let that survive a power loss: what it held must not come back."""

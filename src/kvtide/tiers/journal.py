@@ -177,10 +177,11 @@ class Journal:
             self._fail(OSError(f"the journal is {doubt}"))
         else:
             records = latest(records)
-            self.rewrite(records[current(records)])
+            # Whatever a power loss leaves of it, old or new, is not trusted: this life has not closed it.
+            self.rewrite(records[current(records)], durable=False)
 
-    def rewrite(self, records: Records) -> None:
-        """Start over with ``records`` alone."""
+    def rewrite(self, records: Records, *, durable: bool = True) -> None:
+        """Start over with ``records`` alone; if ``durable``, what was there before does not come back."""
         if self.failed:
             return
         step = 1 << 16
@@ -195,8 +196,9 @@ class Journal:
                 if self._disk.append(self._fd, frame) != len(frame):
                     raise OSError("short write")
                 size += len(frame)
-            self._disk.sync(self._fd)
-            self._disk.rename(fresh, self._path)
+            if durable:
+                self._disk.sync(self._fd)
+            self._disk.rename(fresh, self._path, durable=durable)
         except OSError as e:
             self._fail(e)
             return
