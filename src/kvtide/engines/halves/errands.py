@@ -2,7 +2,7 @@
 
 The loop asks, and waits a few milliseconds at most: a node answers in a fraction of one. If it does not, the loop goes
 on without the answer, and from then on does not wait at all until the thread is back. The thread belongs to no core: an
-engine binds its own threads to cores, and what they start inherits that.
+engine binds its own threads to cores, and what they start inherits that. Nor does a process wait for it to end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from kvtide.errors import KvtideError
+from kvtide.node.calls import Calls
+from kvtide.node.line import Lost
 
-__all__ = ["Errands"]
+__all__ = ["Errands", "attempt"]
 
 log = logging.getLogger("kvtide.engines")
 
@@ -24,13 +26,16 @@ T = TypeVar("T")
 
 _MOMENT = 0.003
 """Seconds that an engine's loop waits for an answer."""
+_CLOSING = 3.0
+"""Seconds that an engine's end waits for the thread."""
 
 
 class Errands:
     """Does one thing after the other. ``ask`` from any thread; ``soon`` from the engine's alone."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name, initializer=_anywhere)
+        self._calls = Calls(name)
+        self._calls.put(_anywhere)
         self._late: Future[Any] | None = None
 
     @property
@@ -40,7 +45,9 @@ class Errands:
 
     def ask(self, job: Callable[[], T], otherwise: T) -> Future[T]:
         """The answer is ``otherwise`` if anything goes wrong: nothing that happens here may end the engine."""
-        return self._pool.submit(_do, job, otherwise)
+        answer: Future[T] = Future()
+        self._calls.put(lambda: answer.set_result(attempt(job, otherwise)))
+        return answer
 
     def soon(self, answer: Future[T]) -> bool:
         """Whether the answer is here, now or in a moment."""
@@ -54,13 +61,16 @@ class Errands:
         return False
 
     def close(self) -> None:
-        """Do what was asked, and no more."""
-        self._pool.shutdown()
+        """Do what was asked, and no more; if that takes long, nobody waits for it."""
+        self._calls.close(_CLOSING)
 
 
-def _do(job: Callable[[], T], otherwise: T) -> T:
+def attempt(job: Callable[[], T], otherwise: T) -> T:
+    """Do something that may go wrong; then the answer is ``otherwise``."""
     try:
         return job()
+    except Lost:
+        pass  # a miss, and said where it was found
     except KvtideError as e:
         log.warning("kvtide goes on without it: %s", e)
     except Exception:
