@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
-from kvtide.engines.halves.errands import Errands
+from kvtide.engines.halves.errands import Errands, attempt
 from kvtide.engines.halves.orders import Storing
 from kvtide.engines.halves.request import Cut, Work
 from kvtide.engines.halves.state import State
@@ -81,26 +81,41 @@ class Room:
         (wanted, answer), self._reserving = self._reserving, None
         stores = []
         for (r, life, _, start, stop), given in zip(wanted, answer.result(), strict=True):
-            r.stored = max(r.stored, stop)
             if given is None:
+                r.stored = max(r.stored, stop)
                 continue
             w = work.get(r.prompt.id) if life == r.life and not r.over else None
             pages = self._cut.blocks(w.pages(), start, stop) if w is not None else {}
             if w is None or _gone(pages):
                 self._errands.ask(given.abort, None)
             else:
+                r.stored = max(r.stored, stop)
                 stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, pages))
         return stores
 
+    def finished(self) -> None:
+        """A request is over. Room for none but such is given back, when it comes: there may be no further step."""
+        if self._reserving is not None and all(w.request.over for w in self._reserving[0]):
+            (_, answer), self._reserving = self._reserving, None
+            self._errands.ask(partial(_abort, answer), None)
+
     def _reserve(self, wanted: Sequence[_Wanted]) -> list[_Given | None]:
-        """Room for blocks, where they are new and there is any. On the thread that talks to the node."""
-        found: list[_Given | None] = []
-        for r, _, tokens, start, stop in wanted:
-            chain, tenancy = r.named(self._tenancies, *tokens)
-            crew, wishes = tenancy.own.crew, r.prompt.wishes
-            made = crew.delegate(chain, start=start, stop=stop, ttl=wishes.ttl, priority=wishes.priority)
-            found.append(_Given(crew.token, made.ticket, made.abort) if made.ticket else None)
-        return found
+        """On the thread that talks to the node. What goes wrong for one is no loss of the others' room."""
+        return [attempt(partial(self._reserve_one, w), None) for w in wanted]
+
+    def _reserve_one(self, wanted: _Wanted) -> _Given | None:
+        """Room for blocks, where they are new and there is any."""
+        r, _, tokens, start, stop = wanted
+        chain, tenancy = r.named(self._tenancies, *tokens)
+        crew, wishes = tenancy.own.crew, r.prompt.wishes
+        made = crew.delegate(chain, start=start, stop=stop, ttl=wishes.ttl, priority=wishes.priority)
+        return _Given(crew.token, made.ticket, made.abort) if made.ticket else None
+
+
+def _abort(answer: Future[list[_Given | None]]) -> None:
+    for given in answer.result():
+        if given is not None:
+            given.abort()
 
 
 def _gone(pages: Mapping[str, Sequence[int]]) -> bool:

@@ -15,7 +15,6 @@ workers with the step's orders.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -48,6 +47,7 @@ class Scheduler:
     def __init__(self, tenancies: Tenancies, cut: Cut, *, through: bool = True) -> None:
         """``through``: see ``Room``."""
         self._tenancies = tenancies
+        self._now = tenancies.clock.monotonic
         self._cut = cut
         self._tokens = cut.block_tokens
         self._errands = Errands("kvtide-scheduler")
@@ -82,28 +82,35 @@ class Scheduler:
         known = len(r.prompt.tokens)
         if known // self._tokens * self._tokens <= have:
             return self._settle(r)
-        if r.offer is not None and r.offer.match.have * self._tokens > have:
-            self._give_back(r)  # the engine has lost pages that it had
         if r.offer is None:
             if r.asked is None:
-                r.since = r.since or time.monotonic()
+                r.since = r.since or self._now()
                 r.asked = self._errands.ask(partial(self._find, r, r.unnamed(), have), None)
             if not self._errands.soon(r.asked):
-                patience = _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, known / self.speed / 4))
-                return None if time.monotonic() - r.since < patience else self._settle(r)
+                return None if self._now() - r.since < self._patience(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
-            if r.pending and time.monotonic() - r.since < _SHORTEST:
+            if r.pending and self._now() - r.since < _SHORTEST:
                 self._give_back(r)  # a little later there will be more
                 return None
             r.since = 0.0
             if r.offer is None:
                 return self._settle(r)
+        if r.offer.match.have * self._tokens > have:
+            self._give_back(r)  # the engine has lost pages that it had when we asked
+            return None
         if not self._is_here(r.offer):
             return None
-        if r.chain is not None and any(d in self._arriving for d in r.chain.digests[have // self._tokens :][:1]):
+        block = have // self._tokens
+        if r.chain is not None and any(name in self._arriving for name in r.chain.digests[block : block + 1]):
             return None  # soon the engine has it itself
         r.have, count = have, min(r.offer.tokens, known) - have
         return count if count > 0 else self._settle(r)
+
+    def _patience(self, r: State) -> float:
+        """Seconds that a request waits to hear whether there is anything of it."""
+        if r.prompt.wishes.max_load_ms is not None:
+            return min(_ANSWER, r.prompt.wishes.max_load_ms / 1000)
+        return _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, len(r.prompt.tokens) / self.speed / 4))
 
     def _find(self, r: State, unnamed: tuple[int, Sequence[int]], have: int) -> Offer | None:
         """What there is of a prompt. On the thread that talks to the node."""
@@ -119,7 +126,7 @@ class Scheduler:
         if r.prompt.wishes.max_load_ms is not None:
             wait = r.prompt.wishes.max_load_ms / 1000
         load = None if match.ready else match.session.load(match, deadline=wait)
-        return Offer(match, crew, load, match.tokens, not match.ready, time.monotonic() + wait)
+        return Offer(match, crew.token, crew.ticket(match), load, match.tokens, not match.ready, self._now() + wait)
 
     def _is_here(self, offer: Offer) -> bool:
         """Whether all of an offer is in DRAM; what has not come in time is not part of it."""
@@ -127,7 +134,7 @@ class Scheduler:
         if load is None:
             return True
         if not load.transfer.ended:
-            if time.monotonic() < offer.deadline:
+            if self._now() < offer.deadline:
                 return False
             load.cancel()
         offer.load = None
@@ -168,10 +175,9 @@ class Scheduler:
             r.source.disk += count
         else:
             r.source.dram += count
-        left = max(1.0, offer.deadline - time.monotonic())
+        left = max(1.0, offer.deadline - self._now())
         mine = self._cut.tokens(pages, have, have + count)
-        crew = offer.crew
-        self._loads.append(Loading(request, crew.token, crew.ticket(offer.match), have, have + count, mine, left))
+        self._loads.append(Loading(request, offer.crew, offer.ticket, have, have + count, mine, left))
 
     def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:
         """Workers are through with what they were to load."""
@@ -189,7 +195,7 @@ class Scheduler:
                 r.settled = r.failed = True
                 r.source = Source()
             if r.over:
-                del self._requests[request]
+                self._end(r)
 
     def source(self, request: str) -> Source:
         r = self._requests.get(request)
@@ -206,14 +212,14 @@ class Scheduler:
 
     def began(self, prompt_tokens: int) -> None:
         """The engine computes so many tokens of prompts now."""
-        self._steps.append((time.monotonic(), prompt_tokens))
+        self._steps.append((self._now(), prompt_tokens))
 
     def computed(self) -> None:
         """It has computed what it began first."""
         if self._steps:
             began, tokens = self._steps.popleft()
             if tokens >= _ENOUGH:
-                self._speeds.append(tokens / max(1e-6, time.monotonic() - began))
+                self._speeds.append(tokens / max(1e-6, self._now() - began))
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -225,6 +231,7 @@ class Scheduler:
             r.life += 1
         if r is not None and not r.loading:
             self._give_back(r)
+            r.since = 0.0
             r.settled = r.failed or r.prompt.wishes.no_load  # by now there may be more of it
 
     def finished(self, request: str) -> None:
@@ -233,10 +240,14 @@ class Scheduler:
         if r is None:
             return
         r.over = True
-        self._errands.ask(partial(_part, r), None)
+        self._room.finished()
         if not r.loading:
-            self._give_back(r)
-            del self._requests[request]
+            self._end(r)
+
+    def _end(self, r: State) -> None:
+        del self._requests[r.prompt.id]
+        self._give_back(r)
+        self._errands.ask(partial(_part, r), None)
 
     def close(self) -> None:
         """Let everything go that is held at the node."""
@@ -256,6 +267,7 @@ def _drop(asked: Future[Offer | None]) -> None:
 
 def _part(r: State) -> None:
     if r.tenancy is not None:
-        r.tenancy.requests.discard(r.prompt.id)
         if r.prompt.wishes.pin and r.chain is not None:
             r.tenancy.own.session.pin(r.chain)
+        else:
+            r.tenancy.requests.discard(r.prompt.id)

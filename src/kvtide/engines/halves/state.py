@@ -10,7 +10,6 @@ from kvtide.engines.halves.request import Prompt, Source
 from kvtide.engines.halves.tenancy import Tenancies, Tenancy
 from kvtide.index.keys import Chain, Extra
 from kvtide.match import Load, Match
-from kvtide.node.crew import Crew
 
 __all__ = ["Offer", "State"]
 
@@ -20,7 +19,9 @@ class Offer:
     """What the store has of a prompt; held."""
 
     match: Match
-    crew: Crew
+    crew: str
+    ticket: str
+    """What workers are told of it: the token of the crew, and the match's ticket."""
     load: Load | None
     """Under way to DRAM."""
     tokens: int

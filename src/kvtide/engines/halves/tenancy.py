@@ -7,10 +7,13 @@ runs on the thread for that (``errands``).
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvtide.clock import Clock, SystemClock
+from kvtide.engines.halves.reach import Reach
 from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
 from kvtide.match import Match
 from kvtide.node.client import Client
@@ -37,7 +40,7 @@ class Tenancy:
 
     faces: Sequence[_Face]
     requests: set[str] = field(default_factory=set)
-    """That use it now."""
+    """That use it now, or have pinned their blocks: pins end with the session."""
 
     @property
     def own(self) -> _Face:
@@ -53,7 +56,11 @@ class Tenancy:
             if best.blocks == chain.blocks:
                 break
             named = memoryview(b"".join(chain.tokens_of(i) for i in range(chain.blocks))).cast("I")
-            other = face.session.match(named, extras, have=have, prefill=speed)
+            try:
+                other = face.session.match(named, extras, have=have, prefill=speed)
+            except BaseException:
+                best.release()
+                raise
             if other.tokens > best.tokens:
                 best, other, crew = other, best, face.crew
             other.release()
@@ -67,30 +74,29 @@ class Tenancy:
 class Tenancies:
     """Every tenant's sessions, and the node's client under them. For one thread."""
 
-    def __init__(self, dial: Callable[[], Client], models: Sequence[Model], ranks: int) -> None:
+    def __init__(
+        self, dial: Callable[[], Client], models: Sequence[Model], ranks: int, clock: Clock | None = None
+    ) -> None:
         """``models`` differ in their layouts alone; the engine's own comes first."""
-        self._dial = dial
+        self.clock = clock or SystemClock()
+        self._reach = Reach(dial, self.clock)
         self._models = models
         self._ranks = ranks
-        self._client: Client | None = None
         self._tenancies: OrderedDict[bytes, Tenancy] = OrderedDict()
 
     def client(self) -> Client:
-        """Raises KvtideError where no node can be had."""
-        if self._client is None:
-            self._client = self._dial()
-        return self._client
+        """Raises Lost where no node can be had."""
+        return self._reach.client()
 
     def of(self, tenant: Tenant) -> Tenancy:
         tag = tenant.tag
         if tag not in self._tenancies:
             self._make_room()
             client = self.client()
-            faces = []
-            for model in self._models:
-                session = client.session(model, tenant)
-                faces.append(_Face(session, client.crew(session, self._ranks)))
-            self._tenancies[tag] = Tenancy(faces)
+            with contextlib.ExitStack() as stack:
+                sessions = [stack.enter_context(client.session(model, tenant)) for model in self._models]
+                self._tenancies[tag] = Tenancy([_Face(s, client.crew(s, self._ranks)) for s in sessions])
+                stack.pop_all()
         self._tenancies.move_to_end(tag)
         return self._tenancies[tag]
 
@@ -100,7 +106,5 @@ class Tenancies:
             self._tenancies.pop(tag).close()
 
     def close(self) -> None:
-        client, self._client = self._client, None
         self._tenancies.clear()
-        if client is not None:
-            client.close()
+        self._reach.close()

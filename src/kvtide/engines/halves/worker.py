@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.block import Layout, Span
+from kvtide.clock import Clock, SystemClock
 from kvtide.engines.halves.errands import Errands
 from kvtide.engines.halves.orders import Loading, Orders, Storing
+from kvtide.engines.halves.reach import Reach
 from kvtide.engines.paged import Copy, Move, Mover, Pages
 from kvtide.errors import KvtideError
 from kvtide.match import Loaded
@@ -28,6 +31,9 @@ from kvtide.node.crew import Filling, Step, Worker
 __all__ = ["Moved", "WorkerHalf"]
 
 log = logging.getLogger("kvtide.engines")
+
+_CREWS = 256
+"""That a worker belongs to at a time, at most. Those of tenants that are gone are not heard of again."""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,15 @@ class Moved:
     """Stores that were given up, because the node did not answer while the step was computed, or not in good order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Visited:
+    """What the node told of orders."""
+
+    worker: Worker
+    views: Mapping[str, Pages]
+    step: Step
+
+
 @dataclass(slots=True)
 class _Visit:
     """Orders for one crew under way: a load, or stores."""
@@ -53,7 +68,7 @@ class _Visit:
     requests: set[str]
     loads: Sequence[Loading]
     stores: Sequence[Storing]
-    answer: Future[Step | None]
+    answer: Future[_Visited | None]
     until: float
     """When a request that is to be loaded has waited enough."""
     moves: list[Move] = field(default_factory=list)
@@ -71,28 +86,25 @@ class WorkerHalf:
         pages: Callable[[Layout], Mapping[str, Pages]],
         tokens: Mapping[str, int],
         mover: Mover,
+        clock: Clock | None = None,
     ) -> None:
         """``pages`` sees the engine's memory as a layout has it; raises LayoutError for one that it cannot be.
         ``tokens``: of a page of each group, as the scheduler counts pages. In memory one may be several."""
-        self._dial = dial
+        clock = clock or SystemClock()
+        self._now = clock.monotonic
+        self._reach = Reach(dial, clock)
         self._rank = rank
         self._see = pages
         self._tokens = tokens
         self._mover = mover
         self._errands = Errands("kvtide-worker")
-        self._client: Client | None = None
-        self._workers: dict[str, Worker] = {}
+        self._workers: OrderedDict[str, Worker] = OrderedDict()
         self._views: dict[bytes, Mapping[str, Pages]] = {}
         self._visits: list[_Visit] = []
         self._done: set[str] = set()
         self._bad: set[str] = set()
         self._moved = Moved()
-        self._errands.ask(self._reach, None)  # so that the first request finds it
-
-    def _reach(self) -> Client:
-        if self._client is None:
-            self._client = self._dial()
-        return self._client
+        self._errands.ask(self._reach.client, None)  # so that the first request finds it
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -112,20 +124,31 @@ class WorkerHalf:
 
     def _ask(self, crew: str, requests: set[str], loads: Sequence[Loading], stores: Sequence[Storing]) -> None:
         tickets = [o.ticket for o in loads], [o.ticket for o in stores]
-        answer = self._errands.ask(partial(self._visit, crew, *tickets), None)
-        until = time.monotonic() + max((load.seconds for load in loads), default=0)
+        busy = {crew, *(v.crew for v in self._visits)}
+        answer = self._errands.ask(partial(self._visit, crew, busy, *tickets), None)
+        until = self._now() + max((load.seconds for load in loads), default=0)
         self._visits.append(_Visit(crew, requests, loads, stores, answer, until))
 
-    def _visit(self, crew: str, loads: Sequence[str], stores: Sequence[str]) -> Step | None:
+    def _visit(self, crew: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
         """Ask the node where the blocks are. On the thread that talks to it."""
-        if crew not in self._workers:
-            self._workers[crew] = self._reach().join(crew, self._rank)
-        worker = self._workers[crew]
+        worker = self._worker(crew, busy)
         if worker.layout.digest not in self._views:
             self._views[worker.layout.digest] = self._see(worker.layout)
         if stores and not any(worker.writes(g.name) for g in worker.layout.groups):
-            return Step([], [None] * len(stores), lambda good: None)  # another rank has the same heads
-        return worker.step(loads, stores)
+            step = Step([], [None] * len(stores), lambda good: None)  # another rank has the same heads
+        else:
+            step = worker.step(loads, stores)
+        return _Visited(worker, self._views[worker.layout.digest], step)
+
+    def _worker(self, crew: str, busy: set[str]) -> Worker:
+        """Us as one of a crew. We leave none of those that are ``busy``: the node would give our blocks to others."""
+        if crew not in self._workers:
+            self._workers[crew] = self._reach.client().join(crew, self._rank)
+            idle = [c for c in self._workers if c not in busy]
+            for one in idle[: max(0, len(self._workers) - _CREWS)]:
+                self._workers.pop(one).close()
+        self._workers.move_to_end(crew)
+        return self._workers[crew]
 
     def finish(self) -> None:
         """After the engine has computed: copy what is asked for."""
@@ -134,22 +157,23 @@ class WorkerHalf:
                 continue
             if self._errands.soon(visit.answer):
                 self._move(visit, visit.answer.result())
-            elif visit.stores or time.monotonic() > visit.until:  # what is stored may change after this step
+            elif visit.stores or self._now() > visit.until:  # what is stored may change after this step
                 self._give_up(visit)
 
-    def _move(self, visit: _Visit, step: Step | None) -> None:
+    def _move(self, visit: _Visit, visited: _Visited | None) -> None:
         visit.began = time.perf_counter()
         try:
-            if step is None:
-                raise KvtideError("the node has nothing for this ticket any more")
-            worker = self._workers[visit.crew]
-            views = self._views[worker.layout.digest]
+            if visited is None:
+                raise KvtideError("the node could not be asked for it")
+            worker, views, step = visited.worker, visited.views, visited.step
             for load, loaded in zip(visit.loads, step.loads, strict=True):
                 if loaded is None or loaded.tokens < load.stop:
                     raise KvtideError("blocks that were promised are not there")
                 for name, pages in views.items():
                     wanted = self._wide(load.pages[name], name, pages)
                     copies = list(_into(load.start // pages.tokens, wanted, loaded, name, pages))
+                    if sum(len(c.pages) for c in copies) != sum(page >= 0 for page in wanted):
+                        raise KvtideError("blocks that are there leave some pages out")
                     visit.nbytes += sum(len(c.pages) * pages.atom * pages.heads * len(pages.sections) for c in copies)
                     visit.moves.append(self._mover.load(pages, copies))
             for store, filling in zip(visit.stores, step.stores, strict=True):
@@ -205,8 +229,8 @@ class WorkerHalf:
             moved.missed += 1
         for move in visit.moves:
             _wait(move)  # even after an error: its memory is the node's again now
-        if visit.answer.done() and (step := visit.answer.result()) is not None:
-            self._errands.ask(partial(_leave, step, error is None), None)
+        if visit.answer.done() and (visited := visit.answer.result()) is not None:
+            self._errands.ask(partial(_leave, visited.step, error is None), None)
 
     def _give_up(self, visit: _Visit) -> None:
         """The node does not answer."""
@@ -236,15 +260,15 @@ class WorkerHalf:
     def _hang_up(self) -> None:
         for worker in self._workers.values():
             worker.close()
-        if self._client is not None:
-            self._client.close()
+        self._reach.close()
 
 
 def _into(first: int, wanted: Sequence[int], loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:
     """The copies of a load whose first page is number ``first`` of the prompt: of each block the pages wanted."""
     for depth, view in enumerate(loaded.views[group], loaded.first[group]):
         begin, end = max(depth * pages.each, first), min((depth + 1) * pages.each, first + len(wanted))
-        yield from _there(view, wanted[begin - first : end - first], begin - depth * pages.each)
+        if begin < end:
+            yield from _there(view, wanted[begin - first : end - first], begin - depth * pages.each)
 
 
 def _out_of(start: int, given: Sequence[int], filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
@@ -275,8 +299,8 @@ def _leave(step: Step, good: bool) -> None:
             raise KvtideError("given up")
 
 
-def _turn_away(answer: Future[Step | None]) -> None:
+def _turn_away(answer: Future[_Visited | None]) -> None:
     """An answer that came too late. On the thread that got it, afterwards."""
-    step = answer.result()
-    if step is not None:
-        _leave(step, False)
+    visited = answer.result()
+    if visited is not None:
+        _leave(visited.step, False)
