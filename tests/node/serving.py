@@ -19,6 +19,7 @@ from kvtide import config as configuration
 from kvtide.node.client import Client
 from kvtide.node.server import Node
 from kvtide.store import Store
+from kvtide.tiers.disk import Disk
 from tests.node import host
 
 __all__ = ["Process", "Served", "Thread", "eventually"]
@@ -31,9 +32,9 @@ _SOCKETS = 3
 class Thread:
     """A node in a thread."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
+    def __init__(self, path: Path, disk: Disk | None = None, **settings: Any) -> None:
         self.path = path
-        self.store = Store(configuration.read(None, **settings), shared=True)
+        self.store = Store(configuration.read(None, **settings), disk=disk, shared=True)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="node")
         self._thread.start()

@@ -1,12 +1,16 @@
 """A paged engine of one scheduler and some workers that drives both halves, call for call as vLLM does.
 
 It computes no attention: what it writes into its pages follows from the tokens before, so that every byte that a
-request ends with can be checked. Pages are handed out at random and overwritten as soon as they are free.
+request ends with can be checked. Pages are handed out at random. Without a prefix cache they are overwritten as soon as
+they are free; with one, when they are handed out again. Time stands still but for ``idle`` seconds in each step that
+computes nothing, so that patience ends only where a test wants it to.
 """
 
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +24,11 @@ from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.tenancy import Tenancies
 from kvtide.engines.halves.wishes import Wishes
 from kvtide.engines.halves.worker import WorkerHalf
+from kvtide.engines.packing import pack, unpack
 from kvtide.engines.paged import Pages, mover
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.node.client import Client
+from kvtide.testing.clock import FakeClock
 
 __all__ = ["LAYOUT", "Request", "Toy"]
 
@@ -33,6 +39,8 @@ LAYOUT = Layout.attention(layers=2, heads=4, head_dim=8, block_tokens=64)
 class Request:
     id: str
     tokens: list[int]
+    new: list[int] = field(default_factory=list)
+    """Tokens that it generates, one in a step."""
     wishes: Wishes = field(default_factory=Wishes)
     tenant: Tenant = DEFAULT_TENANT
     pages: list[int] = field(default_factory=list)
@@ -40,6 +48,8 @@ class Request:
     loading: bool = False
     cached: int = 0
     """Tokens that came from the store."""
+    own: int = 0
+    """Tokens that the engine had itself when it was last admitted."""
     source: Source = field(default_factory=Source)
 
 
@@ -55,13 +65,22 @@ class Toy:
         chunk: int = 100,
         layout: Layout = LAYOUT,
         others: Sequence[Layout] = (),
+        prefix_cache: bool = False,
+        through: bool = True,
+        idle: float = 0.0,
         device: str = "cpu",
     ) -> None:
-        self.page, self.chunk, self.layout = 16, chunk, layout
+        self.page, self.chunk, self.layout, self.idle = 16, chunk, layout, idle
+        self.clock = FakeClock()
+        self.clock.advance(1)
         self._free = list(range(1, pages))
+        self._users: Counter[int] = Counter()
+        self._cached: dict[tuple[int, ...], int] | None = {} if prefix_cache else None
+        """By the tokens up to its end: a page."""
         self._random = random.Random(1)
         models = [Model(one, "given:toy") for one in (layout, *others)]
-        self.scheduler = Scheduler(Tenancies(dial, models, ranks), Cut(["full"], [self.page], layout.block_tokens))
+        tenancies = Tenancies(dial, models, ranks, self.clock)
+        self.scheduler = Scheduler(tenancies, Cut(["full"], [self.page], layout.block_tokens), through=through)
         self.workers, self.memory = [], []
         group = layout.group("full")
         for rank in range(ranks):
@@ -75,12 +94,26 @@ class Toy:
                 mine = one.group("full").share(rank, ranks)
                 return {"full": Pages(one, "full", tensor.unbind(0), mine, group.packing)}
 
-            self.workers.append(WorkerHalf(dial, rank, see, {"full": self.page}, mover(torch.device(device))))
+            half = WorkerHalf(dial, rank, see, {"full": self.page}, mover(torch.device(device)), self.clock)
+            self.workers.append(half)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._done: list[Request] = []
         self._received: dict[str, int] = {}
         self._failed: set[str] = set()
+        self._aborted: dict[str, Request] = {}
+        """Requests whose pages are still being loaded."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return self._waiting + self._running
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self._running)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
 
     # -- what KV is -----------------------------------------------------------------------------------------
 
@@ -100,16 +133,25 @@ class Toy:
             torch.int16
         )
         for share, memory in self.memory:
-            mine = memory[:, request.pages].permute(0, 2, 1, 3, 4)
-            whole[:, share.start : share.stop] = mine.reshape(len(memory), mine.shape[1], -1, group.head_dim).cpu()
-        return whole[:, :, : len(request.tokens)]
+            packed = memory[:, request.pages].transpose(1, 2)
+            for section in range(len(memory)):
+                plain = unpack(packed[section], group.packing, bool(section % 2))
+                whole[section, share.start : share.stop] = plain.reshape(len(plain), -1, group.head_dim).cpu()
+        return whole[:, :, : request.computed]
 
     def _compute(self, request: Request, stop: int) -> None:
-        truth = self.truth(request.tokens[:stop])
-        for at in range(request.computed, stop):
-            page, slot = request.pages[at // self.page], at % self.page
+        """Write the KV of tokens that the request has pages for, page by page, in the layout's packing."""
+        group, truth = self.layout.group("full"), self.truth(request.tokens[:stop])
+        for first in range(request.computed // self.page * self.page, stop, self.page):
+            start, last = max(first, request.computed), min(first + self.page, stop)
+            page = request.pages[first // self.page]
             for share, memory in self.memory:
-                memory[:, page, :, slot] = truth[:, share.start : share.stop, at].to(memory.device)
+                for section in range(len(memory)):
+                    value = bool(section % 2)
+                    plain = unpack(memory[section, page], group.packing, value)
+                    fresh = truth[section, share.start : share.stop, start:last]
+                    plain[:, start - first : last - first] = fresh.to(memory.device)
+                    memory[section, page] = pack(plain, group.packing, value)
         request.computed = stop
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -122,7 +164,6 @@ class Toy:
         self._admit()
         work = {r.id: min(len(r.tokens), r.computed + self.chunk) for r in self._running}
         orders = self.scheduler.step([Work(r.id, work[r.id], partial(self._table, r)) for r in self._running])
-        self.scheduler.began(sum(work[r.id] - r.computed for r in self._running))
         for worker in self.workers:
             worker.begin(orders)
         for request in self._running:
@@ -133,6 +174,9 @@ class Toy:
             self._failed |= failed
             for id_ in done:
                 self._received[id_] = self._received.get(id_, 0) + 1
+        if not self._running:
+            self.clock.advance(self.idle)
+            time.sleep(0.0005)  # as an idle engine does
         self._update()
 
     def _table(self, request: Request) -> list[list[int]]:
@@ -140,17 +184,20 @@ class Toy:
 
     def _admit(self) -> None:
         for request in [r for r in self._waiting if not r.loading]:
-            need = -(-len(request.tokens) // self.page) - len(request.pages)
+            own = self._known(request) if not request.pages else []
             count = 0
             if not request.computed:
-                found = self.scheduler.matched(request.id, 0)
+                found = self.scheduler.matched(request.id, len(own) * self.page)
                 if found is None:
                     continue
                 count = found
-            if need > len(self._free):
+            need = -(-len(request.tokens) // self.page) - len(request.pages) - len(own)
+            if need > len([page for page in self._free if page not in own]):
                 continue
-            self._random.shuffle(self._free)
-            request.pages += [self._free.pop() for _ in range(need)]
+            if not request.computed:
+                request.own = request.computed = len(own) * self.page
+            self._take(own)
+            request.pages += own + self._allocate(need)
             self.scheduler.bind(request.id, [request.pages], count)
             if count:
                 request.loading, request.cached = True, count
@@ -162,19 +209,43 @@ class Toy:
         whole = {id_ for id_, n in self._received.items() if n == len(self.workers)}
         failed, self._failed = self._failed & whole, self._failed - whole
         self.scheduler.loaded(whole - failed, failed)
-        self.scheduler.computed()
         for request in [r for r in self._waiting if r.id in whole]:
             request.loading = False
             if request.id in failed:
                 self._scrap(request)
                 request.cached = 0
             else:
-                request.computed = min(request.cached, len(request.tokens) - 1)
+                request.computed = request.own + request.cached
+                self._check(request)
+                self._remember(request)
+                request.computed = min(request.computed, len(request.tokens) - 1)
         for id_ in whole:
             del self._received[id_]
-        for request in [r for r in self._running if r.computed == len(r.tokens)]:
-            self._running.remove(request)
-            self._done.append(request)
+            if id_ in self._aborted:
+                self._scrap(self._aborted.pop(id_))
+        for request in list(self._running):
+            self._remember(request)
+            if request.computed < len(request.tokens):
+                continue
+            if request.new and (request.computed % self.page or self._free):
+                if not request.computed % self.page:
+                    request.pages += self._allocate(1)
+                request.tokens.append(request.new.pop(0))
+            elif request.new:
+                self.preempt(request)
+            else:
+                self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        self._check(request)
+        self._running.remove(request)
+        request.source = self.scheduler.source(request.id)
+        self.scheduler.finished(request.id)
+        self._scrap(request)
+
+    def _check(self, request: Request) -> None:
+        """Every byte that a request has is right."""
+        assert torch.equal(self.held(request), self.truth(request.tokens[: request.computed])), request.id
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages away."""
@@ -183,29 +254,90 @@ class Toy:
         self._scrap(request)
         self.scheduler.left(request.id)
 
+    def abort(self, request: Request) -> None:
+        """Its client has gone. Pages that are just being loaded stay what they are until the workers are through."""
+        for some in (self._waiting, self._running):
+            if request in some:
+                some.remove(request)
+        self.scheduler.finished(request.id)
+        if request.loading:
+            self._aborted[request.id] = request
+        else:
+            self._scrap(request)
+
+    # -- pages ----------------------------------------------------------------------------------------------
+
+    def _known(self, request: Request) -> list[int]:
+        """Pages that the engine has of a prompt, but for its last token, which is always computed."""
+        found: list[int] = []
+        for stop in range(self.page, len(request.tokens), self.page):
+            if self._cached is None or (page := self._cached.get(tuple(request.tokens[:stop]))) is None:
+                break
+            found.append(page)
+        return found
+
+    def _remember(self, request: Request) -> None:
+        if self._cached is not None:
+            for stop in range(self.page, request.computed + 1, self.page):
+                self._cached.setdefault(tuple(request.tokens[:stop]), request.pages[stop // self.page - 1])
+
+    def forget(self) -> None:
+        """Lose what is cached."""
+        if self._cached is not None:
+            self._cached.clear()
+        self._overwrite(self._free)
+
+    def _take(self, pages: Sequence[int]) -> None:
+        self._users.update(pages)
+        self._free = [page for page in self._free if page not in pages]
+
+    def _allocate(self, count: int) -> list[int]:
+        self._random.shuffle(self._free)
+        pages = self._free[:count]
+        self._take(pages)
+        if self._cached is not None:
+            self._cached = {tokens: page for tokens, page in self._cached.items() if page not in pages}
+        self._overwrite(pages)
+        return pages
+
     def _scrap(self, request: Request) -> None:
-        for _, memory in self.memory:
-            memory[:, request.pages] = -1
-        self._free += request.pages
+        self._users.subtract(request.pages)
+        mine = [page for page in request.pages if not self._users[page]]
+        self._free += mine
+        if self._cached is None:
+            self._overwrite(mine)
         request.pages, request.computed = [], 0
 
-    def run(self, *requests: Request, limit: int = 20_000) -> None:
+    def _overwrite(self, pages: Sequence[int]) -> None:
+        for _, memory in self.memory:
+            memory[:, pages] = -1
+
+    # -- serving --------------------------------------------------------------------------------------------
+
+    def run(self, *requests: Request) -> None:
         """Serve requests; every byte that each ends with is right."""
         for request in requests:
             self.add(request)
-        for _ in range(limit):
+        end = time.monotonic() + 120
+        while self._waiting or self._running or self._aborted:
             self.step()
-            for request in self._done:
-                assert torch.equal(self.held(request), self.truth(request.tokens)), request.id
-                request.source = self.scheduler.source(request.id)
-                self.scheduler.finished(request.id)
-                self._scrap(request)
-            self._done.clear()
-            if not self._waiting and not self._running:
-                break
-        else:
-            raise AssertionError(f"requests are stuck: {self._waiting} {self._running}")
+            assert time.monotonic() < end, f"requests are stuck: {self._waiting} {self._running}"
         self.step()  # an engine makes one more when a request has ended
+
+    def flush(self) -> None:
+        """Wait until both halves' threads have done what they were given."""
+        for errands in [w._errands for w in self.workers] + [self.scheduler._errands]:
+            errands.ask(lambda: None, None).result()
+
+    def at_rest(self) -> None:
+        """No request is left, and nothing of any that there was."""
+        assert not self.requests
+        assert sorted(self._free) == list(range(1, self.memory[0][1].shape[1])), "pages are lost"
+        self.flush()
+        half = self.scheduler
+        assert not half._requests
+        assert not half._arriving
+        assert not any(worker._visits for worker in self.workers)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -1,0 +1,128 @@
+"""Requests come, are preempted, end and are aborted in any order, while the node answers at once, late, or not at all.
+
+Every byte that a request has is right (the toy engine looks), every request ends, and in the end nothing is held: no
+page of the engine's, no block of the node's.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvtide.engines.halves import errands
+from kvtide.engines.halves.wishes import Wishes
+from kvtide.index.keys import DEFAULT_TENANT, Tenant
+from kvtide.node.client import Client
+from tests.engines.halves.toy import Request, Toy
+from tests.node.serving import Thread, eventually
+
+TEXTS = [random.Random(i).choices(range(50_000), k=400) for i in range(3)]
+TENANTS = [DEFAULT_TENANT, Tenant("other", b"2" * 32)]
+
+
+class Engine(RuleBasedStateMachine):
+    """One engine and its node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name) / "node.sock"
+        self._moment = errands._MOMENT
+        self._count = 0
+        self._node: Thread | None = None
+        self.start()
+
+    @initialize(ranks=st.sampled_from([1, 2]), prefix_cache=st.booleans(), through=st.booleans())
+    def begin(self, **options: Any) -> None:
+        self.toy = Toy(lambda: Client(self._path), pages=48, chunk=70, idle=0.01, **options)
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 400),
+        new=st.integers(0, 80),
+        tenant=st.sampled_from(TENANTS),
+        wishes=st.sampled_from(
+            [Wishes(), Wishes(), Wishes(no_store=True), Wishes(no_load=True), Wishes(max_load_ms=0)]
+        ),
+    )
+    def arrive(self, text: list[int], length: int, new: int, tenant: Tenant, wishes: Wishes) -> None:
+        self._count += 1
+        more = text[length : length + new]
+        self.toy.add(Request(f"r{self._count}", text[:length], new=more, tenant=tenant, wishes=wishes))
+
+    @rule(count=st.integers(1, 10))
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            self.toy.step()
+
+    @precondition(lambda self: self.toy.running)
+    @rule(number=st.integers(0, 10))
+    def preempt(self, number: int) -> None:
+        self.toy.preempt(self.toy.running[number % len(self.toy.running)])
+
+    @precondition(lambda self: self.toy.requests)
+    @rule(number=st.integers(0, 10))
+    def abort(self, number: int) -> None:
+        requests = sorted(self.toy.requests, key=lambda r: not r.loading)
+        self.toy.abort(requests[number % len(requests)])
+
+    @rule()
+    def lose_what_is_cached(self) -> None:
+        self.toy.forget()
+
+    @rule(seconds=st.sampled_from([0.02, 0.2, 5.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.toy.clock.advance(seconds)
+
+    @rule(seconds=st.sampled_from([0.0, 0.0005, 60.0]))
+    def wait_for_answers(self, seconds: float) -> None:
+        """For so long at most, from now on."""
+        errands._MOMENT = seconds
+
+    @rule()
+    def catch_up(self) -> None:
+        self.toy.flush()
+
+    @precondition(lambda self: self._node is None)
+    @rule()
+    def start(self) -> None:
+        dram, nvme = {"budget": "2MiB", "segment": "1MiB"}, {"budget": "16MiB", "segment": "1MiB"}
+        self._node = Thread(self._path, dram=dram, nvme={"path": f"{self._folder.name}/tier", **nvme})
+
+    @precondition(lambda self: self._node is not None)
+    @rule()
+    def die(self) -> None:
+        assert self._node is not None
+        self._node.close()
+        self._node = None
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "toy"):
+                self._end()
+        finally:
+            errands._MOMENT = self._moment
+            if self._node is not None:
+                self._node.close()
+            self._folder.cleanup()
+
+    def _end(self) -> None:
+        self.toy.run()
+        self.toy.at_rest()
+        if self._node is None:
+            self.start()
+        with Client(self._path) as client:
+            eventually(lambda: client.statistics().held == 0)
+        self.toy.close()
+
+
+Engine.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngine = Engine.TestCase
