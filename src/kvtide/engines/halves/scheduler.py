@@ -85,7 +85,7 @@ class Scheduler:
         if r.offer is None:
             if r.asked is None:
                 r.since = r.since or self._now()
-                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(), have), None)
+                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(), have, self.speed), None)
             if not self._errands.soon(r.asked):
                 return None if self._now() - r.since < self._patience(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
@@ -112,17 +112,17 @@ class Scheduler:
             return min(_ANSWER, r.prompt.wishes.max_load_ms / 1000)
         return _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, len(r.prompt.tokens) / self.speed / 4))
 
-    def _find(self, r: State, unnamed: tuple[int, Sequence[int]], have: int) -> Offer | None:
+    def _find(self, r: State, unnamed: tuple[int, Sequence[int]], have: int, speed: float | None) -> Offer | None:
         """What there is of a prompt. On the thread that talks to the node."""
         if r.over:
             return None
         chain, tenancy = r.named(self._tenancies, *unnamed)
-        match, crew = tenancy.longest(chain, r.extras, have, self.speed)
+        match, crew = tenancy.longest(chain, r.extras, have, speed)
         r.pending = match.pending
         if match.tokens <= have:
             match.release()
             return None
-        wait = _LOAD if match.plan.compute_seconds is None else max(_SHORTEST, match.plan.compute_seconds)
+        wait = _LOAD if speed is None else max(_SHORTEST, (match.tokens - have) / speed)
         if r.prompt.wishes.max_load_ms is not None:
             wait = r.prompt.wishes.max_load_ms / 1000
         load = None if match.ready else match.session.load(match, deadline=wait)
