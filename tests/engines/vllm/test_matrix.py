@@ -1,0 +1,220 @@
+"""What a deployment may be besides the plain case: ranks, adapters, options, packings, and sudden ends of each process.
+
+A small random model serves here, because every case starts engines of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from kvtide import config as configuration
+from kvtide.block import Group, Kind, Layout
+from kvtide.engines import packing
+from kvtide.engines.identity import settings
+from kvtide.index.keys import Model
+from kvtide.index.weights import identify
+from kvtide.node.auto import open_node
+from kvtide.node.client import Client
+from tests.engines.vllm.checkpoints import random_llama
+from tests.engines.vllm.engines import Answer, Engine, engine
+from tests.engines.vllm.kept import BLOCK, TOLD, Node, ask, at_rest, connector, joined, prompt, same, source
+from tests.node.serving import eventually
+
+pytestmark = pytest.mark.long
+LAYERS, HEADS, DIM = 4, 2, 64
+"""Of the random Llama."""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    running = Node(tmp_path)
+    yield running
+    with Client(running.path) as client:
+        at_rest(client)
+    running.kill()
+
+
+def alone(running: Engine, tokens: Sequence[int], **extra: str) -> Answer:
+    """The answer of an engine that neither loads nor stores: what this engine says without us."""
+    return ask(running, tokens, kv_transfer_params={"no_load": True, "no_store": True}, **extra)
+
+
+def alike(found: Answer, true: Answer, cached: int) -> None:
+    """KV was computed in other sums, by an engine of other ranks, or in other chunks."""
+    assert (found.cached, found.reason) == (cached, true.reason)
+    assert found.tokens == true.tokens
+    assert found.logprobs == pytest.approx(true.logprobs, abs=1e-3)
+
+
+@pytest.mark.timeout(1800)
+def test_ranks_share_a_cache(tmp_path: Path, node: Node) -> None:
+    """Also where there are more ranks than heads: then some write nothing."""
+    written: list[list[int]] = []
+    for turn, ranks in enumerate((1, 2, 4, 1)):
+        options = ["--tensor-parallel-size", str(ranks)]
+        with engine(random_llama(), tmp_path / f"{turn}.log", connector(node), options=options) as running:
+            for tokens in written:
+                found = ask(running, tokens, **TOLD)
+                alike(found, alone(running, tokens), 512)
+                assert sum(source(found)) == 512
+            tokens = prompt(50 + turn, 600)
+            same(ask(running, tokens), alone(running, tokens))
+            found = ask(running, tokens, **TOLD)
+            alike(found, alone(running, tokens), 512)
+            written.append(tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--no-enable-prefix-caching",),
+        ("--max-num-batched-tokens", "256", "--max-num-seqs", "8"),  # a prompt is computed in parts
+        ("--max-num-batched-tokens", "100", "--max-num-seqs", "8"),  # and none of them ends with a page
+        ("--block-size", "32"),
+        ("--async-scheduling",),
+        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'),
+    ],
+    ids=lambda options: options[0].strip("-") + ("-100" if "100" in options else ""),
+)
+def test_options(tmp_path: Path, node: Node, options: Sequence[str]) -> None:
+    with engine(random_llama(), tmp_path / "engine.log", connector(node), options=options) as running:
+        tokens = prompt(60, 600)
+        true = alone(running, tokens)
+        alike(ask(running, tokens, 8), true, 0)
+        alike(ask(running, tokens, 8), true, 512)
+        said = ask(running, prompt(61, 200), 100).tokens
+        follow_up = prompt(61, 200) + said + prompt(62, 20)
+        alike(ask(running, follow_up), alone(running, follow_up), BLOCK)
+        prompts = [tokens[: 256 * (1 + i % 2)] + prompt(70 + i, 90) for i in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda some: running.complete(some, 16), prompts))
+        assert all(a.reason == "length" for a in answers)
+
+
+def test_adapters_share_nothing(tmp_path: Path, node: Node) -> None:
+    options = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules"]
+    options += [f"{name}={adapter(tmp_path / name, seed)}" for seed, name in enumerate(("a", "b"))]
+    with engine(random_llama(), tmp_path / "engine.log", connector(node), options=options) as running:
+        tokens, base = prompt(80, 300), str(random_llama())
+        true = {name: alone(running, tokens, model=name) for name in ("a", "b", base)}
+        assert len({tuple(a.logprobs) for a in true.values()}) == 3, "the adapters do nothing"
+        for name in true:
+            same(ask(running, tokens, model=name), true[name])
+        for name in true:
+            alike(ask(running, tokens, model=name), true[name], BLOCK)
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A random LoRA adapter of the random Llama, as peft saves one."""
+    folder.mkdir()
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(said | {"task_type": "CAUSAL_LM", "lora_dropout": 0.0}))
+    numbers, hidden = torch.Generator().manual_seed(seed), 512
+    tensors = {}
+    for layer in range(LAYERS):
+        for part, rows in (("q_proj", hidden), ("v_proj", HEADS * DIM)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, hidden, generator=numbers) / 8
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 8, generator=numbers) / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_blocks_in_another_packing_are_converted(tmp_path: Path, node: Node) -> None:
+    """The same blocks as another engine would have stored them, and those of this one gone."""
+    group = Group("full", Kind.FULL, LAYERS, HEADS, DIM, "float32", page=128, packing="vec")
+    known = settings(AutoConfig.from_pretrained(random_llama()))
+    own = Model(Layout((group,), BLOCK), identify(random_llama()), known)
+    other = Model(Layout((replace(group, packing="plain", page=16),), BLOCK), own.weights, known)
+    with (
+        engine(random_llama(), tmp_path / "engine.log", connector(node)) as running,
+        Client(node.path) as client,
+        client.session(own) as mine,
+        client.session(other) as theirs,
+    ):
+        tokens = prompt(90, 600)
+        true = ask(running, tokens)
+        with mine.match(tokens) as match:
+            blocks = [plainly(block, group) for block in mine.load(match).wait().blocks]
+        assert len(blocks) == 2
+        assert theirs.store(tokens, blocks).stored == 2
+        assert mine.drop(tokens) == 2
+        found = ask(running, tokens, kv_transfer_params={"no_store": True})
+        assert (found.cached, found.tokens, found.logprobs) == (512, true.tokens, true.logprobs)
+
+
+def plainly(block: memoryview, group: Group) -> bytes:
+    """A block in the packing of ``group``, in the plain one."""
+    atoms = torch.frombuffer(bytearray(block), dtype=torch.float32)
+    atoms = atoms.view(group.layers, 2, group.heads, BLOCK // group.page, group.page, group.head_dim)
+    parts = [packing.unpack(atoms[:, value], group.packing, bool(value)) for value in (0, 1)]
+    return torch.stack(parts, 1).contiguous().numpy().tobytes()
+
+
+@pytest.mark.timeout(1800)
+def test_each_process_is_killed_while_it_serves(tmp_path: Path, node: Node) -> None:
+    """Whatever it was doing. What it stored before is whole, or not there."""
+    moments, tokens = random.Random(1), prompt(100, 600)
+    first: Answer | None = None
+    for victim in ("APIServer", "EngineCore", "Worker", ""):
+        with (
+            engine(random_llama(), tmp_path / f"{victim}.log", connector(node)) as running,
+            Client(node.path) as client,
+            ThreadPoolExecutor(4) as pool,
+        ):
+            joined(client)
+            found = ask(running, tokens)
+            true = alone(running, tokens)
+            first = first or true
+            assert (found.tokens, true.tokens) == (first.tokens, first.tokens)
+            if not victim:
+                break
+            asked = [pool.submit(running.complete, prompt(seed, 600)) for seed in range(101, 105)]
+            some = moments.randrange(1, 40)
+            eventually(lambda some=some, client=client: client.status().node.requests > some)
+            os.kill(pids(running)[victim], signal.SIGKILL)
+            running.kill()  # what is left of it: vLLM's other processes may live on
+            assert len([a for a in asked if a.exception() is None]) < 4
+            eventually(lambda client=client: len(client.status().node.clients) == 1)
+            at_rest(client)
+
+
+def pids(running: Engine) -> dict[str, int]:
+    """The processes of an engine by their names in its log."""
+    found = {}
+    for line in running.logged().splitlines():
+        if line.startswith("("):
+            name, _, rest = line[1:].partition(" pid=")
+            if rest and name not in found:
+                found[name] = int(rest.partition(")")[0])
+    return found
+
+
+def test_an_engine_starts_a_node_of_its_own(tmp_path: Path) -> None:
+    """It outlives the engine, however that ends, and serves the next with the same configuration."""
+    kept = {"dram": {"budget": "256MiB", "segment": "64MiB"}}
+    kept["nvme"] = {"path": str(tmp_path / "tier"), "budget": "256MiB", "segment": "64MiB"}
+    tokens = prompt(110, 600)
+    for cached in (0, 512):
+        with engine(random_llama(), tmp_path / "engine.log", connector(**kept)) as running:
+            found = running.complete(tokens, **TOLD)
+            assert found.cached == sum(source(found)) == cached
+            alike(found, alone(running, tokens), cached)
+    with open_node(configuration.read(**kept)) as client:
+        eventually(lambda: len(client.status().node.clients) == 1)
+        at_rest(client)
+        pid = client.status().node.pid
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
