@@ -16,10 +16,23 @@ from kvtide.node.client import Client
 from tests.engines.vllm.engines import Answer, Engine
 from tests.node.serving import Process, eventually
 
-__all__ = ["BLOCK", "TOLD", "Node", "Reference", "ask", "at_rest", "connector", "prompt", "reference", "same"]
+__all__ = [
+    "BLOCK",
+    "TOLD",
+    "Node",
+    "Reference",
+    "ask",
+    "at_rest",
+    "connector",
+    "joined",
+    "prompt",
+    "reference",
+    "same",
+    "source",
+]
 
 BLOCK = 256
-TOLD = {"kv_transfer_params": {"priority": 0}}
+TOLD: dict[str, Any] = {"kv_transfer_params": {"priority": 0}}
 """Of a request whose answer is to say where its tokens came from."""
 
 

@@ -146,6 +146,7 @@ def test_blocks_in_another_packing_are_converted(tmp_path: Path, node: Node) -> 
     ):
         tokens = prompt(90, 600)
         true = ask(running, tokens)
+        eventually(lambda: client.statistics().counts.get("blocks stored") == 2)
         with mine.match(tokens) as match:
             blocks = [plainly(block, group) for block in mine.load(match).wait().blocks]
         assert len(blocks) == 2
@@ -204,8 +205,8 @@ def pids(running: Engine) -> dict[str, int]:
 
 def test_an_engine_starts_a_node_of_its_own(tmp_path: Path) -> None:
     """It outlives the engine, however that ends, and serves the next with the same configuration."""
-    kept = {"dram": {"budget": "256MiB", "segment": "64MiB"}}
-    kept["nvme"] = {"path": str(tmp_path / "tier"), "budget": "256MiB", "segment": "64MiB"}
+    kept: dict[str, dict[str, str]] = {"dram": {"budget": "256MiB", "segment": "64MiB"}, "engine": {"store": "through"}}
+    kept["nvme"] = {"path": str(tmp_path / "tier"), "budget": "256MiB", "segment": "64MiB", "store": "through"}
     tokens = prompt(110, 600)
     for cached in (0, 512):
         with engine(random_llama(), tmp_path / "engine.log", connector(**kept)) as running:

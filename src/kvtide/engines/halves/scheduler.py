@@ -133,14 +133,16 @@ class Scheduler:
         load = offer.load
         if load is None:
             return True
-        if not load.transfer.ended:
-            if self._now() < offer.deadline:
+        late = self._now() >= offer.deadline
+        if offer.counted is None:
+            if not load.transfer.ended and not late:
                 return False
             load.cancel()
+            offer.counted = self._errands.ask(lambda: load.wait().tokens, 0)
+        if not self._errands.soon(offer.counted) and not late:
+            return False
+        offer.tokens = offer.counted.result() if offer.counted.done() else 0
         offer.load = None
-        if load.transfer.outcome != "whole":
-            found = self._errands.ask(lambda: load.wait().tokens, 0)
-            offer.tokens = found.result() if self._errands.soon(found) else 0
         return True
 
     def _settle(self, r: State) -> int:

@@ -27,6 +27,8 @@ class Offer:
     tokens: int
     cold: bool
     deadline: float
+    counted: Future[int] | None = None
+    """When the load has ended: the tokens that have come. Blocks may be corrupt, or not come in time."""
 
 
 @dataclass(slots=True)
