@@ -35,6 +35,8 @@ class Storing:
     """The first of these blocks."""
     pages: dict[str, list[int]]
     """Of each group, for all blocks from ``start`` on."""
+    lasting: bool
+    """Whether they stay as they are until the request leaves. If not, they may be others' after this step."""
 
 
 @dataclass(slots=True)

@@ -53,6 +53,8 @@ class Cut:
     pages: Sequence[int]
     """The tokens of a page of each group."""
     block_tokens: int
+    lasting: bool = True
+    """Whether a request keeps its pages until it leaves; one with a window gives some back before."""
 
     def tokens(self, pages: Pages, start: int, stop: int) -> dict[str, list[int]]:
         """The pages of each group that hold tokens ``start`` to ``stop``, both at borders of pages."""

@@ -90,7 +90,7 @@ class Room:
                 self._errands.ask(given.abort, None)
             else:
                 r.stored = max(r.stored, stop)
-                stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, pages))
+                stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, pages, self._cut.lasting))
         return stores
 
     def finished(self) -> None:

@@ -2,14 +2,16 @@
 
 The orders of a step name tickets. What a ticket stands for is asked of the node on a thread of its own, while the
 engine computes; so the engine waits for nobody. Copies on a CPU are made in the engine's thread, at the end of the
-step: raw, and finished before the pages can change. Copies of a GPU run on its own streams and are looked at again at
-every step; pages that the engine is about to give to others are read first.
+step: raw, and finished before the pages can change. A store whose answer is late is made at the end of a later step, if
+the request has kept its pages. Copies of a GPU run on its own streams and are looked at again at every step; pages that
+the engine is about to give to others are read first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +50,7 @@ class Moved:
     store_bytes: int = 0
     store_seconds: float = 0.0
     missed: int = 0
-    """Stores that were given up, because the node did not answer while the step was computed, or not in good order."""
+    """Stores that were given up, because the node did not answer while the pages were there, or not in good order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class _Visit:
     stores: Sequence[Storing]
     answer: Future[_Visited | None]
     until: float
-    """When a request that is to be loaded has waited enough."""
+    """When a request that is to be loaded has waited enough, or pages that are to be stored may change."""
     moves: list[Move] = field(default_factory=list)
     nbytes: int = 0
     began: float = 0.0
@@ -111,9 +113,11 @@ class WorkerHalf:
     def begin(self, orders: Orders) -> None:
         """Before the engine computes: ask for what the orders need, and read what is about to change."""
         if orders.leaving:
-            for visit in [v for v in self._visits if v.moves and v.requests & orders.leaving]:
+            for visit in [v for v in self._visits if v.requests & orders.leaving]:
                 for move in visit.moves:
                     move.join()
+                if visit.stores and not visit.moves:
+                    self._give_up(visit)
         for load in orders.loads:
             self._ask(load.crew, {load.request}, [load], [])
         by_crew: dict[str, list[Storing]] = {}
@@ -126,7 +130,8 @@ class WorkerHalf:
         tickets = [o.ticket for o in loads], [o.ticket for o in stores]
         busy = {crew, *(v.crew for v in self._visits)}
         answer = self._errands.ask(partial(self._visit, crew, busy, *tickets), None)
-        until = self._now() + max((load.seconds for load in loads), default=0)
+        lasting = bool(stores) and all(store.lasting for store in stores)
+        until = math.inf if lasting else self._now() + max((load.seconds for load in loads), default=0)
         self._visits.append(_Visit(crew, requests, loads, stores, answer, until))
 
     def _visit(self, crew: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
@@ -157,7 +162,7 @@ class WorkerHalf:
                 continue
             if self._errands.soon(visit.answer):
                 self._move(visit, visit.answer.result())
-            elif visit.stores or self._now() > visit.until:  # what is stored may change after this step
+            elif self._now() >= visit.until:
                 self._give_up(visit)
 
     def _move(self, visit: _Visit, visited: _Visited | None) -> None:

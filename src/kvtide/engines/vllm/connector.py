@@ -131,7 +131,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pool = ranks * sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         return Scheduler(
             Tenancies(self._dial, models, ranks),
-            Cut(found.groups, found.pages, found.own.block_tokens),
+            Cut(found.groups, found.pages, found.own.block_tokens, not any(g.window for g in found.own.groups)),
             through=policy == "through" or (policy == "auto" and self._config.dram.budget > pool),
         )
 

@@ -19,7 +19,7 @@ _HELP = {
     "stores": "Stores of new blocks out of pages, several blocks each.",
     "store_bytes": "Bytes stored out of pages.",
     "store_seconds": "Seconds that stores took, from the node's answer on.",
-    "missed": "Stores that were given up, because the node did not answer within the step, or not in good order.",
+    "missed": "Stores that were given up, because the node did not answer in time, or not in good order.",
 }
 
 
