@@ -30,10 +30,12 @@ from kvtide.node.auto import open_node
 from kvtide.node.client import Client
 from tests.engines.vllm.checkpoints import random_llama
 from tests.engines.vllm.engines import Answer, Engine, engine
-from tests.engines.vllm.kept import BLOCK, TOLD, Node, ask, at_rest, connector, joined, prompt, same, source
+from tests.engines.vllm.kept import BLOCK, TOLD, Node, ask, at_rest, connector, hit, joined, prompt, same, source
 from tests.node.serving import eventually
 
 pytestmark = pytest.mark.long
+READING: dict[str, Any] = {"kv_transfer_params": {"no_store": True}}
+"""Of a request that is to find what another engine stored."""
 LAYERS, HEADS, DIM = 4, 2, 64
 """Of the random Llama."""
 
@@ -67,13 +69,12 @@ def test_ranks_share_a_cache(tmp_path: Path, node: Node) -> None:
         options = ["--tensor-parallel-size", str(ranks)]
         with engine(random_llama(), tmp_path / f"{turn}.log", connector(node), options=options) as running:
             for tokens in written:
-                found = ask(running, tokens, **TOLD)
+                found = hit(running, tokens, **READING)
                 alike(found, alone(running, tokens), 512)
                 assert sum(source(found)) == 512
             tokens = prompt(50 + turn, 600)
             same(ask(running, tokens), alone(running, tokens))
-            found = ask(running, tokens, **TOLD)
-            alike(found, alone(running, tokens), 512)
+            alike(hit(running, tokens), alone(running, tokens), 512)
             written.append(tokens)
 
 
@@ -93,11 +94,11 @@ def test_options(tmp_path: Path, node: Node, options: Sequence[str]) -> None:
     with engine(random_llama(), tmp_path / "engine.log", connector(node), options=options) as running:
         tokens = prompt(60, 600)
         true = alone(running, tokens)
-        alike(ask(running, tokens, 8), true, 0)
-        alike(ask(running, tokens, 8), true, 512)
+        alike(ask(running, tokens), true, 0)
+        alike(hit(running, tokens), true, 512)
         said = ask(running, prompt(61, 200), 100).tokens
         follow_up = prompt(61, 200) + said + prompt(62, 20)
-        alike(ask(running, follow_up), alone(running, follow_up), BLOCK)
+        alike(hit(running, follow_up), alone(running, follow_up), BLOCK)
         prompts = [tokens[: 256 * (1 + i % 2)] + prompt(70 + i, 90) for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
             answers = list(pool.map(lambda some: running.complete(some, 16), prompts))
@@ -114,7 +115,7 @@ def test_adapters_share_nothing(tmp_path: Path, node: Node) -> None:
         for name in true:
             same(ask(running, tokens, model=name), true[name])
         for name in true:
-            alike(ask(running, tokens, model=name), true[name], BLOCK)
+            alike(hit(running, tokens, model=name), true[name], BLOCK)
 
 
 def adapter(folder: Path, seed: int) -> Path:
@@ -153,7 +154,7 @@ def test_blocks_in_another_packing_are_converted(tmp_path: Path, node: Node) -> 
         assert len(blocks) == 2
         assert theirs.store(tokens, blocks).stored == 2
         assert mine.drop(tokens) == 2
-        found = ask(running, tokens, kv_transfer_params={"no_store": True})
+        found = hit(running, tokens, **READING)
         assert (found.cached, found.tokens, found.logprobs) == (512, true.tokens, true.logprobs)
 
 
@@ -174,9 +175,9 @@ def test_each_process_is_killed_while_it_serves(tmp_path: Path, node: Node) -> N
         with engine(random_llama(), log, connector(node)) as running, Client(node.path) as client:
             joined(client)
             if victim != "APIServer":  # the first engine has stored it
-                alike(ask(running, tokens), alone(running, tokens), 512)
+                alike(hit(running, tokens, **READING), alone(running, tokens), 512)
             if victim:
-                ask(running, tokens)
+                hit(running, tokens)
                 at_rest(client)
                 killed(running, victim, client, moments.randrange(40))
 
@@ -210,11 +211,11 @@ def test_an_engine_starts_a_node_of_its_own(tmp_path: Path) -> None:
     kept: dict[str, Any] = {"dram": {"budget": "256MiB", "segment": "64MiB"}, "engine": {"store": "through"}}
     kept["nvme"] = {"path": str(tmp_path / "tier"), "budget": "256MiB", "segment": "64MiB", "store": "through"}
     tokens = prompt(110, 600)
-    for cached in (0, 512):
+    for how in ({}, READING):
         with engine(random_llama(), tmp_path / "engine.log", connector(**kept)) as running:
-            found = running.complete(tokens, **TOLD)
-            assert found.cached == sum(source(found)) == cached
-            alike(found, alone(running, tokens), cached)
+            found = hit(running, tokens, **TOLD | how)
+            alike(found, alone(running, tokens), 512)
+            assert sum(source(found)) == 512
     with open_node(configuration.read(**kept)) as client:
         eventually(lambda: len(client.status().node.clients) == 1)
         at_rest(client)
