@@ -82,7 +82,7 @@ def _facts(report: Report) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.cli._show import moment, size
+    from kvtide.show import moment, size
 
     table = Table(show_header=False, box=None, title=Text(report.path, style="bold"), title_justify="left")
     table.add_column(style="dim")
@@ -120,7 +120,7 @@ def _sizes(report: Report) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.cli._show import share, size
+    from kvtide.show import share, size
 
     if not report.segments:
         return None
@@ -141,7 +141,7 @@ def _kinds(report: Report) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.cli._show import size
+    from kvtide.show import size
 
     if not report.kinds:
         return None
@@ -175,7 +175,7 @@ def _newest(report: Report) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.cli._show import moment, size
+    from kvtide.show import moment, size
 
     if not report.newest_blocks:
         return None

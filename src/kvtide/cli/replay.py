@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvtide.cli._show import size
 from kvtide.errors import ConfigError
+from kvtide.show import size
 
 if TYPE_CHECKING:
     from kvtide.config import Config

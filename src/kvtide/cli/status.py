@@ -121,7 +121,7 @@ def _table(*columns: str) -> Table:
 def _tiers(now: Status, last: Status | None) -> Table:
     from rich.progress_bar import ProgressBar
 
-    from kvtide.cli._show import share, size
+    from kvtide.show import share, size
 
     table = _table("tier", "used", "", "of", "blocks", "out/s", "in/s", "evicted", "unused for", "policy")
     seconds = now.node.seconds - last.node.seconds if last else 0.0
@@ -152,7 +152,7 @@ def _age(total: float, count: int) -> str:
 
 
 def _hits(now: Status, last: Status | None) -> Table:
-    from kvtide.cli._show import share
+    from kvtide.show import share
 
     table = _table("tokens asked for", "since the start", "", "lately", "")
     tokens = now.store.planner.tokens
@@ -166,7 +166,7 @@ def _hits(now: Status, last: Status | None) -> Table:
 
 
 def _lanes(now: Status) -> Table:
-    from kvtide.cli._show import size
+    from kvtide.show import size
 
     table = _table("lane", "waiting to read", "", "to write", "", "under way", "reads", "writes", "may write")
     for name, lane in now.store.lanes.items():
@@ -186,7 +186,7 @@ def _lanes(now: Status) -> Table:
 
 
 def _clients(now: Status) -> Table:
-    from kvtide.cli._show import size
+    from kvtide.show import size
 
     table = _table("client", "since", "sessions", "to read", "to write", "visits", "requests", "failed", "unread", "")
     for client in sorted(now.node.clients, key=lambda c: -c.seconds):

@@ -27,7 +27,7 @@ from kvtide.node.line import Line
 from kvtide.node.mapping import Mappings
 from kvtide.store import Store
 
-__all__ = ["open_anywhere", "open_node", "place"]
+__all__ = ["home", "open_anywhere", "open_node", "place"]
 
 _IDLE = 60.0
 """Seconds that a node waits for another client."""
@@ -70,12 +70,19 @@ def place(config: Config) -> Path:
 
 def open_node(config: Config, idle: float = _IDLE) -> Client:
     """A client of the node with that configuration; it is started whenever there is none."""
-    config = msgspec.structs.replace(config, engine=Engine())  # a node knows of no engine
-    if config.nvme.path:  # the node has another working directory, and another program's "kv" is not ours
-        nvme = msgspec.structs.replace(config.nvme, path=str(Path(config.nvme.path).absolute()))
-        config = msgspec.structs.replace(config, nvme=nvme)
-    path = place(config)
+    config, path = home(config)
     return Client(path, functools.partial(_reach, config, path, idle))
+
+
+def home(config: Config) -> tuple[Config, Path]:
+    """What a node of their own is told by those with that configuration, and where it listens."""
+    nvme = config.nvme
+    if config.engine.store == "through":
+        nvme = msgspec.structs.replace(nvme, store="through")
+    if nvme.path:  # the node has another working directory, and another program's "kv" is not ours
+        nvme = msgspec.structs.replace(nvme, path=str(Path(nvme.path).absolute()))
+    config = msgspec.structs.replace(config, nvme=nvme, engine=Engine())  # a node knows of no engine
+    return config, place(config)
 
 
 def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mappings) -> Line:

@@ -12,6 +12,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
+from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
 
 __all__ = ["Account", "Booked", "Names"]
@@ -71,8 +72,10 @@ class Account:
 class Booked:
     """A session of a client: its desk, and what it holds."""
 
-    def __init__(self, desk: LocalDesk, account: Account) -> None:
+    def __init__(self, desk: LocalDesk, account: Account, model: ModelStatistics | None) -> None:
+        """``model``: what may be told of it."""
         self.layout = desk.layout
+        self.model = model
         self.desk = desk
         self._account = account
         self.holdings: dict[int, LocalHolding] = {}

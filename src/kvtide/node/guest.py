@@ -16,12 +16,13 @@ import msgspec
 
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.booked import Account, Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.host import Host
 from kvtide.node.membership import Membership
-from kvtide.node.statistics import ClientStatistics
+from kvtide.node.statistics import ClientStatistics, ModelStatistics
 from kvtide.node.team import Team
 from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
@@ -89,7 +90,10 @@ class Guest:
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
         rights = len(sessions), reading, writing, self._crews.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
-        return ClientStatistics(c.pid, c.open, age, *rights, self.requests, self.failures, c.unsent_bytes, slots)
+        models = [s.model for s in sessions if s.model is not None]
+        return ClientStatistics(
+            c.pid, c.open, age, *rights, self.requests, self.failures, c.unsent_bytes, slots, models
+        )
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -143,7 +147,8 @@ class Guest:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
         desk = LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
-        self._sessions[number] = Booked(desk, self._account)
+        model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
+        self._sessions[number] = Booked(desk, self._account, model)
         return number
 
     def _close(self, o: p.Close) -> None:

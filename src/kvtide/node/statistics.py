@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvtide.block import Group
 from kvtide.store import Statistics
 
-__all__ = ["ClientStatistics", "NodeStatistics", "Status"]
+__all__ = ["ClientStatistics", "ModelStatistics", "NodeStatistics", "Status"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatistics:
+    """What a session's blocks are of. Two share blocks if both parts are the same."""
+
+    namespace: str
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,8 @@ class ClientStatistics:
     """That it has not read yet."""
     slots_quarantined: int = 0
     """That nobody may use until it is dead, because it may still read or write them."""
+    models: list[ModelStatistics] = field(default_factory=list)
+    """Of its sessions without a tenant: nothing is told of what tenants have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,6 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._refused: dict[str, str] = {}
         transfer = vllm_config.kv_transfer_config
         self._config = configuration.read(**(transfer.kv_connector_extra_config or {}))
-        if self._config.engine.store == "through":
-            nvme = structs.replace(self._config.nvme, store="through")
-            self._config = structs.replace(self._config, nvme=nvme)
         if transfer.kv_load_failure_policy != "recompute":
             log.info("kvtide: kv_load_failure_policy is set to recompute: what cannot be loaded is computed")
             transfer.kv_load_failure_policy = "recompute"

@@ -1,4 +1,4 @@
-"""How numbers look, in every command."""
+"""How numbers look to people, in every command."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""All checks of a deployment of vLLM, in an order in which each can use what the ones before it found.
+
+Nothing is changed and nothing is started; to measure a disk a quarter of a GiB is written beside the tier and removed.
+vLLM and torch need not be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+from kvtide.config import Config
+from kvtide.doctor import disk, engine, flags, gain, host, model, node
+from kvtide.doctor.engine import Running
+from kvtide.doctor.finding import Finding, error, ok, warning
+from kvtide.errors import KvtideError
+from kvtide.node.statistics import Status
+from kvtide.show import size
+
+__all__ = ["Deployment", "examine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What is known of it. See ``kvtide doctor vllm --help``."""
+
+    model: str
+    url: str = ""
+    transfer: str = ""
+    """vLLM's --kv-transfer-config."""
+    ranks: int = 1
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    prefill: float | None = None
+    """Tokens a second; None: as the running engine says."""
+    disk_speed: int | None = None
+    """Bytes a second; None: as measured."""
+
+
+def examine(given: Deployment) -> Iterator[Finding]:
+    """Look at everything that can be looked at."""
+    running = None
+    if given.url:
+        try:
+            running = engine.ask(given.url)
+        except KvtideError as e:
+            yield error("engine", str(e), "see whether it runs; leave --url out to look at a plan")
+    yield from engine.check(running)
+    try:
+        config = flags.settings(given.transfer)
+    except KvtideError as e:
+        yield error("flags", str(e), "mend it: vLLM does not start with it")
+        return
+    if not given.transfer:
+        yield ok(
+            "flags", "no --kv-transfer-config given: looking at the settings in force here", f"vLLM wants {flags.FLAG}"
+        )
+    status, found = node.ask(config)
+    yield found
+    if status is not None:
+        yield from node.check(config, status)
+    remote = status is not None or bool(config.engine.address)
+    yield from host.check(config, given.ranks, here=not remote)
+    layout = None
+    try:
+        folder = model.folder_of(given.model)
+        kv_dtype = given.kv_dtype if running is None else running.cache.get("cache_dtype", given.kv_dtype)
+        layout = model.layout_of(folder, given.dtype, kv_dtype)
+        yield from model.check(folder, layout, given.ranks, config.engine.weights_id)
+    except KvtideError as e:
+        yield error("model", str(e), "serve this one without kvtide, or give --model a folder with its config.json")
+    if layout is not None and status is not None:
+        yield from node.sharing(status, layout)
+    if layout is not None and running is not None and running.pool:
+        yield gain.storing(config, layout, running.pool)
+    speed = yield from _disk(given, config, status)
+    if layout is not None and speed is not None:
+        prefill = given.prefill or (_prefill(running) or config.plan.prefill_tokens_per_second or None)
+        yield from gain.check(layout, speed, prefill)
+
+
+def _prefill(running: Running | None) -> float | None:
+    return running.prefill if running is not None else None
+
+
+def _disk(given: Deployment, config: Config, status: Status | None) -> Generator[Finding, None, float | None]:
+    """Answers how many bytes a second it is read at, if that is known."""
+    nvme = config.nvme
+    lane = status.store.lanes.get("nvme") if status is not None else None
+    if lane is None and (status is not None or not nvme.path):
+        yield warning(
+            "disk", "there is none: what DRAM evicts, and all of it at the node's end, is gone", "set nvme.path"
+        )
+        return given.disk_speed
+    if status is None and not config.engine.address:
+        yield from disk.check(nvme)
+    speed: float
+    if given.disk_speed is not None:
+        speed, how = given.disk_speed, "as given"
+    elif lane is not None and lane.read_speed.measured:
+        speed, how = lane.read_speed.bytes_per_second, "as the node has measured"
+    elif not nvme.path:
+        yield warning("disk speed", "not known: the node has read nothing yet", "give --disk-speed, or its nvme.path")
+        return None
+    else:
+        try:
+            speed, how = disk.measure(nvme), "by direct I/O, just now"
+        except OSError as e:
+            yield warning("disk speed", f"cannot be measured ({e.strerror})", "give --disk-speed")
+            return None
+    yield ok("disk speed", f"reads {size(speed)} a second, {how}")
+    return speed

@@ -1,0 +1,45 @@
+"""What vLLM is told: its ``--kv-transfer-config``, with our settings in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtide import config as configuration
+from kvtide.config import Config
+from kvtide.errors import ConfigError
+
+__all__ = ["FLAG", "settings"]
+
+_WANTED = {"kv_connector": "KvtideConnector", "kv_connector_module_path": "kvtide.engines.vllm", "kv_role": "kv_both"}
+FLAG = f"--kv-transfer-config '{json.dumps(_WANTED)}'"
+
+
+def settings(given: str) -> Config:
+    """The settings of an engine that is given this: JSON, or ``@`` and a file of it; empty: those in force here.
+
+    Raises ConfigError with what is wrong about it.
+    """
+    tree = _tree(given) if given else _WANTED
+    for name, value in _WANTED.items():
+        if tree.get(name) != value:
+            raise ConfigError(f"{name} is {tree.get(name)!r}, not {value!r}; vLLM wants {FLAG}")
+    extra = tree.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"kv_connector_extra_config is {extra!r}; it must be a tree like that of kvtide.toml")
+    return configuration.read(**extra)
+
+
+def _tree(given: str) -> Mapping[str, Any]:
+    try:
+        tree = json.loads(Path(given[1:]).read_text() if given.startswith("@") else given)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{given!r} is not JSON, or @ and a file of it: {e}") from e
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{given!r} is not an object; vLLM wants {FLAG}")
+    if tree.get("kv_connector") != "MultiConnector":
+        return tree
+    several = (tree.get("kv_connector_extra_config") or {}).get("connectors", [])
+    return next((one for one in several if one.get("kv_connector") == _WANTED["kv_connector"]), tree)

@@ -1,0 +1,139 @@
+"""The KV of a model, as far as its ``config.json`` tells, without loading it.
+
+It is enough for sizes and for what will surely be refused. What only a running engine knows, its packing say, the
+connector looks at itself, and says in vLLM's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtide.block import Group, Kind, Layout
+from kvtide.doctor.finding import Finding, error, ok, warning
+from kvtide.errors import KvtideError, LayoutError
+from kvtide.index.weights import SHARDS, identify
+from kvtide.show import size
+
+__all__ = ["BLOCK_TOKENS", "check", "folder_of", "layout_of", "nbytes"]
+
+BLOCK_TOKENS = 256
+"""As the connector cuts them."""
+_ALIKE = {"half": "float16", "float": "float32"}
+_BYTES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
+_KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW}
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "hybrid_override_pattern")
+"""What configurations of models with states have, where they do not list their layers."""
+
+
+def folder_of(model: str) -> Path:
+    """Where a model lies: a folder, or what the hub's cache has under that name. Raises LayoutError."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser() / f"models--{model.replace('/', '--')}"
+    try:
+        return cache / "snapshots" / (cache / "refs" / "main").read_text().strip()
+    except OSError:
+        raise LayoutError(f"{model!r} is neither a folder nor in the hub's cache ({cache})") from None
+
+
+def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layout:
+    """How blocks of the model in ``folder`` lie, but for their packing. Raises LayoutError for what is refused."""
+    try:
+        whole = json.loads((folder / "config.json").read_text())
+        config = whole.get("text_config") or whole
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise LayoutError(f"{folder}/config.json does not tell the model's shape ({e!r})") from e
+    if whole.get("is_encoder_decoder"):
+        raise LayoutError("an encoder with a decoder: a prefix has no KV of its own")
+    if "index_topk" in config:
+        raise LayoutError("sparse attention with an index of its own is not supported yet")
+    kinds = _kinds(config, layers)
+    number = _dtype(whole, config, dtype, kv_dtype)
+    if config.get("kv_lora_rank"):
+        width = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+        return Layout((Group("mla", Kind.MLA, layers, 1, width, number),), BLOCK_TOKENS)
+    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    heads = int(config.get("num_key_value_heads") or heads)
+    groups = []
+    for kind in Kind:
+        if count := kinds.count(kind):
+            window = int(config["sliding_window"]) if kind is Kind.WINDOW else 0
+            groups.append(Group(kind.value, kind, count, heads, dim, number, window=window))
+    return Layout(tuple(groups), BLOCK_TOKENS)
+
+
+def _kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
+    """What each layer keeps."""
+    if state := next((name for name in _STATES if config.get(name)), ""):
+        raise LayoutError(f"layers that keep a state ({state} in config.json) are not supported yet")
+    named = config.get("layer_types")
+    if named is None:
+        windows = config.get("sliding_window") and config.get("use_sliding_window", True)
+        named = ["sliding_attention" if windows else "full_attention"] * layers
+    if other := next((name for name in named if name not in _KINDS), ""):
+        raise LayoutError(f"layers of {other} are not supported; {' and '.join(_KINDS)} are")
+    return [_KINDS[name] for name in named]
+
+
+def _dtype(whole: Mapping[str, Any], config: Mapping[str, Any], dtype: str, kv_dtype: str) -> str:
+    """Of the KV, as vLLM chooses it."""
+    if kv_dtype != "auto":
+        if kv_dtype not in _BYTES:
+            raise LayoutError(f"--kv-cache-dtype {kv_dtype} is not supported: choose auto, {', '.join(_BYTES)}")
+        return _BYTES[kv_dtype]
+    if dtype != "auto":
+        return _ALIKE.get(dtype, dtype)
+    names = (part.get(name) for part in (config, whole) for name in ("dtype", "torch_dtype"))
+    saved = next((str(name).removeprefix("torch.") for name in names if name), "float32")
+    return "bfloat16" if saved == "float32" else saved  # vLLM computes such a model in 16 bits
+
+
+def nbytes(layout: Layout, tokens: int) -> int:
+    """What a prefix of so many tokens takes, and what is read to load it."""
+    blocks = -(-tokens // layout.block_tokens)
+    needed = ((len(g.needs(blocks, layout.block_tokens)), layout.geometry[g.name].footprint) for g in layout.groups)
+    return sum(count * size for count, size in needed)
+
+
+def check(folder: Path, layout: Layout, ranks: int, weights_id: str) -> Iterator[Finding]:
+    """What there is to say of a model that can be served."""
+    told = "; ".join(
+        f"{g.layers} layers of kind {g.kind.value}, {g.heads} x {g.head_dim} of {g.dtype}" for g in layout.groups
+    )
+    each = sum(layout.geometry[g.name].footprint for g in layout.groups)
+    sizes = f"{size(each / layout.block_tokens)} a token, blocks of {size(each)}"
+    yield ok("layout", f"{told}: {sizes}; named by tokens, so vLLM's hashes and PYTHONHASHSEED do not matter")
+    try:
+        for group in layout.groups:
+            group.slices(ranks)
+    except LayoutError as e:
+        yield error("tensor parallelism", str(e), "choose a size that divides the KV heads, or is a multiple of them")
+    yield _weights(folder, weights_id)
+
+
+def _weights(folder: Path, weights_id: str) -> Finding:
+    if not weights_id and not (folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")):
+        shards = [file for file in folder.rglob("*") if file.suffix.lower() in SHARDS]
+        if shards:
+            total = sum(file.stat().st_size for file in shards)
+            return ok(
+                "weights",
+                f"named by a digest of their files, {size(total)} that are read once at the first start",
+                "engine.weights_id, a name of your own, saves that",
+            )
+    try:
+        return ok("weights", f"their name is {identify(folder, weights_id or None, None)}")
+    except KvtideError as e:
+        return warning("weights", str(e), "set engine.weights_id, the same for all engines with these weights")
