@@ -460,6 +460,17 @@ def test_engines_that_should_share_and_do_not(llama: Path, served: Process) -> N
     assert said(one, other, tenant=Tenant("a", bytes(32))) == [nobody], "of tenants nothing is told"
 
 
+def test_a_node_that_cannot_see_its_clients(llama: Path, served: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in a container: it sees no process of another. To make one takes rights that tests need not have."""
+    with Client(served.path) as client:
+        seen = client.status()
+    hidden = replace(seen, node=replace(seen.node, clients=[replace(c, pid=0) for c in seen.node.clients]))
+    monkeypatch.setattr(Client, "status", lambda self: hidden)
+    status, found = doctor("--model", llama, engine={"address": f"unix:{served.path}"})
+    assert (status, found["node"]["level"]) == (1, "error")
+    assert "hostPID" in found["node"]["do"]
+
+
 def test_a_node_that_engines_started_is_found(tmp_path: Path) -> None:
     nvme = {"path": str(tmp_path / "kv"), "budget": "64MiB", "segment": "8MiB"}
     config = configuration.read(env={}, dram=SMALL["dram"], nvme=nvme, engine={"store": "through"})

@@ -39,6 +39,12 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
         command = f"kvtide node --socket {address.removeprefix('unix:')}"
         return None, error("node", str(e), f"start it with: {command}; see that this user may reach the socket")
     node = status.node
+    if any(client.pid == 0 for client in node.clients):  # so the kernel names a process that it hides
+        return status, error(
+            "node",
+            f"that at {node.path} cannot see processes that connect to it, and will not lend them memory",
+            "let it see all of the host's processes: hostPID: true in Kubernetes, docker run --pid=host",
+        )
     return status, ok("node", f"process {node.pid} answers at {node.path}, {len(node.clients) - 1} other clients")
 
 
