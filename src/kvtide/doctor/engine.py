@@ -116,7 +116,7 @@ def _flags(running: Running) -> Iterator[Finding]:
             else warning(
                 "connector",
                 f"nothing was loaded or stored in {asked:,.0f} tokens of prompts",
-                "look for a line with 'kvtide' in the engine's log: it says what is off, and why",
+                "see 'store' below, and the engine's log for a line with 'kvtide': it says what is off, and why",
             )
         )
         failed, missed = (int(figures.get(f"vllm:kvtide_{what}_total", 0)) for what in ("failed", "missed"))
