@@ -146,7 +146,7 @@ def test_it_needs_neither_torch_nor_vllm(llama: Path) -> None:
         ("@nowhere.json", "No such file"),
     ],
 )
-def test_a_flag_with_which_vllm_would_not_start_is_an_error(llama: Path, flag: str, said: str) -> None:
+def test_a_flag_that_does_not_give_vllm_our_connector_is_an_error(llama: Path, flag: str, said: str) -> None:
     result = CliRunner().invoke(
         cli.app, ["doctor", "vllm", "--model", str(llama), "--json", "--kv-transfer-config", flag]
     )
@@ -201,6 +201,12 @@ def test_of_a_window_only_its_last_blocks_count(tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, [], "encoder"),
         ({"index_topk": 2048}, [], "sparse attention"),
         ({"num_hidden_layers": None}, [], "does not tell the model's shape"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            [],
+            "does not tell the model's shape (KeyError('sliding_window'))",
+        ),
+        ({"kv_lora_rank": 512}, [], "does not tell the model's shape"),
         ({}, ["--kv-cache-dtype", "nvfp4"], "nvfp4"),
         ({}, ["--dtype", "float64"], "float64"),
     ],

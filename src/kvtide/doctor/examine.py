@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvtide.config import Config
 from kvtide.doctor import disk, engine, flags, gain, host, model, node
-from kvtide.doctor.engine import Running
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError
 from kvtide.node.statistics import Status
@@ -49,7 +48,7 @@ def examine(given: Deployment) -> Iterator[Finding]:
     try:
         config = flags.settings(given.transfer)
     except KvtideError as e:
-        yield error("flags", str(e), "mend it: vLLM does not start with it")
+        yield error("flags", str(e), "mend it; a KvtideTier under OffloadingConnector is not looked at here")
         return
     if not given.transfer:
         yield ok(
@@ -75,12 +74,8 @@ def examine(given: Deployment) -> Iterator[Finding]:
         yield gain.storing(config, layout, running.pool)
     speed = yield from _disk(given, config, status)
     if layout is not None and speed is not None:
-        prefill = given.prefill or (_prefill(running) or config.plan.prefill_tokens_per_second or None)
-        yield from gain.check(layout, speed, prefill)
-
-
-def _prefill(running: Running | None) -> float | None:
-    return running.prefill if running is not None else None
+        learned = running.prefill if running is not None else None
+        yield from gain.check(layout, speed, given.prefill or learned or config.plan.prefill_tokens_per_second or None)
 
 
 def _disk(given: Deployment, config: Config, status: Status | None) -> Generator[Finding, None, float | None]:

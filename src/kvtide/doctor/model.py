@@ -50,11 +50,16 @@ def folder_of(model: str) -> Path:
 def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layout:
     """How blocks of the model in ``folder`` lie, but for their packing. Raises LayoutError for what is refused."""
     try:
-        whole = json.loads((folder / "config.json").read_text())
-        config = whole.get("text_config") or whole
-        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        return _layout(json.loads((folder / "config.json").read_text()), dtype, kv_dtype)
+    except LayoutError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise LayoutError(f"{folder}/config.json does not tell the model's shape ({e!r})") from e
+
+
+def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
+    config = whole.get("text_config") or whole
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     if whole.get("is_encoder_decoder"):
         raise LayoutError("an encoder with a decoder: a prefix has no KV of its own")
     if "index_topk" in config:
