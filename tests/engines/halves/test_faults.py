@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvtide.engines.halves.wishes import Wishes
 from kvtide.errors import TierError
 from kvtide.node import line
 from kvtide.node.client import Client
+from kvtide.node.crew import Step, Worker
 from kvtide.testing.faults import FaultyDisk
 from tests.engines.halves.conftest import Engines
 from tests.engines.halves.test_halves import prompt, serve
@@ -348,3 +349,17 @@ def test_while_an_answer_is_late_nobody_waits_for_another(monkeypatch: pytest.Mo
     assert first.result()
     assert second.result()
     thread.close()
+
+
+def test_what_a_worker_cannot_fill_is_given_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its blocks would stay as if they were just being written, and nobody could ever store them."""
+    toy = engines()
+
+    def refused(worker: Worker, loads: Sequence[str] = (), stores: Sequence[str] = ()) -> Step:
+        return Step([None] * len(loads), [None] * len(stores), lambda good: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "step", refused)
+        serve(toy, "without", prompt(1))
+    serve(toy, "writer", prompt(1))
+    assert serve(toy, "reader", prompt(1)).cached == 256

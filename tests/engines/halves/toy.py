@@ -171,6 +171,7 @@ class Toy:
         for worker in self.workers:
             worker.finish()
             done, failed = worker.results()
+            self.scheduler.lost(worker.lost())
             self._failed |= failed
             for id_ in done:
                 self._received[id_] = self._received.get(id_, 0) + 1

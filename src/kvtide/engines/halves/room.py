@@ -6,7 +6,8 @@ moment, its answer is used in a later step, as long as the pages are still there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from kvtide.engines.halves.state import State
 from kvtide.engines.halves.tenancy import Tenancies
 
 __all__ = ["Room"]
+
+_OPEN = 1024
+"""Tickets that are remembered. Workers say within a step or two that they cannot use one."""
 
 
 class _Wanted(NamedTuple):
@@ -48,6 +52,8 @@ class Room:
         self._cut = cut
         self._through = through
         self._reserving: tuple[list[_Wanted], Future[list[_Given | None]]] | None = None
+        self._open: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        """How to give up what was last given to the workers. Nobody says when they are through."""
 
     def stores(self, work: Mapping[str, Work], requests: Mapping[str, State]) -> list[Storing]:
         """What the workers are to store after the step with that work."""
@@ -90,8 +96,17 @@ class Room:
                 self._errands.ask(given.abort, None)
             else:
                 r.stored = max(r.stored, stop)
+                self._open[given.ticket] = given.abort
                 stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, pages, self._cut.lasting))
+        while len(self._open) > _OPEN:
+            self._open.popitem(last=False)
         return stores
+
+    def lost(self, tickets: Iterable[str]) -> None:
+        """Some worker will not fill these."""
+        for ticket in tickets:
+            if (abort := self._open.pop(ticket, None)) is not None:
+                self._errands.ask(abort, None)
 
     def finished(self) -> None:
         """A request is over. Room for none but such is given back, when it comes: there may be no further step."""

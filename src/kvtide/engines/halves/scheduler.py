@@ -212,6 +212,10 @@ class Scheduler:
         self._loads, self._leaving = [], set()
         return orders
 
+    def lost(self, tickets: Iterable[str]) -> None:
+        """Some worker will not store what these stand for."""
+        self._room.lost(tickets)
+
     def began(self, prompt_tokens: int) -> None:
         """The engine computes so many tokens of prompts now."""
         self._steps.append((self._now(), prompt_tokens))

@@ -105,6 +105,7 @@ class WorkerHalf:
         self._visits: list[_Visit] = []
         self._done: set[str] = set()
         self._bad: set[str] = set()
+        self._lost: list[str] = []
         self._moved = Moved()
         self._errands.ask(self._reach.client, None)  # so that the first request finds it
 
@@ -136,14 +137,26 @@ class WorkerHalf:
 
     def _visit(self, crew: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
         """Ask the node where the blocks are. On the thread that talks to it."""
-        worker = self._worker(crew, busy)
-        if worker.layout.digest not in self._views:
-            self._views[worker.layout.digest] = self._see(worker.layout)
-        if stores and not any(worker.writes(g.name) for g in worker.layout.groups):
-            step = Step([], [None] * len(stores), lambda good: None)  # another rank has the same heads
-        else:
-            step = worker.step(loads, stores)
+        lost = list(stores)
+        try:
+            worker = self._worker(crew, busy)
+            if worker.layout.digest not in self._views:
+                self._views[worker.layout.digest] = self._see(worker.layout)
+            if stores and not any(worker.writes(g.name) for g in worker.layout.groups):
+                step = Step([], [None] * len(stores), lambda good: None)  # another rank has the same heads
+                lost = []
+            else:
+                step = worker.step(loads, stores)
+                lost = [ticket for ticket, filling in zip(stores, step.stores, strict=True) if filling is None]
+        finally:
+            self._lost += lost
         return _Visited(worker, self._views[worker.layout.digest], step)
+
+    def lost(self) -> set[str]:
+        """Tickets of stores that this worker will not fill, since the last call: the node did not let it. Unless the
+        scheduler gives them up, their blocks stay as if they were just being written."""
+        lost, self._lost = self._lost, []
+        return set(lost)
 
     def _worker(self, crew: str, busy: set[str]) -> Worker:
         """Us as one of a crew. We leave none of those that are ``busy``: the node would give our blocks to others."""

@@ -63,11 +63,17 @@ class KvtideMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders
 
 
-class KvtideOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A worker cannot do its part. On its way to vLLM's scheduler."""
+@dataclass
+class KvtideReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers cannot do. On its way to vLLM's scheduler."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvtideOff:
-        return self
+    off: bool
+    """Nothing at all."""
+    lost: set[str]
+    """Tickets of stores that one of them does not fill."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvtideReport:
+        return KvtideReport(self.off or other.off, self.lost | other.lost)
 
 
 def _safely(otherwise: Any) -> Callable[[Method], Method]:
@@ -196,10 +202,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_safely(None)
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None and isinstance(connector_output.kv_connector_worker_meta, KvtideOff):
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and report is not None and report.off:
             log.warning("kvtide is off: a worker cannot do its part, and says why")
             self.shutdown()
         if self._scheduler is not None:
+            if report is not None:
+                self._scheduler.lost(report.lost)
             self._scheduler.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
             self._scheduler.computed()
 
@@ -266,8 +275,12 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         done, failed = self._worker.results()
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> KvtideOff | None:
-        return KvtideOff() if self._worker is None else None
+    @_safely(None)
+    def build_connector_worker_meta(self) -> KvtideReport | None:
+        if self._worker is None:
+            return KvtideReport(off=True, lost=set())
+        lost = self._worker.lost()
+        return KvtideReport(off=False, lost=lost) if lost else None
 
     # -- both ---------------------------------------------------------------------------------------------
 
