@@ -34,8 +34,10 @@ BUDGET = 4 << 20
 SMALL, LARGE = shaped(4, 4100), shaped(8, 20480)
 
 
-def opened(path: Path, disk: Disk | None = None, budget: int = BUDGET, **options: Any) -> Caller:
-    return Caller(Nvme(path, budget, segment=512 << 10, threads=2, disk=disk, **options))
+def opened(
+    path: Path, disk: Disk | None = None, budget: int = BUDGET, segment: int = 512 << 10, **options: Any
+) -> Caller:
+    return Caller(Nvme(path, budget, segment=segment, threads=2, disk=disk, **options))
 
 
 def found(caller: Caller) -> dict[BlockKey, int]:
@@ -873,6 +875,29 @@ def test_a_file_whose_name_could_not_be_synced_is_not_trusted(path: Path, seed: 
     disk.power_loss()
     again = opened(path, disk)
     assert keys(1)[0] in found(again), "it was acknowledged"
+    again.close()
+
+
+@pytest.mark.parametrize("refused", [None, *range(8)], ids=lambda n: "" if n is None else f"after sync {n}")
+@pytest.mark.parametrize("seed", range(3))
+def test_segments_that_were_given_up_take_no_room_after_a_power_loss(
+    path: Path, seed: int, refused: int | None
+) -> None:
+    """Several small ones make room for a large one; if they came back too, others would be over the budget."""
+    disk = FaultyDisk(seed)
+    caller = opened(path, disk, 1 << 20, segment=4 * ALIGN, durable=True)
+    held = caller.fill(SMALL)
+    evicted = list(held)[:6]
+    caller.evict(evicted, [held.pop(key) for key in evicted])
+    if refused is not None:
+        disk.arm(Fault("sync", files="*.segment", after=refused, times=2))
+    (key,) = keys(1, start=1000)
+    held[key] = next(place for _ in range(3) if (place := caller.write([key], LARGE)[0]) != NOWHERE)
+    disk.die()
+    caller.close()
+    disk.power_loss()
+    again = opened(path, disk, 1 << 20)
+    assert found(again).items() >= held.items(), "they were acknowledged"
     again.close()
 
 

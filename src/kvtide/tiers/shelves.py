@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,6 +44,11 @@ log = logging.getLogger("kvtide.nvme")
 
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
+
+
+_BLANK = Scratch().get(ALIGN)
+"""What is written over a header that must not be found any more."""
+_BLANK[:] = bytes(ALIGN)
 
 
 class Shelves:
@@ -222,34 +228,30 @@ class Shelves:
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""
         with self._grow_lock:
-            number, self.refused = None, 0
+            self.refused = 0
             with self.lock:
                 if self.segments.free(size):
                     return True
-                if not self.segments.fit(size):
-                    spare = self.segments.spare(size)
-                    if spare is None:
-                        return False
-                    number = spare.number
-                    self._forget(spare)
-                    # If cutting it anew fails, its old headers are gone only when the medium knows.
-                    self._dirty.add(number)
-                slots = self.segments.fit(size)
-                segment = self.segments.add(size, slots, number) if slots else None
-                if segment is not None:
-                    self.segments.drain(segment)
-                cut = self._sequence
-                self._sequence += 1
-                if segment is not None:
-                    self._cuts[segment.number] = cut
-            self._trim_journal()
+                spare = None if self.segments.fit(size) else self.segments.spare(size)
+                if spare is not None:
+                    self.segments.drain(spare)
+            segment = None
             try:
+                if spare is not None:
+                    self._give_up(spare)
+                with self.lock:
+                    if slots := self.segments.fit(size):
+                        segment = self.segments.add(size, slots, spare.number if spare else None)
+                        self.segments.drain(segment)
+                        self._cuts[segment.number] = self._sequence
+                        self._sequence += 1
                 if segment is None:
-                    # Too small for one slot: its bytes join those that the next empty segment will free.
-                    assert number is not None
-                    self._disk.resize(self._files[number], 0)
-                    return True
-                self._make(segment, cut)
+                    if spare is not None:
+                        # Too small for one slot: its bytes join those that the next empty segment will free.
+                        self._disk.resize(self._files[spare.number], 0)
+                    return spare is not None
+                self.note()  # the journal's share of the budget goes by the number of slots
+                self._make(segment)
             except (OSError, Rejected) as e:
                 return self._not_grown(segment, e)
             with self.lock:
@@ -262,14 +264,15 @@ class Shelves:
         log.warning("%s cannot take a segment: %s", self._directory.path, reason)
         with self.lock:
             self.reasons[f"segment: {reason}"] += 1
-            if segment is not None:
-                self._forget(segment)
-        if segment is not None and segment.number in self._files:
-            with contextlib.suppress(OSError):
-                self._disk.resize(self._files[segment.number], 0)
+        if segment is not None:
+            # If not even this works it stays in the book, empty: a spare for the next who wants one.
+            with contextlib.suppress(OSError, Rejected):
+                self._give_up(segment)
+                if segment.number in self._files:
+                    self._disk.resize(self._files[segment.number], 0)
         return False
 
-    def _make(self, segment: Segment, cut: int) -> None:
+    def _make(self, segment: Segment) -> None:
         """The file of a new segment, at its full size, with a header that survives a power loss."""
         fd = self._files.get(segment.number)
         if fd is None:
@@ -279,19 +282,26 @@ class Shelves:
         self._sequences[segment.number] = np.zeros(segment.slots, np.int64)
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
-        page[:] = SegmentHeader(segment.size, segment.slots, cut).pack()
+        page[:] = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number]).pack()
         self._write(fd, [page], 0)
         self._disk.sync(fd)
         if segment.number in self._nameless:
             self._disk.sync_folder(self._directory.path)
             self._nameless.discard(segment.number)
 
-    def _forget(self, segment: Segment) -> None:
-        """Take an empty segment out of the book."""
-        self.segments.remove(segment)
-        for names in (self._stale, self._coming):
-            for place in [p for p in names if segment_of(p) == segment.number]:
-                del names[place]
+    def _give_up(self, segment: Segment) -> None:
+        """Take an empty segment out of the book, as soon as the medium has no header of it any more.
+
+        Its bytes are then another's. If a power loss could bring it back, there would be more segments than the budget
+        allows, and the next opener might do without one whose blocks were acknowledged.
+        """
+        fd = self._files.get(segment.number)
+        if fd is not None and os.fstat(fd).st_size:
+            self._write(fd, [_BLANK], 0)
+            self._disk.sync(fd)
+        with self.lock:
+            self.segments.remove(segment)
+            self._stale = {place: key for place, key in self._stale.items() if segment_of(place) != segment.number}
 
     # -- erasing ------------------------------------------------------------------------------------------
 
@@ -322,11 +332,9 @@ class Shelves:
             targets = [(k, p, self._files[segment_of(p)], self.segments.offset(p)) for k, p in named + live]
             dirty, self._dirty = self._dirty | {segment_of(p) for _, p in named + live}, set()
         failed: set[BlockKey] = set()
-        page = Scratch().get(ALIGN)
-        page[:] = bytes(ALIGN)
         for key, _, fd, offset in targets:
             try:
-                self._write(fd, [page], offset)
+                self._write(fd, [_BLANK], offset)
             except (OSError, Rejected) as e:
                 failed.add(key)
                 log.warning("could not overwrite a dropped block: %s", e)
@@ -368,22 +376,14 @@ class Shelves:
                 unnoted, self._unnoted = self._unnoted, []
                 slots = self.segments.slots
             body = b"".join(unnoted) + record
+            if self._journal.full(slots, len(body)):
+                self._journal.compact(self._current)
             if body:
-                if self._journal.full(slots, len(body)):
-                    self._journal.compact(self._current)
                 self._journal.append(body)
 
     def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         with self.lock:
             return current(records, self.segments, self._cuts)
-
-    def _trim_journal(self) -> None:
-        """The journal's share of the budget goes by the number of slots: keep it when there are fewer."""
-        with self._journal_lock:
-            with self.lock:
-                slots = self.segments.slots
-            if self._journal.full(slots):
-                self._journal.compact(self._current)
 
     def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
         """Make a batch durable; what cannot be is taken back."""
