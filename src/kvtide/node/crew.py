@@ -210,7 +210,7 @@ class Worker:
                 [self._filling(line, a) if isinstance(a, p.Reserved) else None for a in given],
                 done,
             )
-        except Lost:
+        except BaseException:
             done(False)
             raise
 

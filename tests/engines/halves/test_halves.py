@@ -4,7 +4,6 @@ every byte that a request has with what it should be."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,18 +221,24 @@ def test_what_is_wanted_more_outlasts_the_rest(tmp_path: Path, wishes: Wishes, k
 # -- speed ----------------------------------------------------------------------------------------------------
 
 
-def test_the_speed_of_the_engine_is_that_of_its_best_large_steps(engines: Engines) -> None:
+def test_the_speed_of_the_engine_is_that_of_its_large_steps(engines: Engines) -> None:
     toy = engines()
     half: Scheduler = toy.scheduler
     assert half.speed is None
+    assert half.step([], 100).number == 0, "a small step takes as long as one token"
+    first, second = half.step([], 1000).number, half.step([], 1000).number
+    toy.clock.advance(2)
+    half.computed(0)  # of a step without a number, which came first
+    assert half.speed is None
+    half.computed(second)
+    half.computed(first)
+    half.computed(first)
+    assert half.speed == pytest.approx(500)
 
-    def step(tokens: int, seconds: float) -> Callable[[], None]:
-        half.began(tokens)
-        toy.clock.advance(seconds)
-        return half.computed
 
-    step(100, 0.001)()
-    assert half.speed is None, "a small step takes as long as one token"
-    step(1000, 2)()
-    step(1000, 1)()
-    assert half.speed == pytest.approx(1000)
+def test_after_other_weights_nothing_of_before_answers(engines: Engines) -> None:
+    toy = engines()
+    serve(toy, "before", prompt(1))
+    toy.scheduler.forget()
+    assert serve(toy, "after", prompt(1)).cached == 0
+    assert serve(toy, "again", prompt(1)).cached == 256

@@ -1,8 +1,9 @@
 """A thread that talks to the node, so that an engine's loop never waits for one that hangs.
 
-The loop asks, and waits a few milliseconds at most: a node answers in a fraction of one. If it does not, the loop goes
-on without the answer, and from then on does not wait at all until the thread is back. The thread belongs to no core: an
-engine binds its own threads to cores, and what they start inherits that. Nor does a process wait for it to end.
+The loop asks, and waits a few milliseconds in a step at most: a node answers in a fraction of one. If it does not, the
+loop goes on without the answer, and from then on does not wait at all until the thread is back. The thread belongs to
+no core: an engine binds its own threads to cores, and what they start inherits that. Nor does a process wait for it to
+end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ log = logging.getLogger("kvtide.engines")
 T = TypeVar("T")
 
 _MOMENT = 0.003
-"""Seconds that an engine's loop waits for an answer."""
+"""Seconds that an engine's loop waits for answers, in a step."""
 _CLOSING = 3.0
 """Seconds that an engine's end waits for the thread."""
 
@@ -37,6 +39,7 @@ class Errands:
         self._calls = Calls(name)
         self._calls.put(_anywhere)
         self._late: Future[Any] | None = None
+        self._waited = 0.0
 
     @property
     def late(self) -> bool:
@@ -50,15 +53,22 @@ class Errands:
         return answer
 
     def soon(self, answer: Future[T]) -> bool:
-        """Whether the answer is here, now or in a moment."""
+        """Whether the answer is here, now or in what is left of this step's moment."""
         if answer.done():
             return True
-        if self.late:
+        left = _MOMENT - self._waited
+        if self.late or left <= 0:
             return False
-        if wait([answer], _MOMENT).done:
-            return True
-        self._late = answer
-        return False
+        began = time.monotonic()
+        here = bool(wait([answer], left).done)
+        self._waited += time.monotonic() - began
+        if not here:
+            self._late = answer
+        return here
+
+    def step(self) -> None:
+        """The engine begins another step."""
+        self._waited = 0.0
 
     def close(self) -> None:
         """Do what was asked, and no more; if that takes long, nobody waits for it."""

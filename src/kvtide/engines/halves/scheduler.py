@@ -15,17 +15,20 @@ workers with the step's orders.
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import statistics
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from kvtide.engines.halves.errands import Errands
+from kvtide.engines.halves.errands import Errands, attempt
 from kvtide.engines.halves.orders import Loading, Orders
 from kvtide.engines.halves.request import Cut, Pages, Prompt, Source, Work
 from kvtide.engines.halves.room import Room
 from kvtide.engines.halves.state import Offer, State
 from kvtide.engines.halves.tenancy import Tenancies
+from kvtide.engines.halves.wishes import NOTHING
 
 __all__ = ["Scheduler"]
 
@@ -37,6 +40,8 @@ _LOAD = 10.0
 _ENOUGH = 128
 """Tokens of a step that tell how fast the engine computes: fewer take as long as one."""
 
+_STEPS = 64
+"""Steps that may be under way."""
 _SHORTEST = 0.05
 """The least patience, where computing takes less; and the most, with blocks that are just being written."""
 
@@ -44,12 +49,13 @@ _SHORTEST = 0.05
 class Scheduler:
     """For the thread of an engine's scheduler."""
 
-    def __init__(self, tenancies: Tenancies, cut: Cut, *, through: bool = True) -> None:
-        """``through``: see ``Room``."""
+    def __init__(self, tenancies: Tenancies, cut: Cut, *, through: bool = True, prefix_cache: bool = True) -> None:
+        """``through``: see ``Room``. ``prefix_cache``: what is loaded for one request the engine has for others."""
         self._tenancies = tenancies
         self._now = tenancies.clock.monotonic
         self._cut = cut
         self._tokens = cut.block_tokens
+        self._prefix_cache = prefix_cache
         self._errands = Errands("kvtide-scheduler")
         self._room = Room(self._errands, tenancies, cut, through)
         self._requests: dict[str, State] = {}
@@ -57,14 +63,16 @@ class Scheduler:
         """Blocks on their way to some request's pages."""
         self._loads: list[Loading] = []
         self._leaving: set[str] = set()
-        self._steps: deque[tuple[float, int]] = deque(maxlen=16)
+        self._numbers = itertools.count(1)
+        self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        """When steps that tell something began, and with how many tokens."""
         self._speeds: deque[float] = deque(maxlen=8)
         self._errands.ask(self._tenancies.client, None)  # so that the first request finds it
 
     @property
     def speed(self) -> float | None:
         """Tokens of prompts that the engine computes in a second, as soon as that is known."""
-        return max(self._speeds, default=None)
+        return statistics.median(self._speeds) if self._speeds else None
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -101,9 +109,10 @@ class Scheduler:
         if not self._is_here(r.offer):
             return None
         block = have // self._tokens
-        if r.chain is not None and any(name in self._arriving for name in r.chain.digests[block : block + 1]):
+        following = r.chain.digests[block : block + 1] if r.chain is not None else []
+        if self._prefix_cache and any(name in self._arriving for name in following):
             return None  # soon the engine has it itself
-        r.have, count = have, min(r.offer.tokens, known) - have
+        r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
 
     def _patience(self, r: State) -> float:
@@ -164,6 +173,8 @@ class Scheduler:
         """The engine has pages for ``count`` tokens of what it was offered, or wants none of it."""
         r = self._requests.get(request)
         if r is None or r.loading or r.offer is None:
+            if count:  # it waits for us, so somebody must tell it
+                self._loads.append(Loading(request, "", "none/0", 0, 0, {}, 0.0))
             return
         if not count:
             self._settle(r)
@@ -173,10 +184,7 @@ class Scheduler:
         r.loading = r.chain.digests[have // self._tokens : -(-(have + count) // self._tokens)]
         for name in r.loading:
             self._arriving.setdefault(name, request)
-        if offer.cold:
-            r.source.disk += count
-        else:
-            r.source.dram += count
+        r.source = Source(disk=count) if offer.cold else Source(dram=count)
         left = max(1.0, offer.deadline - self._now())
         mine = self._cut.tokens(pages, have, have + count)
         self._loads.append(Loading(request, offer.crew, offer.ticket, have, have + count, mine, left))
@@ -205,27 +213,38 @@ class Scheduler:
 
     # -- storing ------------------------------------------------------------------------------------------
 
-    def step(self, work: Iterable[Work]) -> Orders:
-        """The orders of a step in which the engine does so much of each request."""
-        stores = self._room.stores({w.id: w for w in work}, self._requests)
-        orders = Orders(self._loads, stores, self._leaving)
+    def step(self, work: Iterable[Work], prompt_tokens: int = 0) -> Orders:
+        """The orders of a step in which the engine does so much of each request, and computes so many tokens of
+        prompts."""
+        orders = Orders(loads=self._loads, leaving=self._leaving)
         self._loads, self._leaving = [], set()
+        if prompt_tokens >= _ENOUGH:
+            orders.number = next(self._numbers)
+            self._steps[orders.number] = self._now(), prompt_tokens
+            while len(self._steps) > _STEPS:
+                self._steps.popitem(last=False)
+        now = {w.id: w for w in work}
+        orders.stores = attempt(lambda: self._room.stores(now, self._requests), [])
+        self._errands.step()
         return orders
 
     def lost(self, tickets: Iterable[str]) -> None:
         """Some worker will not store what these stand for."""
         self._room.lost(tickets)
 
-    def began(self, prompt_tokens: int) -> None:
-        """The engine computes so many tokens of prompts now."""
-        self._steps.append((self._now(), prompt_tokens))
+    def computed(self, number: int) -> None:
+        """The engine has computed the step of that number."""
+        began, tokens = self._steps.pop(number, (0.0, 0))
+        if tokens:
+            self._speeds.append(tokens / max(1e-6, self._now() - began))
 
-    def computed(self) -> None:
-        """It has computed what it began first."""
-        if self._steps:
-            began, tokens = self._steps.popleft()
-            if tokens >= _ENOUGH:
-                self._speeds.append(tokens / max(1e-6, self._now() - began))
+    def forget(self) -> None:
+        """The model's weights may be others from now on: nothing of before answers, and nothing under way is stored."""
+        for r in self._requests.values():
+            r.prompt.wishes = NOTHING
+            if not r.loading:
+                self._settle(r)
+        self._errands.ask(self._tenancies.renew, None)
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -273,7 +292,7 @@ def _drop(asked: Future[Offer | None]) -> None:
 
 def _part(r: State) -> None:
     if r.tenancy is not None:
+        r.tenancy.requests.discard(r.prompt.id)
         if r.prompt.wishes.pin and r.chain is not None:
             r.tenancy.own.session.pin(r.chain)
-        else:
-            r.tenancy.requests.discard(r.prompt.id)
+            r.tenancy.pinned = True

@@ -8,9 +8,10 @@ runs on the thread for that (``errands``).
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.halves.reach import Reach
@@ -40,7 +41,9 @@ class Tenancy:
 
     faces: Sequence[_Face]
     requests: set[str] = field(default_factory=set)
-    """That use it now, or have pinned their blocks: pins end with the session."""
+    """That use it now."""
+    pinned: bool = False
+    """Whether it is kept for its pins, which end with the session."""
 
     @property
     def own(self) -> _Face:
@@ -101,9 +104,17 @@ class Tenancies:
         return self._tenancies[tag]
 
     def _make_room(self) -> None:
-        idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests]
+        idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests and not tenancy.pinned]
         for tag in idle[: max(0, len(self._tenancies) + 1 - _TENANTS)]:
             self._tenancies.pop(tag).close()
+
+    def renew(self) -> None:
+        """From now on it is another model: one that no other engine has, because nobody can tell which."""
+        nonce = secrets.token_hex(16)
+        self._models = [replace(m, config={**m.config, "renewed": nonce}) for m in self._models]
+        past, self._tenancies = self._tenancies, OrderedDict()
+        for tenancy in past.values():
+            tenancy.close()
 
     def close(self) -> None:
         self._tenancies.clear()

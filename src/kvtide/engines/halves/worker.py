@@ -113,14 +113,19 @@ class WorkerHalf:
 
     def begin(self, orders: Orders) -> None:
         """Before the engine computes: ask for what the orders need, and read what is about to change."""
-        if orders.leaving:
-            for visit in [v for v in self._visits if v.requests & orders.leaving]:
-                for move in visit.moves:
-                    move.join()
-                if visit.stores and not visit.moves:
-                    self._give_up(visit)
+        self._errands.step()
+        before = [v for v in self._visits if v.stores and (v.until < math.inf or v.requests & orders.leaving)]
         for load in orders.loads:
             self._ask(load.crew, {load.request}, [load], [])
+        for visit in before:
+            if not visit.moves:
+                self._give_up(visit)
+                continue
+            try:
+                for move in visit.moves:
+                    move.join()
+            except Exception as e:  # noqa: BLE001 - whatever it is, the blocks are not stored
+                self._end(visit, e)
         by_crew: dict[str, list[Storing]] = {}
         for store in orders.stores:
             by_crew.setdefault(store.crew, []).append(store)
@@ -239,6 +244,8 @@ class WorkerHalf:
                 log.warning("kvtide could not load a prefix, which is computed instead: %s", error)
                 self._bad |= visit.requests
                 moved.failed += 1
+        elif error is None and not visit.nbytes:
+            pass  # another rank has the same heads, or the node did not let us: see ``lost``
         elif error is None:
             moved.stores, moved.store_bytes = moved.stores + 1, moved.store_bytes + visit.nbytes
             moved.store_seconds += seconds

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,15 +67,17 @@ class KvtideMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KvtideReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers cannot do. On its way to vLLM's scheduler."""
+    """What workers have done, or cannot do. On its way to vLLM's scheduler."""
 
     off: bool
     """Nothing at all."""
     lost: set[str]
     """Tickets of stores that one of them does not fill."""
+    computed: int = 0
+    """The number of the step, where it has one."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvtideReport:
-        return KvtideReport(self.off or other.off, self.lost | other.lost)
+        return KvtideReport(self.off or other.off, self.lost | other.lost, max(self.computed, other.computed))
 
 
 def _safely(otherwise: Any) -> Callable[[Method], Method]:
@@ -103,6 +107,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layouts: Layouts | None = None
         self._requests: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
+        self._adapters: dict[tuple[int, str], str] = {}
         transfer = vllm_config.kv_transfer_config
         self._config = configuration.read(**(transfer.kv_connector_extra_config or {}))
         if transfer.kv_load_failure_policy != "recompute":
@@ -115,6 +120,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvtideError as e:
             self._layouts = None
             log.warning("kvtide is off for this model: %s", e)
+        except Exception:
+            self._layouts = None
+            log.exception("kvtide is off: it met something in this vLLM that it does not expect")
 
     def _dial(self) -> Client:
         address = self._config.engine.address
@@ -127,7 +135,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the scheduler ------------------------------------------------------------------------------------
 
     def _decide(self, vllm_config: VllmConfig, found: Layouts) -> Scheduler:
-        who = identity(vllm_config, found, self._config.engine.weights_id or None)
+        who = identity(vllm_config, found, self._config.engine.weights_id or None, self._config.naming.weights_cache)
         models = [Model(layout, *who) for layout in (found.own, *found.others)]
         ranks = vllm_config.parallel_config.tensor_parallel_size
         policy = self._config.engine.store
@@ -136,6 +144,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Tenancies(self._dial, models, ranks),
             Cut(found.groups, found.pages, found.own.block_tokens, not any(g.window for g in found.own.groups)),
             through=policy == "through" or (policy == "auto" and self._config.dram.budget > pool),
+            prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         )
 
     @_safely(None)
@@ -148,6 +157,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tenant = self._tenant(request.cache_salt, wishes.tenant)
             if request.prompt_embeds is not None:
                 raise ConfigError("a prompt of embeddings has no token ids to name its blocks by")
+            if request.resumable:
+                raise ConfigError("a prompt that grows while it is computed is not supported yet")
             if request.skip_reading_prefix_cache:
                 wishes = structs.replace(wishes, no_load=True)
         except ConfigError as e:
@@ -155,7 +166,23 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._refused[request.request_id] = str(e)
             log.warning("kvtide neither loads nor stores for request %s: %s", request.request_id, e)
         tokens = request.all_token_ids
-        self._scheduler.arrived(Prompt(request.request_id, tokens, functools.partial(_extras, request), tenant, wishes))
+        extras = functools.partial(self._extras, request)
+        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, wishes))
+
+    def _extras(self, request: Any) -> list[Extra]:
+        """What the KV of a request depends on, besides its tokens."""
+        found = []
+        if (lora := request.lora_request) is not None:
+            known = lora.lora_int_id, lora.lora_path
+            if known not in self._adapters:  # as it is when vLLM loads it: its files may be others later
+                about = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
+                weights = identify(lora.lora_path, cache=self._config.naming.weights_cache)
+                self._adapters[known] = f"{weights} {blake3(about).hexdigest()}"
+            found.append(Extra("lora", self._adapters[known]))
+        for feature in request.mm_features:
+            place = feature.mm_position
+            found.append(Extra("mm", feature.identifier, place.offset, place.offset + place.length))
+        return found
 
     def _tenant(self, salt: str | None, name: str) -> Tenant:
         if name and not (self._config.engine.trust_tenants and salt):
@@ -195,22 +222,21 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 upto = min(done + scheduled[id_], request.num_tokens)
                 work.append(Work(id_, upto, functools.partial(_resolve, state, id_)))
                 prompts += scheduled[id_] if done < request.num_prompt_tokens else 0
-        orders = self._scheduler.step(work)
-        if scheduled:
-            self._scheduler.began(prompts)
-        return KvtideMetadata(orders)
+        return KvtideMetadata(self._scheduler.step(work, prompts))
 
     @_safely(None)
     def update_connector_output(self, connector_output: Any) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and report is not None and report.off:
+        half, report = self._scheduler, connector_output.kv_connector_worker_meta
+        if half is None:
+            return
+        half.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        if report is not None and report.off:
             log.warning("kvtide is off: a worker cannot do its part, and says why")
-            self.shutdown()
-        if self._scheduler is not None:
-            if report is not None:
-                self._scheduler.lost(report.lost)
-            self._scheduler.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
-            self._scheduler.computed()
+            self._scheduler = None
+            threading.Thread(target=half.close, daemon=True).start()  # it may wait for the node
+        elif report is not None:
+            half.lost(report.lost)
+            half.computed(report.computed)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if self._scheduler is None or not num_external_tokens:
@@ -230,6 +256,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return False, None
         told = {"dram_tokens": source.dram, "disk_tokens": source.disk}
         return False, {"kvtide": told | ({"refused": refused} if refused else {})}
+
+    @_safely(False)
+    def reset_cache(self) -> bool:
+        """vLLM is told so when the weights have changed. Nobody says to which, so nothing is shared from then on."""
+        if self._scheduler is not None:
+            self._scheduler.forget()
+        return True
 
     # -- a worker -----------------------------------------------------------------------------------------
 
@@ -279,8 +312,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KvtideReport | None:
         if self._worker is None:
             return KvtideReport(off=True, lost=set())
-        lost = self._worker.lost()
-        return KvtideReport(off=False, lost=lost) if lost else None
+        lost, number = self._worker.lost(), getattr(self._connector_metadata, "orders", Orders()).number
+        return KvtideReport(off=False, lost=lost, computed=number) if lost or number else None
 
     # -- both ---------------------------------------------------------------------------------------------
 
@@ -320,14 +353,3 @@ def _seen(own: Mapping[str, Pages], layout: Layout) -> dict[str, Pages]:
     return {
         name: p if p.layout == layout else Pages(layout, name, p.tensors, p.share, p.packing) for name, p in own.items()
     }
-
-
-def _extras(request: Any) -> list[Extra]:
-    """What the KV of a request depends on, besides its tokens."""
-    found = []
-    if (lora := request.lora_request) is not None:
-        found.append(Extra("lora", identify(lora.lora_path)))
-    for feature in request.mm_features:
-        place = feature.mm_position
-        found.append(Extra("mm", feature.identifier, place.offset, place.offset + place.length))
-    return found

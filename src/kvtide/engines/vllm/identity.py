@@ -36,7 +36,7 @@ class Identity(NamedTuple):
     scales: bytes
 
 
-def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None) -> Identity:
+def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None, digests: str = "") -> Identity:
     """The identity of the model that is served. Raises ConfigError if its weights cannot be told from others."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = settings(model.hf_config)
@@ -54,10 +54,10 @@ def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None) ->
         own["layers"] = [list(names) for names in found.layers]
     if own:
         config["vllm"] = own
-    return Identity(_weights(vllm_config, weights_id), config, _scales(cache.cache_dtype, found))
+    return Identity(_weights(vllm_config, weights_id, digests), config, _scales(cache.cache_dtype, found))
 
 
-def _weights(vllm_config: Any, weights_id: str | None) -> WeightsId:
+def _weights(vllm_config: Any, weights_id: str | None, digests: str) -> WeightsId:
     model, load = vllm_config.model_config, vllm_config.load_config
     if weights_id is not None:
         return identify(weights_id=weights_id)
@@ -66,7 +66,7 @@ def _weights(vllm_config: Any, weights_id: str | None) -> WeightsId:
             f"weights that are loaded as {load.load_format!r} have no identity of their own: give kvtide a weights_id"
         )
     if Path(model.model).exists():
-        return identify(model.model)
+        return identify(model.model, cache=digests)
     try:
         folder = snapshot_download(
             model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
@@ -75,7 +75,7 @@ def _weights(vllm_config: Any, weights_id: str | None) -> WeightsId:
         raise ConfigError(
             f"the weights of {model.model!r} are neither a folder nor in the hub's cache: give kvtide a weights_id"
         ) from error
-    return identify(folder)
+    return identify(folder, cache=digests)
 
 
 def _rotary(config: Any) -> str:
