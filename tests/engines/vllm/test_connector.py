@@ -179,7 +179,7 @@ def test_a_killed_engine_leaves_nothing(node: Node, client: Client, first: Engin
         assert all(a.exception() is not None for a in asked)
     eventually(lambda: not _members(group))
     at_rest(client)
-    assert {c.pid for c in client.status().node.clients} == {os.getpid()}
+    eventually(lambda: {c.pid for c in client.status().node.clients} == {os.getpid()})
     assert set(host.memory([node.process.pid])) == set(host.memory([node.process.pid, os.getpid()]))
     assert not [file for file in Path("/dev/shm").iterdir() if "kvtide" in file.name]
 

@@ -51,8 +51,8 @@ def apart(found: torch.Tensor, true: torch.Tensor) -> float:
     [
         ("smollm2", "float32", 1),
         pytest.param("llama", "float16", 1, marks=pytest.mark.long),  # slow where a processor has no such products
-        pytest.param("smollm2", "bfloat16", 1, marks=NEEDS_BFLOAT16),
-        ("llama", "float32", 2),
+        pytest.param("smollm2", "bfloat16", 1, marks=[NEEDS_BFLOAT16, pytest.mark.long]),
+        pytest.param("llama", "float32", 2, marks=pytest.mark.long),
         pytest.param("llama", "float32", 4, marks=pytest.mark.long),  # more ranks than heads
     ],
 )
