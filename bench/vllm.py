@@ -3,8 +3,9 @@
 ``.venv-vllm/bin/python -m bench.vllm [overhead] [first-token] [turns]``; records go to ``bench/results``.
 
 - *overhead*: requests with nothing to reuse, in pairs, one to an engine with kvtide and one to an engine without, in
-  turn; wall time, and CPU time of all the engine's processes and, with kvtide, of the node. What counts is the
-  upper end of the 95 % interval of the mean of the pairs' ratios.
+  turn. Whoever comes first in a pair pays for having idled, so two pairs in both orders are one measurement. Wall time,
+  and CPU time of all the engine's processes and, with kvtide, of the node. What counts is the upper end of the 95 %
+  interval of the mean of the ratios.
 - *first-token*: a prompt of 4,096 tokens: cold, from DRAM, and from the disk after engine and node were restarted.
 - *turns*: ten conversations of six turns, one turn of each after the other, where the engine has room for two.
 """
@@ -98,7 +99,7 @@ def _timed(running: Engine, prompt: Sequence[int], tokens: int = 1, *beside: int
 
 def overhead(folder: Path) -> Iterator[Record]:
     """Nothing to reuse."""
-    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
+    spent: dict[str, list[dict[str, float]]] = {"wall": [], "cpu": []}
     with (
         _node(folder) as node,
         engine(checkpoint(), folder / "plain.log") as plain,
@@ -111,10 +112,12 @@ def overhead(folder: Path) -> Iterator[Record]:
             found = {name: _timed(engines[name], _prompt(f"{i}", 520), 8, *beside[name]) for name in order}
             assert not any(cached for _, _, cached in found.values())
             if i >= 0:
-                ratios["wall"].append(found["kvtide"][0] / found["plain"][0])
-                ratios["cpu"].append(found["kvtide"][1] / found["plain"][1])
+                for place, task in enumerate(spent):
+                    spent[task].append({name: each[place] for name, each in found.items()})
             _say(f"pair {i + 1} of {_PAIRS}: {found}")
-    for task, values in ratios.items():
+    for task, pairs in spent.items():
+        both = list(zip(pairs[::2], pairs[1::2], strict=True))
+        values = [(a["kvtide"] + b["kvtide"]) / (a["plain"] + b["plain"]) for a, b in both]
         mean = statistics.mean(values)
         upper = mean + 1.96 * statistics.stdev(values) / math.sqrt(len(values))
         yield Record(
@@ -125,7 +128,7 @@ def overhead(folder: Path) -> Iterator[Record]:
             spread=(round(min(values), 4), round(max(values), 4)),
             bar=1.03,
             met=upper <= 1.03,
-            rounds=len(values),
+            rounds=len(pairs),
             command=_COMMAND,
             machine=machine(),
             note=f"520 tokens of prompt and 8 generated, nothing to reuse; upper end of the 95 % interval, mean "

@@ -16,8 +16,9 @@ asked by one thread, loads made by a second and stores by a third, and what came
 *Never in the way.* A question that a hung node has not answered after ``_PATIENCE`` is a miss, a load that is late is
 one too, and a store fails when too many wait. Without a node everything misses at once, until there is one again.
 
-*Never wrong bytes.* vLLM's hash names tokens, adapters and salts, but neither the weights nor how their KV lies in a
-row. All that a tier is told of that is in our namespace, vLLM's version included, with the identity of the weights.
+*Never wrong bytes.* vLLM's hash names tokens, salts and the names of adapters, but neither the weights nor how their KV
+lies in a row. All that a tier is told of that is in our namespace, vLLM's version included, with the identity of the
+weights.
 """
 
 from __future__ import annotations
