@@ -36,7 +36,7 @@ class Held:
         (worker,) = toy.workers
         worker.take()
         self._errands, self._gate = worker._errands, threading.Event()
-        self._errands.ask(self._gate.wait, False)
+        self._errands._late = self._errands.ask(self._gate.wait, False)  # so nobody waits for it
 
     def go(self) -> None:
         """Wait until it has done all that it was given."""
