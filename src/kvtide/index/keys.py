@@ -287,6 +287,11 @@ class Chain:
             keys.extend(BlockKey(d + suffix) for d in self.digests[len(keys) :])
         return keys
 
+    @property
+    def named(self) -> memoryview:
+        """The tokens of all full blocks, to name them for another model or tenant."""
+        return memoryview(bytes(self._named)).cast("I")
+
     def tokens_of(self, block: int) -> bytes:
         """The tokens of a full block, as u32 little-endian."""
         size = self.block_tokens * 4

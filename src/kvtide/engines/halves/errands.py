@@ -39,12 +39,8 @@ class Errands:
         self._calls = Calls(name)
         self._calls.put(_anywhere)
         self._late: Future[Any] | None = None
+        """What was waited for in vain. Until it is done, the thread has not come back."""
         self._waited = 0.0
-
-    @property
-    def late(self) -> bool:
-        """Whether the thread has not come back from something that was waited for."""
-        return self._late is not None and not self._late.done()
 
     def ask(self, job: Callable[[], T], otherwise: T) -> Future[T]:
         """The answer is ``otherwise`` if anything goes wrong: nothing that happens here may end the engine."""
@@ -57,7 +53,7 @@ class Errands:
         if answer.done():
             return True
         left = _MOMENT - self._waited
-        if self.late or left <= 0:
+        if left <= 0 or (self._late is not None and not self._late.done()):
             return False
         began = time.monotonic()
         here = bool(wait([answer], left).done)

@@ -45,7 +45,6 @@ class Orders:
 
     number: int = 0
     """Of a step whose time tells how fast the engine computes; the workers say it when they have computed it."""
-
     loads: list[Loading] = field(default_factory=list)
     stores: list[Storing] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)

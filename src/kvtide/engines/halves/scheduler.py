@@ -1,9 +1,9 @@
 """The half of an engine's connector that decides: which prefix to load, and what to store.
 
 The engine asks how much of a waiting request's prompt we have. It is told "ask again" until every block of the answer
-is in DRAM, verified and held for us, and only then a number; so a number is a promise that the node's death does not
-break. Engines ask at every step while a request waits for pages: an offer is made once, kept, and given back whatever
-the engine does next.
+is in DRAM, verified and held for us, and only then a number; so nothing but the node's death can break it, and that
+only until the workers have asked where the blocks are. Then the load fails, and the prefix is computed. Engines ask at
+every step while a request waits for pages: an offer is made once, kept, and given back whatever the engine does next.
 
 Everything that talks to the node runs on a thread of its own (``errands``). The engine's loop waits milliseconds for
 it at most. An answer that takes longer is "ask again" for a load, until the request's patience ends, and for a store is

@@ -74,6 +74,6 @@ class State:
             self.extras = self.prompt.extras()
             self.tenancy = tenancies.of(self.prompt.tenant)
             self.tenancy.requests.add(self.prompt.id)
-            self.chain = self.tenancy.chain((), self.extras)
+            self.chain = self.tenancy.own.session.chain((), self.extras)
         self.chain.extend(tokens[self.chain.tokens - known :])
         return self.chain, self.tenancy

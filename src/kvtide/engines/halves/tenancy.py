@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.halves.reach import Reach
-from kvtide.index.keys import Chain, Extra, Model, Tenant, Tokens
+from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.match import Match
 from kvtide.node.client import Client
 from kvtide.node.crew import Crew
@@ -49,18 +49,14 @@ class Tenancy:
     def own(self) -> _Face:
         return self.faces[0]
 
-    def chain(self, tokens: Tokens, extras: Sequence[Extra]) -> Chain:
-        return self.own.session.chain(tokens, extras)
-
     def longest(self, chain: Chain, extras: Sequence[Extra], have: int, speed: float | None) -> tuple[Match, Crew]:
         """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it."""
         best, crew = self.own.session.match(chain, have=have, prefill=speed), self.own.crew
         for face in self.faces[1:]:
             if best.blocks == chain.blocks:
                 break
-            named = memoryview(b"".join(chain.tokens_of(i) for i in range(chain.blocks))).cast("I")
             try:
-                other = face.session.match(named, extras, have=have, prefill=speed)
+                other = face.session.match(chain.named, extras, have=have, prefill=speed)
             except BaseException:
                 best.release()
                 raise

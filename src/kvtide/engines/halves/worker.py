@@ -197,7 +197,7 @@ class WorkerHalf:
                     copies = list(_into(load.start // pages.tokens, wanted, loaded, name, pages))
                     if sum(len(c.pages) for c in copies) != sum(page >= 0 for page in wanted):
                         raise KvtideError("blocks that are there leave some pages out")
-                    visit.nbytes += sum(len(c.pages) * pages.atom * pages.heads * len(pages.sections) for c in copies)
+                    visit.nbytes += _nbytes(copies, pages)
                     visit.moves.append(self._mover.load(pages, copies))
             for store, filling in zip(visit.stores, step.stores, strict=True):
                 if filling is None:
@@ -206,9 +206,7 @@ class WorkerHalf:
                     if worker.writes(name):
                         given = self._wide(store.pages[name], name, pages)
                         copies = list(_out_of(store.start, given, filling, name, pages))
-                        visit.nbytes += sum(
-                            len(c.pages) * pages.atom * pages.heads * len(pages.sections) for c in copies
-                        )
+                        visit.nbytes += _nbytes(copies, pages)
                         visit.moves.append(self._mover.store(pages, copies))
             if not visit.moves:
                 self._end(visit, None)
@@ -311,6 +309,10 @@ def _there(view: Span, pages: Sequence[int], at: int) -> Iterator[Copy]:
             if i > begin:
                 yield Copy(view, pages[begin:i], at + begin)
             begin = i + 1
+
+
+def _nbytes(copies: Sequence[Copy], pages: Pages) -> int:
+    return sum(len(copy.pages) for copy in copies) * pages.atom * pages.heads * len(pages.sections)
 
 
 def _wait(move: Move) -> None:
