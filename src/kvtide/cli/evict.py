@@ -1,0 +1,58 @@
+"""``kvtide evict``: keep the byte budget of storage that many nodes share, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+from kvtide.config import Files
+from kvtide.errors import ConfigError
+from kvtide.units import parse_size
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def evict(
+    budget: Annotated[
+        str, typer.Option(help="Bytes that blocks may take there: 500GiB. The same as files.budget of every node.")
+    ],
+    path: Annotated[
+        Path | None,
+        typer.Option(help="The folder that files.path names. Default: the object store that objects.url names."),
+    ] = None,
+    lease: Annotated[
+        float, typer.Option(help="Seconds of silence after which another takes over: files.lease of every node.")
+    ] = Files().lease,
+) -> None:
+    """Keep the byte budget of shared storage, until SIGTERM or Ctrl-C.
+
+    Nodes with files.budget do this among themselves: one of them is elected. With this beside them it goes on when none
+    is there, and no node has to do it:
+
+        [bold]kvtide evict --path /mnt/shared --budget 10TiB[/bold]
+        [bold]KVTIDE_OBJECTS_URL=s3://bucket kvtide evict --budget 10TiB[/bold]
+    """
+    from kvtide.storages import open_objects
+    from kvtide.tiers import blobs, files
+    from kvtide.tiers.purse import Keeper
+    from kvtide.tiers.steward import Papers, Steward
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    objects = configuration.read().objects
+    if path is None and not objects.url:
+        raise ConfigError("there is no storage to keep a budget in: give --path, or set objects.url")
+    storage = open_objects(objects) if path is None else files.Files(path / blobs.ROOT)
+    papers = Papers(storage, lease)
+    keeper = Keeper(papers, Steward(papers, parse_size(budget)))
+    signal.signal(signal.SIGTERM, lambda *_: keeper.close())
+    signal.signal(signal.SIGINT, lambda *_: keeper.close())
+    keeper.run()
+    storage.close()

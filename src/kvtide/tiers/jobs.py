@@ -1,0 +1,253 @@
+"""Work on storage that may hang: batches cut into jobs, I/O threads that do them, and deadlines that hold all the same.
+
+A call into storage cannot be stopped. So nobody waits for one: a job that was not begun by its deadline fails, and one
+that was begun and is not done by then is *late*. If it uses no memory of the caller's, it fails then, whatever comes of
+it. If it does, the storage may still read or fill that memory when it wakes up: the caller is told that it is late, may
+give up on what it wanted, and gets the memory back with the answer, whenever that comes.
+
+While a job is late everything new fails at once: one request finds out that storage hangs, not all of them.
+
+What nobody waits for, the end of thousands of blocks at once, is done a little at a time (``Trickle``).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from kvtide.clock import Clock
+
+__all__ = ["Batch", "Jobs", "Trickle"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+W = TypeVar("W")
+
+_RUN = 16
+"""The most items of a job."""
+_LOOKS = 8
+"""How often in its time a job is looked after."""
+_FEW = 64
+"""Items of a trickle that are under way at a time."""
+
+
+class Batch(Generic[T, R, W]):
+    """Items, what to do with some of them (``run``), what to say of one that failed, and whom to tell in the end.
+
+    ``late`` is told of items that hang; None: they use nobody's memory, and simply fail.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        items: Sequence[T],
+        run: Callable[[Sequence[T], W], list[R]],
+        failed: R,
+        done: Callable[[list[R]], None],
+        late: Callable[[Sequence[T]], None] | None = None,
+    ) -> None:
+        self.verb = verb
+        self.items = items
+        self.run = run
+        self.failed = failed
+        self.late = late
+        self._done = done
+        self._results: list[list[R] | None] = []
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def cut(self, size: int, due: float) -> list[Job[T, R, W]]:
+        """In jobs of so many items."""
+        jobs = [Job(self, n, self.items[i : i + size], due) for n, i in enumerate(range(0, len(self.items), size))]
+        self._results, self._left = [None] * len(jobs), len(jobs)
+        if not jobs:
+            self._done([])
+        return jobs
+
+    def end(self, number: int, results: list[R]) -> bool:
+        """A job ended. Only the first word counts: False for any other."""
+        with self._lock:
+            if self._results[number] is not None:
+                return False
+            self._results[number] = results
+            self._left -= 1
+            if self._left:
+                return True
+        self._done(list(chain.from_iterable(r for r in self._results if r is not None)))
+        return True
+
+
+class Job(Generic[T, R, W]):
+    """Some items of a batch, to be done in one go."""
+
+    __slots__ = ("batch", "due", "items", "late", "number", "started")
+
+    def __init__(self, batch: Batch[T, R, W], number: int, items: Sequence[T], due: float) -> None:
+        self.batch = batch
+        self.number = number
+        self.items = items
+        self.due = due
+        self.started = self.late = False
+
+    def fail(self) -> bool:
+        return self.batch.end(self.number, [self.batch.failed] * len(self.items))
+
+
+class Jobs(Generic[W]):
+    """Does jobs on threads, one for each of ``workers``, within ``timeout`` seconds each.
+
+    ``refused`` is told the verb and the number of items that failed because storage did not answer.
+    """
+
+    def __init__(
+        self, name: str, workers: Sequence[W], timeout: float, refused: Callable[[str, int], None], clock: Clock
+    ) -> None:
+        self._timeout = timeout
+        self._refused = refused
+        self._clock = clock
+        self._queue: queue.SimpleQueue[Job[Any, Any, W] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open: set[Job[Any, Any, W]] = set()
+        """Waiting or under way."""
+        self._late = 0
+        self._rest = 0.0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, args=(w,), name=f"kvtide-{name}-{i}", daemon=True)
+            for i, w in enumerate(workers)
+        ]
+        self._watcher = threading.Thread(target=self._watch, name=f"kvtide-{name}-watch", daemon=True)
+        for thread in (*self._threads, self._watcher):
+            thread.start()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether storage does not answer just now."""
+        return self._late > 0 or self._clock.monotonic() < self._rest
+
+    def submit(self, batch: Batch[Any, Any, W], most: int = _RUN) -> None:
+        """Do a batch, in jobs of at most ``most`` items."""
+        size = max(1, min(most, _RUN, -(-len(batch.items) // len(self._threads))))
+        jobs = batch.cut(size, self._clock.monotonic() + self._timeout)
+        with self._changed:
+            refused = self.hangs or self._closed
+            if not refused:
+                self._open.update(jobs)
+                self._changed.notify()
+        for job in jobs:
+            if refused:
+                self._give_up(job)
+            else:
+                self._queue.put(job)
+
+    def rest(self) -> None:
+        """Storage has said that it took too long: leave it alone for as long again."""
+        self._rest = self._clock.monotonic() + self._timeout
+
+    def _give_up(self, job: Job[Any, Any, W]) -> None:
+        if job.fail():
+            self._refused(job.batch.verb, len(job.items))
+
+    def _work(self, worker: W) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._changed:
+                if job not in self._open:
+                    continue  # its time was over before it began
+                job.started, job.due = True, self._clock.monotonic() + self._timeout
+            results = job.batch.run(job.items, worker)
+            with self._changed:
+                self._open.discard(job)
+                self._late -= job.late
+                if self._closed:
+                    return  # nobody is there any more to hear of it
+            job.batch.end(job.number, results)
+            del job  # else the spans of the last one live on until the next comes
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._open or self._closed)
+                if self._closed:
+                    return
+                self._changed.wait(self._timeout / _LOOKS)
+                now = self._clock.monotonic()
+                over = [job for job in self._open if job.due <= now and not job.late]
+                hanging = [job for job in over if job.started]
+                for job in hanging:
+                    job.late = True
+                self._late += len(hanging)
+                lost = [job for job in self._open if not job.started and (self._late or job.due <= now)]
+                self._open.difference_update(lost)
+            for job in hanging:
+                if job.batch.late is None:
+                    self._give_up(job)
+                else:
+                    job.batch.late(job.items)
+            for job in lost:
+                self._give_up(job)
+
+    def close(self) -> None:
+        """End when all is done that was submitted, or when it is late: what hangs then is never answered."""
+        for _ in self._threads:
+            self._queue.put(None)
+        end = self._clock.monotonic() + 2 * self._timeout
+        for thread in self._threads:
+            thread.join(max(0.0, end - self._clock.monotonic()))
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._watcher.join()
+
+
+class Trickle(Generic[T]):
+    """Items that nobody waits for, given to ``do`` so few at a time that nobody waits behind them either.
+
+    ``do`` calls back with what went well. If nothing did, storage has other troubles: whatever still waits is
+    ``given_up``.
+    """
+
+    def __init__(
+        self,
+        do: Callable[[list[T], Callable[[Sequence[bool]], None]], None],
+        given_up: Callable[[list[T]], None],
+    ) -> None:
+        self._do = do
+        self._given_up = given_up
+        self._items: deque[T] = deque()
+        self._runs = False
+        self._changed = threading.Condition()
+
+    def wait(self, timeout: float) -> None:
+        """Until nothing is left, or for so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._runs, timeout)
+
+    def add(self, item: T) -> None:
+        with self._changed:
+            self._items.append(item)
+            begins, self._runs = not self._runs, True
+        if begins:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        some = self._take(_FEW)
+        if some:
+            self._do(some, self._done)
+
+    def _done(self, results: Sequence[bool]) -> None:
+        if not any(results):
+            self._given_up(self._take(None))
+        else:
+            self._go_on()
+
+    def _take(self, most: int | None) -> list[T]:
+        """The next items; without a limit, all, and that is the end of it. So it is when there are none."""
+        with self._changed:
+            count = len(self._items) if most is None else min(most, len(self._items))
+            self._runs = most is not None and count > 0
+            self._changed.notify_all()
+            return [self._items.popleft() for _ in range(count)]

@@ -1,0 +1,191 @@
+"""Between a block in memory and its record: what every tier that keeps records has in common.
+
+A record is written in two steps, because only when its payload is made is it known how much room it takes, and only
+when it has its room is it known what the header must say::
+
+    packed = packer.pack(item)                       # compress, seal or make the checksums
+    packed.name(page, sequence, created)             # the header, into a buffer of packed.header bytes
+
+It is read in one: whoever has read the start of a record, and the rest of it straight into the block's span, asks the
+packer whether that was the block. If it was not all that is needed (the header is longer than usual, the sections are
+compressed, only some of them are wanted), the packer fetches more. Nothing is taken for true before it is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import Span, padded
+from kvtide.errors import ConfigError
+from kvtide.tiers import codec
+from kvtide.tiers.base import Read, Write
+from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
+from kvtide.tiers.sealing import OPEN, TAG, Seal, Sealing
+
+__all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
+
+Fetch = Callable[[Sequence[Span], int], int]
+"""Fill buffers from a record, from that offset in it; answers how many bytes came."""
+
+
+def header_of(item: Write) -> int:
+    """The size of the header of its record."""
+    return header_bytes(item.identity.geometry.sections, len(item.tokens))
+
+
+def usual_header(item: Read) -> int:
+    """The size of the header of its record, if there is nothing unusual in it."""
+    return header_bytes(item.identity.geometry.sections)
+
+
+class Packed(NamedTuple):
+    """A block, ready to be written as soon as it has its header."""
+
+    item: Write
+    header: int
+    """Bytes of the header."""
+    payload: Span
+    """The block's own span, or memory of the packer's, valid until it packs another of the same ``number``."""
+    table: npt.NDArray[np.void]
+    codec: int
+    seal: Seal | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole record."""
+        return self.header + len(self.payload)
+
+    def name(self, page: Span, sequence: int, created: float) -> None:
+        """Write the header into ``page``."""
+        item, identity = self.item, self.item.identity
+        Header(
+            item.key,
+            item.parent,
+            identity.namespace,
+            identity.tenant,
+            identity.layout,
+            sequence,
+            item.depth,
+            identity.block_tokens,
+            self.codec,
+            identity.geometry.nbytes,
+            self.table,
+            created,
+            item.expiry,
+            item.priority,
+            item.tokens,
+        ).pack_into(page)
+        if self.seal is not None:
+            self.seal.close_header(page)
+
+
+class Packer:
+    """Makes records of blocks and blocks of records. For one thread at a time."""
+
+    __slots__ = ("_codec", "_decoder", "_payload", "_sealed", "_sealing", "header")
+
+    def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
+        self.header = codec.Scratch()
+        """For headers, the thread's own."""
+        self._payload = codec.Scratch()
+        self._sealed = [codec.Scratch()]
+        self._sealing = sealing
+        self._codec = codec.make(compression)
+        self._decoder = self._codec
+
+    def pack(self, item: Write, number: int = 0) -> Packed:
+        """Make what will be the record of a block, all but the header.
+
+        Blocks that are not compressed may be packed together, each with a ``number`` of its own, from 0 on.
+        """
+        identity, size = item.identity, header_of(item)
+        seal = self._sealing.new(identity.tenant)
+        payload, table, kind = codec.encode(
+            item.span, identity.geometry, identity.itemsize, size, self._codec, self._payload, checked=seal is None
+        )
+        if seal is not None:
+            if number == len(self._sealed):
+                self._sealed.append(codec.Scratch())
+            room = self._sealed[number].get(len(payload) + TAG)
+            payload = seal.close_sections(payload, table, item.key, room)
+        return Packed(item, size, payload, table, kind, seal)
+
+    def unpack(self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch) -> int:
+        """How many bytes of a block were read and are sound, after the first ``got`` of its record were read.
+
+        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span. The record has
+        ``room`` bytes at most. Raises Rejected for what is not the block, or not whole.
+        """
+        self._sealing.check(start)
+        names, geometry = item.identity, item.identity.geometry
+        guess, whole = len(start), item.sections is None
+        expected = sequence, item.key, names.namespace, names.tenant, names.layout
+        if whole and got == guess + geometry.footprint and sound(start, item.span, geometry, expected):
+            return geometry.footprint
+        sections = item.wanted
+        if not sections:
+            raise Rejected("no such sections")
+        size = recognise(start[:got])
+        if size > room:
+            raise Rejected("corrupt header")
+        if size != guess:
+            start = self._payload.get(size)  # other records' headers may lie beside it
+            got = fetch([start, item.span[: max(0, room - size) if whole else 0]], 0)
+        header = parse(start[:got], self._sealing.open_header)
+        _check_names(header, item, sequence)
+        check_table(header, size, geometry, room)
+        if header.codec == codec.RAW:
+            payload = item.span
+            nbytes = len(sections) * geometry.stride
+        else:
+            table = header.sections[sections.start : sections.stop]
+            nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
+            payload = self._payload.get(nbytes)
+        if whole and header.codec == codec.RAW:
+            if got < size + nbytes:
+                raise Rejected("torn")
+        elif fetch([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
+            raise Rejected("torn")
+        if header.sealed is None:
+            verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
+        else:
+            room_for_one = self._sealed[0].get(geometry.section + TAG)
+            self._sealing.old(*header.sealed).open_sections(payload, header.sections, sections, item.key, room_for_one)
+        if header.codec != codec.RAW:
+            codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
+        return nbytes
+
+    def _reader(self) -> codec.Codec:
+        """What reads compressed records, where raw ones are written too."""
+        if self._decoder is None:
+            try:
+                self._decoder = codec.make("zstd")
+            except ConfigError as e:
+                raise Rejected("its codec is not installed") from e
+            assert self._decoder is not None
+        return self._decoder
+
+
+def check_sections(header: Header, payload: Span, sealing: Sealing) -> None:
+    """Check all sections of a record against their checksums or tags; ``payload`` may not be used after that.
+
+    Raises Rejected.
+    """
+    sections = range(len(header.sections))
+    if header.sealed is None:
+        verify(header, sections, payload)
+    else:
+        room = codec.Scratch().get(int(header.sections["stored"].max()) + TAG)
+        sealing.old(*header.sealed).open_sections(payload, header.sections, sections, header.key, room)
+
+
+def _check_names(header: Header, item: Read, sequence: int) -> None:
+    identity = item.identity
+    if header.key != item.key or header.sequence != sequence:
+        raise Rejected("another block")
+    if (header.namespace, header.tenant, header.layout) != (identity.namespace, identity.tenant, identity.layout):
+        raise Rejected("another model or tenant")

@@ -1,0 +1,390 @@
+"""Blocks in storage that other hosts use too: the one tier over every kind of ``Blobs``.
+
+A block is one blob, the same record as on a local disk, under a name that follows from its key. So there is nothing to
+agree on between hosts: whoever computes the same prompt makes the same names, finds what others wrote, and writes what
+nobody has. A name is a digest of the key and tells neither tenant nor tokens nor model. The *place* of a block is a
+number from the same digest, and says no more than that it was found once: others may remove it at any time, and then
+it is a miss.
+
+What cannot be read is not the fault of a block: a network that fails leaves everything where it is. What can be read
+and is no record of that block is rubbish that would keep its name for ever; the tier removes it.
+
+Storage can hang, and nobody waits for it: see jobs.py. A read that hangs may still fill its span when storage wakes up,
+so the caller is told that it is late, and keeps that memory aside until the answer comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Span
+from kvtide.clock import Clock, SystemClock
+from kvtide.tiers.base import NOWHERE, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.codec import Scratch
+from kvtide.tiers.jobs import Batch, Jobs, Trickle
+from kvtide.tiers.parcel import Packer, header_of
+from kvtide.tiers.record import Rejected, header_bytes, parse, recognise
+from kvtide.tiers.sealing import OPEN, Sealing
+from kvtide.tiers.steward import StewardStatistics
+from kvtide.tiers.tally import Tally
+
+__all__ = ["Credit", "Entry", "Shared", "Wish", "place_of"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SEQUENCE = 0
+"""Of every record: a name has one record, ever."""
+_HEADERS = 1 << 20
+"""No header is longer."""
+_CALL = 8 << 20
+"""Bytes after which a call takes no more blocks."""
+_ABSENT = 2.0
+"""Seconds for which it is remembered that a block is not there."""
+_REMEMBERED = 100_000
+_GONE = "gone"
+_RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
+_RUBBISH |= {"expired", "not sealed", "its key was destroyed"}
+"""What is wrong with a blob that can never be read under its name."""
+
+
+def place_of(name: str) -> int:
+    """The place of a block, by its name in storage."""
+    return int(name[:15], 16)
+
+
+class Credit(Protocol):
+    """What a process may write into a storage with a byte budget, and what it tells and hears of it."""
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may be written now."""
+
+    def used(self, names: Sequence[str]) -> None:
+        """These blobs were read or written."""
+
+    def told(self) -> StewardStatistics:
+        """What is there, as far as anybody knows."""
+
+
+class Entry(NamedTuple):
+    """What is known of a block that somebody has written."""
+
+    place: int
+    parent: bytes
+    depth: int
+    expiry: float
+    priority: int
+
+
+Wish = tuple[BlockKey, Identity]
+
+
+class Shared:
+    """A tier over ``blobs``, which it closes in the end. See the module's text.
+
+    ``threads`` blocks are written at a time, each in at most ``timeout`` seconds, and as many prepared meanwhile; twice
+    as many are read, or checked. ``late`` is told the keys of blocks whose read hangs. With ``credit`` nothing is
+    written that it does not allow.
+    """
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        *,
+        threads: int = 8,
+        timeout: float = 10.0,
+        compression: str = "raw",
+        sealing: Sealing = OPEN,
+        credit: Credit | None = None,
+        late: Callable[[Sequence[BlockKey]], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._blobs = blobs
+        self._timeout = timeout
+        self._sealing = sealing
+        self._credit = credit
+        self._late = late
+        self._clock = clock or SystemClock()
+        self._tally = Tally()
+        self._writes = threading.Semaphore(threads)
+        self._absent: dict[BlockKey, float] = {}
+        self._leaving: set[BlockKey] = set()
+        """Evicted or dropped, and not yet deleted."""
+        self._evicted = Trickle(self.drop, lambda items: self._leaving.difference_update(key for key, _ in items))
+        self._undead: set[BlockKey] = set()
+        """Dropped, but storage refused to delete them: they must not be served from here any more."""
+        self._jobs = Jobs(
+            "shared", [Packer(compression, sealing) for _ in range(2 * threads)], timeout, self._no_answer, self._clock
+        )
+
+    def __repr__(self) -> str:
+        return f"<Shared over {self._blobs!r}{', which hangs' if self._jobs.hangs else ''}>"
+
+    # -- the contract of a tier ---------------------------------------------------------------------------
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        def finish(sizes: list[int]) -> None:
+            if any(sizes):
+                self._tally.moved(read=sum(sizes))
+            done([size > 0 for size in sizes])
+
+        def late(items: Sequence[Read]) -> None:
+            if self._late is not None:
+                self._late([item.key for item in items])
+
+        self._jobs.submit(Batch("read", batch, self._read, 0, finish, late), _together(batch))
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        # A write that hangs is late to nobody: its block is in DRAM, and held there until the answer comes.
+        job = Batch("write", batch, self._write, NOWHERE, done, late=lambda _: None)
+        self._jobs.submit(job, _together(batch))
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        keys = [key for key, _ in items]
+
+        def gone(results: list[bool]) -> None:
+            self._undead.update(key for key, deleted in zip(keys, results, strict=True) if not deleted)
+            self._leaving.difference_update(keys)
+            done(results)
+
+        self._leaving.update(keys)
+        self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        self._leaving.add(key)
+        self._evicted.add((key, place))
+
+    def scan(self) -> Iterator[Held]:
+        """Nothing: what is there is found by asking for it."""
+        return iter(())
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Nobody's: others use it too."""
+
+    def statistics(self) -> TierStatistics:
+        tally = self._tally
+        there = StewardStatistics() if self._credit is None else self._credit.told()  # without a budget nobody counts
+        with tally.lock:
+            return TierStatistics(
+                blocks=there.blocks,
+                bytes_used=there.bytes_used,
+                bytes_taken=there.bytes_used,
+                budget=there.budget,
+                bytes_read=tally.read,
+                bytes_written=tally.written,
+                failed_reads=tally.failures["read"],
+                failed_writes=tally.failures["write"],
+                reasons=tuple(sorted(tally.reasons.items())),
+                errors_in_a_row=tally.errors,
+            )
+
+    def close(self) -> None:
+        self._evicted.wait(2 * self._timeout)  # else nobody would ever remove the rest
+        self._jobs.close()
+        self._blobs.close()
+
+    # -- what others wrote --------------------------------------------------------------------------------
+
+    def find(self, wishes: Sequence[Wish], done: Callable[[Sequence[Entry | None]], None]) -> None:
+        """Where blocks are that others may have written; None for those that are not there, or are not sound."""
+        self._jobs.submit(Batch("find", wishes, self._find, None, done))
+
+    def absent(self, key: BlockKey) -> bool:
+        """Whether a block was asked for a moment ago, and was not there."""
+        until = self._absent.get(key)
+        return until is not None and until > self._clock.monotonic()
+
+    def _miss(self, key: BlockKey) -> None:
+        if len(self._absent) >= _REMEMBERED:
+            self._absent.clear()
+        self._absent[key] = self._clock.monotonic() + _ABSENT
+
+    # -- the I/O threads ----------------------------------------------------------------------------------
+
+    def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
+        """Of each, how many bytes were read and verified; 0 if not all was."""
+        starts = _starts([item.identity for item in run], packer)
+        try:
+            names = [self._sealing.name(item.key) for item in run]
+            wanted = [
+                (name, [start, item.span[: item.identity.geometry.footprint if item.sections is None else 0]])
+                for name, start, item in zip(names, starts, run, strict=True)
+            ]
+            got = self._blobs.read(wanted, self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            return self._apart(self._read, run, packer, "read", e, 0)
+        sizes = [
+            self._unpack(item, name, start, count, packer)
+            for item, name, start, count in zip(run, names, starts, got, strict=True)
+        ]
+        if self._credit is not None:
+            self._credit.used([name for name, size in zip(names, sizes, strict=True) if size])
+        return sizes
+
+    def _unpack(self, item: Read, name: str, start: Span, got: int, packer: Packer) -> int:
+        def fetch(into: Sequence[Span], offset: int) -> int:
+            total = 0
+            for span in into:
+                if span:
+                    total += max(0, self._blobs.read_part(name, span, offset + total, self._timeout))
+            return total
+
+        try:
+            if got < 0 or item.place != place_of(name) or self._goes(item.key):
+                raise Rejected(_GONE)
+            room = _HEADERS + item.identity.geometry.footprint
+            return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            self._failed("read", e)
+            self._unsound(item.key, e)
+            return 0
+
+    def _write(self, run: Sequence[Write], packer: Packer) -> list[int]:
+        """Together, where they are written as they lie: a packed one is in the packer's memory until the next."""
+        sizes = [header_of(item) for item in run]
+        pages = packer.header.get(sum(sizes))
+        kept: set[str] = set()
+        ready: list[tuple[str, list[Span]]] = []
+        try:
+            names = [self._sealing.name(item.key) for item in run]
+            there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            self._failed("write", e, len(run))
+            return [NOWHERE] * len(run)
+        for item, name, size, end, found in zip(run, names, sizes, accumulate(sizes), there, strict=True):
+            try:
+                if item.key in self._leaving or (item.key in self._undead and not self._delete([item.key])[0]):
+                    raise Rejected("leaving")
+                self._undead.discard(item.key)
+                if found:
+                    kept.add(name)
+                    continue
+                packed = packer.pack(item)
+                if self._credit is not None and not self._credit.take(packed.nbytes):
+                    raise Rejected("no credit to write")
+                page = pages[end - size : end]
+                packed.name(page, _SEQUENCE, self._clock.time())
+            except Exception as e:  # noqa: BLE001 - see Tally
+                self._failed("write", e)
+                continue
+            ready.append((name, [page, packed.payload]))
+            if packed.payload is not item.span:
+                kept.update(self._send(ready))
+                ready = []
+        kept.update(self._send(ready))
+        for item, name in zip(run, names, strict=True):
+            if name in kept:
+                self._absent.pop(item.key, None)
+        if self._credit is not None:
+            self._credit.used(list(kept))
+        return [place_of(name) if name in kept else NOWHERE for name in names]
+
+    def _send(self, batch: Sequence[tuple[str, list[Span]]]) -> list[str]:
+        """Write records; the names of those that are there now."""
+        if not batch:
+            return []
+        try:
+            with self._writes:
+                self._blobs.write(batch, self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            if len(batch) > 1 and not isinstance(e, TimeoutError):
+                return [name for one in batch for name in self._send([one])]
+            self._failed("write", e, len(batch))
+            return []
+        self._tally.moved(written=sum(len(span) for _, spans in batch for span in spans))
+        return [name for name, _ in batch]
+
+    def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
+        try:
+            self._blobs.delete([self._sealing.name(key) for key in run], self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            self._failed("drop", e)
+            return [False] * len(run)
+        return [True] * len(run)
+
+    def _find(self, run: Sequence[Wish], packer: Packer) -> list[Entry | None]:
+        """By their headers: only they say whether a blob is that block, and how long it lives."""
+        starts = _starts([who for _, who in run], packer)
+        try:
+            names = [self._sealing.name(key) for key, _ in run]
+            got = self._blobs.read([(n, [s]) for n, s in zip(names, starts, strict=True)], self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            for key, _ in run:
+                self._miss(key)
+            return self._apart(self._find, run, packer, "find", e, None)
+        return [self._entry(*of) for of in zip(run, names, starts, got, strict=True)]
+
+    def _entry(self, wish: Wish, name: str, start: Span, got: int) -> Entry | None:
+        key, who = wish
+        try:
+            if got < 0 or self._goes(key):
+                raise Rejected(_GONE)
+            size = recognise(start[:got])
+            if size > len(start):
+                start = Scratch().get(min(size, _HEADERS))
+                got = self._blobs.read_part(name, start, 0, self._timeout)
+            self._sealing.check(start)
+            header = parse(start[:got], self._sealing.open_header)
+            if (header.key, header.namespace, header.tenant) != (key, who.namespace, who.tenant):
+                raise Rejected("another block")
+            if header.expiry <= self._clock.time():
+                raise Rejected("expired")  # whoever finds it makes room for the next
+            return Entry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            if str(e) != _GONE:
+                self._failed("find", e)
+            self._unsound(key, e)
+            return None
+
+    def _goes(self, key: BlockKey) -> bool:
+        return key in self._leaving or key in self._undead
+
+    def _unsound(self, key: BlockKey, e: Exception) -> None:
+        """There is no such block, or none that can be read: for a moment, or for good."""
+        self._miss(key)
+        if isinstance(e, Rejected) and str(e) in _RUBBISH:
+            self._delete([key])
+
+    def _apart(
+        self,
+        do: Callable[[Sequence[T], Packer], list[R]],
+        run: Sequence[T],
+        packer: Packer,
+        verb: str,
+        e: Exception,
+        failed: R,
+    ) -> list[R]:
+        """A call for several failed: not all need be bad, so each for itself, unless there is no time for that."""
+        if len(run) > 1 and not isinstance(e, TimeoutError):
+            return [do([one], packer)[0] for one in run]
+        self._failed(verb, e, len(run))
+        return [failed] * len(run)
+
+    def _failed(self, verb: str, e: Exception, count: int = 1) -> None:
+        self._tally.failed(verb, e, count)
+        if isinstance(e, TimeoutError):
+            self._jobs.rest()
+
+    def _no_answer(self, verb: str, count: int) -> None:
+        self._tally.failed(verb, TimeoutError(errno.ETIMEDOUT, "storage does not answer"), count)
+
+
+def _together(batch: Sequence[Read] | Sequence[Write]) -> int:
+    """How many of these blocks one call may move: enough that asking costs little, and not more than is sure to end
+    in time over a slow network."""
+    return _CALL // max([1, *(len(item.span) for item in batch)])
+
+
+def _starts(run: Sequence[Identity], packer: Packer) -> list[Span]:
+    """Memory for the headers of the records of such blocks."""
+    sizes = [header_bytes(who.geometry.sections) for who in run]
+    pages = packer.header.get(sum(sizes))
+    return [pages[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,0 +1,354 @@
+"""The byte budget of storage that many write to: one *steward* among all who use it, and credits to write.
+
+Nobody may write without credit, and only the steward gives it: so many bytes, for a short time. It knows what lies in
+storage by listing it, and what may come by the credits that it has given; the sum of both never exceeds the budget. To
+give more it first removes what was used longest ago. Without a steward there is no credit: nothing is stored, and all
+is loaded as ever.
+
+All that is said is said by the names of small blobs in the storage itself (``Papers``)::
+
+    evictor.TERM.BEAT          somebody is steward, and alive: a new one every few seconds; holds its statistics
+    ask.TERM.WHO.N.BYTES       a node asks this steward for credit
+    grant.TERM.WHO.N.BYTES     and gets it
+    used.WHO.N                 holds the names of blobs that a node has read or written
+    evicted.TERM.N             and this of blobs that the steward removes; see removals.py
+
+*Election.* Of all who create the first beat of a term one wins. Whoever sees the same last beat for a whole lease, by
+its own clock, may try the next term; no two clocks need agree, only run equally fast.
+
+*Why the budget holds when a steward dies, or is stopped and wakes up long after.* A credit ends one lifetime after the
+node *looked* who is steward, not after it was given. Whoever looked after the new term began saw it, and asks the new
+one. So a lifetime after its election all credits of its predecessors are over, however late those still write grants;
+until then the new steward gives none, and then it lists what there is.
+
+*Which bytes are counted.* What a listing finds, and every credit that was not over when the listing began, in full: a
+part of it may be in the listing already, and is then counted twice until the next. Small papers and unfinished files
+count too. A write that was begun under a credit and takes longer than its lifetime, on a storage that hangs, is not
+covered: so many blocks as a node writes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+import msgspec
+
+from kvtide.clock import Clock, SystemClock
+from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.codec import Scratch
+from kvtide.tiers.removals import PAGE, PAGE_BYTES, PAGES, names_in, tell
+
+__all__ = ["RESIGNED", "Paper", "Papers", "Steward", "StewardStatistics", "is_block"]
+
+log = logging.getLogger("kvtide.steward")
+
+_PATIENCE = 3600.0
+"""Seconds that a listing may take: storage may be large."""
+_PART = 16
+"""At most so large a part of the budget is given as one credit."""
+_SLACK = 64
+"""And so large a part is removed more than is needed, so that not every credit waits for a listing."""
+_LOOK = 60.0
+"""Seconds after which storage is listed though nobody asks, in case that the budget was lowered."""
+_LITTER = 3600.0
+"""Age in seconds at which what a writer left unfinished is taken for left for ever."""
+_LOGS = 256
+"""Of what was used, the last that are kept for a successor."""
+_TOGETHER = 32
+"""Blobs that are deleted between two looks at the clock: slow storage must not make a steward seem dead."""
+RESIGNED = 9_999_999_999
+"""The beat of a steward who goes."""
+_BEATS = "evictor."
+_TOLD = 4096
+"""The most bytes of a beat."""
+_DIGEST = 64
+"""Letters in the name of a block."""
+
+
+def is_block(name: str) -> bool:
+    """Whether a blob is a block, not a paper."""
+    return len(name) == _DIGEST and "." not in name
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """Something that was said by the name of a blob."""
+
+    name: str
+    term: int
+    who: str = ""
+    number: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StewardStatistics:
+    """How the byte budget of a storage stands, as its steward knows it; counts are since that process began."""
+
+    who: str = ""
+    """The steward: host and process id. Empty: nobody is, or this one is not."""
+    term: int = 0
+    budget: int = 0
+    blocks: int = 0
+    bytes_used: int = 0
+    """Of all that there is, at the last listing, less what was removed since."""
+    bytes_unfinished: int = 0
+    """Of that, what somebody is writing, or has left so."""
+    bytes_granted: int = 0
+    """Credits that may still be used, or were not yet over at the last listing."""
+    blocks_removed: int = 0
+    leftovers_removed: int = 0
+    """Unfinished files of writers that died."""
+    terms_served: int = 0
+
+
+def _beat(term: int, beat: int) -> str:
+    return f"{_BEATS}{term:010d}.{beat:010d}"
+
+
+def _beats(names: Iterable[str]) -> list[tuple[int, int]]:
+    parts = [name.split(".") for name in names if name.startswith(_BEATS)]
+    return sorted((int(term), int(beat)) for _, term, beat in parts)
+
+
+class Papers:
+    """Reads and writes them. A steward may be silent for ``lease`` seconds, and a credit lasts for ``lifetime``."""
+
+    def __init__(self, blobs: Blobs, lease: float) -> None:
+        self.blobs = blobs
+        self.lease = lease
+        self.lifetime = 2 * lease
+        self.timeout = lease
+
+    def beats(self) -> list[tuple[int, int]]:
+        """Terms and beats, the last one last."""
+        return _beats(name for name, _, _ in self.blobs.list(self.timeout, _BEATS))
+
+    def beats_and_pages(self) -> tuple[list[tuple[int, int]], list[str]]:
+        """The same, and the names of the pages on which removals are told."""
+        names = [name for name, _, _ in self.blobs.list(self.timeout, "evict")]
+        return _beats(names), [name for name in names if name.startswith(PAGES)]
+
+    def beat(self, term: int, beat: int, about: StewardStatistics) -> bool:
+        try:
+            return self.blobs.create(_beat(term, beat), msgspec.json.encode(about), self.timeout)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # A filesystem that is full takes an empty file still; and whoever makes room in it must be elected.
+            return self.blobs.create(_beat(term, beat), b"", self.timeout)
+
+    def forget_beats(self, beats: list[tuple[int, int]]) -> None:
+        self.blobs.delete([_beat(*beat) for beat in beats], self.timeout)
+
+    def told(self, term: int, beat: int) -> StewardStatistics | None:
+        """What a steward said with a beat; None if that is gone, or no such thing, or cannot be read just now."""
+        data = Scratch().get(_TOLD)
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            got = self.blobs.read_part(_beat(term, beat), data, 0, self.timeout)
+            return msgspec.json.decode(bytes(data[: max(0, got)]), type=StewardStatistics)
+        return None
+
+    def find(self, kind: str, term: int | None = None, who: str = "") -> list[Paper]:
+        """Asks or grants: of a term, or all; of one node, or all."""
+        prefix = f"{kind}." if term is None else f"{kind}.{term:010d}.{who}"
+        found = []
+        for name, _, _ in self.blobs.list(self.timeout, prefix):
+            _, of, whose, number, nbytes = name.split(".")
+            found.append(Paper(name, int(of), whose, int(number), int(nbytes)))
+        return found
+
+    def say(self, kind: str, term: int, who: str, number: int, nbytes: int) -> Paper:
+        name = f"{kind}.{term:010d}.{who}.{number:010d}.{nbytes}"
+        self.blobs.create(name, b"", self.timeout)
+        return Paper(name, term, who, number, nbytes)
+
+    def burn(self, papers: list[Paper]) -> None:
+        if papers:
+            self.blobs.delete([paper.name for paper in papers], self.timeout)
+
+
+class Steward:
+    """Stands for election, and does the work when elected. ``step`` is to be called a few times in a lease."""
+
+    def __init__(self, papers: Papers, budget: int, clock: Clock | None = None) -> None:
+        self._papers = papers
+        self._blobs = papers.blobs
+        self._budget = budget
+        self._clock = clock or SystemClock()
+        self._seen: tuple[int, int] = (0, 0)
+        self._seen_at = self._clock.monotonic()
+        self._term = self._beat = 0
+        """Its own; 0: it is not steward."""
+        self._pages = 0
+        """On which it has told of removals, in this term."""
+        self._beaten = self._gives_from = 0.0
+        self._blocks: dict[str, tuple[int, float]] = {}
+        """Of all blocks: bytes, and when they were written."""
+        self._bytes = 0
+        """Of all that there is."""
+        self._listed = -1.0
+        """When the last listing began; negative: there was none in this term."""
+        self._grants: list[tuple[float, int]] = []
+        """When they were made, and their bytes; only those that were not over at the last listing."""
+        self._took = 0.0
+        """Seconds that the last listing took."""
+        self._used: dict[str, float] = {}
+        self._folded: set[str] = set()
+        self._who = f"{socket.gethostname()} {os.getpid()}"
+        self._unfinished = 0
+        self._removed = self._leftovers = self._served = 0
+
+    def __repr__(self) -> str:
+        return f"<Steward {f'of term {self._term}' if self._term else 'not elected'}>"
+
+    def statistics(self) -> StewardStatistics:
+        done = StewardStatistics(
+            blocks_removed=self._removed, leftovers_removed=self._leftovers, terms_served=self._served
+        )
+        if not self._term:
+            return done
+        return replace(
+            done,
+            who=self._who,
+            term=self._term,
+            budget=self._budget,
+            blocks=len(self._blocks),
+            bytes_used=self._bytes,
+            bytes_unfinished=self._unfinished,
+            bytes_granted=sum(nbytes for _, nbytes in self._grants),
+        )
+
+    def step(self) -> None:
+        """Stand for election, or serve. Raises OSError where storage refuses."""
+        beats = self._papers.beats()
+        last = beats[-1] if beats else (0, 0)
+        now = self._clock.monotonic()
+        if self._term and last[0] > self._term:
+            log.warning(
+                "another process keeps the byte budget of %r now: this one was silent for too long", self._blobs
+            )
+            self._term = 0
+        if self._term:
+            self._live(beats)
+            self._serve()
+        elif last != self._seen:
+            self._seen, self._seen_at = last, now
+        elif not beats or last[1] == RESIGNED or now - self._seen_at >= self._papers.lease:
+            self._stand(last[0] + 1, beats)
+
+    def resign(self) -> None:
+        """Let another be elected at once."""
+        term, self._term = self._term, 0
+        if term:
+            self._papers.beat(term, RESIGNED, self.statistics())
+
+    def _stand(self, term: int, beats: list[tuple[int, int]]) -> None:
+        if not self._papers.beat(term, 0, StewardStatistics(self._who, term, self._budget)):
+            return
+        now = self._clock.monotonic()
+        log.info("this process keeps the byte budget of %r, term %d", self._blobs, term)
+        self._term, self._beat, self._pages, self._beaten = term, 0, 0, now
+        self._gives_from = now + (self._papers.lifetime if beats else 0.0)
+        self._listed, self._grants, self._blocks, self._bytes = -1.0, [], {}, 0
+        self._served += 1
+        self._papers.forget_beats(beats)
+
+    def _live(self, beats: list[tuple[int, int]] | None = None) -> None:
+        """Say that it is alive, if it is time for that."""
+        now = self._clock.monotonic()
+        if now - self._beaten >= self._papers.lease / 3:
+            self._papers.beat(self._term, self._beat + 1, self.statistics())
+            self._beat, self._beaten = self._beat + 1, now
+            self._papers.forget_beats(beats or [(self._term, self._beat - 1)])
+
+    # -- serving ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._fold()
+        asks = self._papers.find("ask")
+        self._papers.burn([ask for ask in asks if ask.term < self._term])
+        asks = [ask for ask in asks if ask.term == self._term]
+        now = self._clock.monotonic()
+        if now < self._gives_from:
+            return
+        wanted = sum(min(ask.nbytes, self._budget // _PART) for ask in asks)
+        old = max(self._papers.lifetime / 2, 10 * self._took) if self._free < wanted else _LOOK
+        if self._listed < 0 or now - self._listed > old:
+            self._list()
+        if self._free < wanted:
+            self._remove(wanted - self._free + self._budget // _SLACK)
+        for n, ask in enumerate(asks):
+            nbytes = min(ask.nbytes, self._budget // _PART, self._free // (len(asks) - n))
+            if nbytes > 0:
+                self._grants.append((self._clock.monotonic(), nbytes))
+                self._papers.say("grant", self._term, ask.who, ask.number, nbytes)
+                self._papers.burn([ask])
+
+    @property
+    def _free(self) -> int:
+        # A page, and a beat, must have room before anything is removed.
+        return self._budget - PAGE_BYTES - _TOLD - self._bytes - sum(nbytes for _, nbytes in self._grants)
+
+    def _list(self) -> None:
+        """Look what there is."""
+        self._listed = self._clock.monotonic()
+        blocks: dict[str, tuple[int, float]] = {}
+        leftovers, unfinished = self._blobs.tidy(_LITTER, _PATIENCE, self._live)
+        total = unfinished
+        for name, nbytes, written in self._blobs.list(_PATIENCE):
+            total += nbytes
+            if is_block(name):
+                blocks[name] = nbytes, written
+            self._live()
+        self._blocks, self._bytes, self._unfinished = blocks, total, unfinished
+        self._leftovers += leftovers
+        self._took = self._clock.monotonic() - self._listed
+        self._grants = [grant for grant in self._grants if grant[0] + self._papers.lifetime > self._listed]
+        self._papers.burn([p for p in self._papers.find("grant") if p.term < self._term])
+        self._used = {name: when for name, when in self._used.items() if name in blocks}
+
+    def _remove(self, nbytes: int) -> None:
+        """Remove blocks that were used longest ago, of so many bytes together."""
+        blocks, used = self._blocks, self._used
+        # Of those used together the last written first: it may be a child of the others.
+        order = sorted(blocks, key=lambda name: (max(used.get(name, 0.0), blocks[name][1]), -blocks[name][1]))
+        victims: list[str] = []
+        for name in order:
+            if nbytes <= 0:
+                break
+            victims.append(name)
+            nbytes -= blocks[name][0]
+        for i in range(0, len(victims), PAGE):
+            self._delete(victims[i : i + PAGE])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(OSError):  # a full storage takes no page: that is no reason to leave it full
+            self._pages += 1
+            self._bytes += tell(self._blobs, self._term, self._pages, names, self._papers.timeout)
+        for i in range(0, len(names), _TOGETHER):
+            some = names[i : i + _TOGETHER]
+            self._blobs.delete(some, _PATIENCE)
+            for name in some:
+                self._bytes -= self._blocks.pop(name)[0]
+                self._used.pop(name, None)
+            self._removed += len(some)
+            self._live()
+
+    def _fold(self) -> None:
+        """Take in what nodes say that they have used."""
+        logs = sorted(self._blobs.list(self._papers.timeout, "used."), key=itemgetter(2))
+        for name, nbytes, when in logs:
+            if name not in self._folded:
+                for used in names_in(self._blobs, name, nbytes, self._papers.timeout) or ():
+                    self._used[used] = max(when, self._used.get(used, 0.0))
+        self._folded = {name for name, _, _ in logs}
+        if len(logs) > _LOGS:
+            self._blobs.delete([name for name, _, _ in logs[:-_LOGS]], self._papers.timeout)
