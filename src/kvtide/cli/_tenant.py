@@ -1,0 +1,47 @@
+"""How commands are told which tenant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtide.config import Security
+from kvtide.errors import ConfigError
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.security.audit import Audit, audit_of
+from kvtide.security.ring import OWN
+
+__all__ = ["TenantName", "log_of", "tag_of"]
+
+TenantName = Annotated[
+    str,
+    typer.Option(
+        "--tenant",
+        help="The tenant's tag, 32 hexadecimal digits, as kvtide inspect and kvtide keys list show it; or default.",
+        show_default=False,
+    ),
+]
+
+
+def tag_of(tenant: str) -> bytes:
+    if tenant == "default":
+        return DEFAULT_TENANT.tag
+    try:
+        tag = bytes.fromhex(tenant)
+    except ValueError:
+        tag = b""
+    if len(tag) != 16 or tag == OWN:  # the store's own key is no tenant's: all shared blobs have their names by it
+        raise ConfigError(
+            f"--tenant is {tenant!r}; it must be a tag of 32 hexadecimal digits, or default. In a program a tenant's "
+            "is tenant.tag.hex()"
+        )
+    return tag
+
+
+def log_of(settings: Security) -> Audit:
+    """The audit log; without one, nothing is done."""
+    found = audit_of(settings)
+    if found is None:
+        raise ConfigError("this must be written down: set security.audit, or security.key_file, and it is beside that")
+    return found

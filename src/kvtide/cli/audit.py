@@ -1,0 +1,43 @@
+"""``kvtide audit``: the log of administrative and security acts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+from kvtide.cli._tenant import log_of
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help=True)
+
+
+@app.callback()
+def audit() -> None:
+    """The log of administrative and security acts."""
+
+
+@app.command()
+def verify(
+    log: Annotated[Path | None, typer.Argument(help="The log; else that of the configuration.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
+    ] = None,
+) -> None:
+    """Check that no line was changed, left out or put in; also in files that were rotated away.
+
+    That its end was not cut off it cannot show: compare the last hash with one that you noted elsewhere. The exit code
+    is 0 if all is well, and 1 if not.
+    """
+    from kvtide.security.audit import verify as check
+
+    path = log or log_of(configuration.read(file).security).path
+    found = check(path)
+    typer.echo(f"{path}: {found.lines} lines, the last with hash {found.last}")
+    if found.problem:
+        typer.echo(found.problem)
+        raise typer.Exit(1)
+    typer.echo("all in order")

@@ -1,0 +1,84 @@
+"""``kvtide forget``: destroy what is kept of a tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+from kvtide.cli._tenant import TenantName, log_of, tag_of
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def forget(
+    tenant: TenantName,
+    sockets: Annotated[
+        list[Path] | None, typer.Option("--socket", help="A node that may have the tenant's blocks; may be repeated.")
+    ] = None,
+    addresses: Annotated[
+        list[str] | None,
+        typer.Option("--node", help="One on another host: https://host:9410, its node.http; may be repeated."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
+    ] = None,
+) -> None:
+    """Destroy a tenant's keys first, and then its blocks.
+
+    Without --socket and --node the directory of nvme.path is opened here; no node may have it open. With them each node
+    answers "done", or, if it cannot be reached or will not, "ends by" the time at which its keys lapse: until then it
+    may serve. To nodes on other hosts we are known by node.certificate, or by a token in KVTIDE_TOKEN.
+
+        [bold]kvtide forget --tenant default --socket /run/kvtide.sock[/bold]
+
+    What is claimed: without its key no sealed block can be read any more, by anybody. Headers are overwritten and the
+    rest is given to the disk to discard; what a medium keeps of that, and backups, are beyond our reach. The exit code
+    is 0 if all is done, 1 if something ends later, 2 if it was refused.
+    """
+    from kvtide.errors import AccessError, KvtideError, TierError
+    from kvtide.node.afar import Afar
+    from kvtide.node.client import Client
+    from kvtide.security.acts import destroy
+    from kvtide.security.keyfile import KeyFile
+    from kvtide.store import Store
+
+    settings = configuration.read(file)
+    tag, log = tag_of(tenant), log_of(settings.security)
+    nodes: list[tuple[str, Callable[[], Client | Afar]]] = [
+        (str(path), partial(Client, path)) for path in sockets or ()
+    ]
+    nodes += [(address, partial(Afar, address, settings.node)) for address in addresses or ()]
+    if not nodes:
+        with Store(settings) as store:
+            typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)} blocks")
+        return
+    if settings.security.key_file:
+        log.record("destroy keys", "begun", tenant=tag.hex())  # what cannot be written down is not done
+        try:
+            count = destroy(KeyFile(Path(settings.security.key_file).expanduser()), tag)
+        except KvtideError as e:
+            log.record("destroy keys", f"{type(e).__name__}: {e}", tenant=tag.hex())
+            raise
+        log.record("destroy keys", f"done: {count} keys", tenant=tag.hex())
+    late = False
+    end = datetime.now(UTC) + timedelta(seconds=settings.security.lease)
+    for name, reach in nodes:
+        try:
+            with reach() as node:
+                said = f"done, {node.forget(tag)} blocks"
+        except (TierError, AccessError) as e:
+            late = True
+            said = f"ends by {end.isoformat(timespec='seconds')} ({e})" if settings.security.encrypt else f"failed: {e}"
+        log.record("forget at a node", said, tenant=tag.hex(), node=name)
+        typer.echo(f"{name}: {said}")
+    if late:
+        raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""``kvtide hold``: keep a tenant's blocks from being forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+from kvtide.cli._tenant import TenantName, log_of, tag_of
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def hold(
+    tenant: TenantName,
+    why: Annotated[str, typer.Option(help="The reason, for whoever meets the hold.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="End the hold.")] = False,
+    file: Annotated[
+        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
+    ] = None,
+) -> None:
+    """Put a tenant under a legal hold: until it ends, [bold]kvtide forget[/bold] refuses.
+
+    It keeps keys from being destroyed, not blocks from expiring or being evicted: this is a cache.
+    """
+    from kvtide.errors import ConfigError
+    from kvtide.security import acts
+    from kvtide.security.keyfile import KeyFile
+
+    settings = configuration.read(file).security
+    tag, log = tag_of(tenant), log_of(settings)
+    if not settings.key_file:
+        raise ConfigError("holds are kept in the key file: set security.key_file")
+    keys = KeyFile(Path(settings.key_file).expanduser())
+    what = "end hold" if release else "hold"
+    log.record(what, "begun", tenant=tag.hex(), why=why)  # what cannot be written down is not done
+    if not release:
+        acts.hold(keys, tag, why)
+        said = "held"
+    else:
+        said = "released" if acts.release(keys, tag) else "there was no hold"
+    log.record(what, said, tenant=tag.hex(), why=why)
+    typer.echo(f"{tag.hex()}: {said}")

@@ -1,0 +1,85 @@
+"""``kvtide keys``: the keys that seal what lies outside memory."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtide import config as configuration
+from kvtide.cli._tenant import log_of
+from kvtide.config import Security
+from kvtide.errors import ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help=True)
+
+_File = Annotated[
+    Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
+]
+
+
+@app.callback()
+def keys() -> None:
+    """Make, list and rotate the keys that seal what lies outside memory."""
+
+
+def _settings(file: Path | None) -> Security:
+    settings = configuration.read(file).security
+    if not settings.key_file:
+        raise ConfigError("there are no keys: set security.key_file and security.key_source")
+    return settings
+
+
+@app.command()
+def make() -> None:
+    """Print a new key for security.key_source: 64 hexadecimal digits. It is kept nowhere.
+
+    [bold](umask 077; kvtide keys make > /etc/kvtide/key)[/bold]
+    """
+    typer.echo(secrets.token_hex(32))
+
+
+@app.command(name="list")
+def show(file: _File = None) -> None:
+    """List keys, by tenant, with their state, and the tenants that are under a legal hold."""
+    from kvtide.security.keyfile import KeyFile
+    from kvtide.show import moment
+
+    found = KeyFile(Path(_settings(file).key_file).expanduser()).read()
+    for entry in found.keys:
+        state = "in use" if entry.destroyed is None else f"destroyed {moment(entry.destroyed)}"
+        typer.echo(f"key {entry.id}  tenant {entry.tenant}  made {moment(entry.created)}  {state}")
+    for held in found.holds:
+        typer.echo(f"hold            tenant {held.tenant}  since {moment(held.since)}  {held.why}")
+
+
+@app.command()
+def rotate(
+    to: Annotated[
+        str, typer.Option(help="Wrap with this from now on, and set security.key_source to it; empty: a newer version.")
+    ] = "",
+    file: _File = None,
+) -> None:
+    """Wrap all keys anew, with another key or with the newest version of the key service's.
+
+    What they seal stays as it is. Nodes that still have the old security.key_source lose their keys within a lease.
+    """
+    from kvtide.security.acts import rotate as rewrap
+    from kvtide.security.keyfile import KeyFile
+    from kvtide.security.wrapping import Unavailable, wrapper
+
+    settings = _settings(file)
+    log = log_of(settings)
+    log.record("rotate", "begun")  # what cannot be written down is not done
+    try:
+        old, new = wrapper(settings.key_source), wrapper(to) if to else None
+        count = rewrap(KeyFile(Path(settings.key_file).expanduser()), old, new)
+    except Unavailable as e:
+        log.record("rotate", f"failed: {e}")
+        raise ConfigError(f"nothing was rotated: {e}") from e
+    log.record("rotate", f"done: {count} keys")
+    typer.echo(f"{count} keys are wrapped anew" + (f"; set security.key_source to {to}" if to else ""))

@@ -1,0 +1,81 @@
+"""A store forgets a tenant: its keys first, then its blocks, wherever they lie; and the audit log says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtide.block import BlockKey
+from kvtide.errors import KvtideError, LayoutError
+from kvtide.index.index import SEALED
+from kvtide.security.acts import destroy
+from kvtide.security.audit import audit_of
+from kvtide.security.keyfile import KeyFile
+from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.record import belongs
+
+if TYPE_CHECKING:
+    from kvtide.store import Store
+
+__all__ = ["forget"]
+
+
+def forget(store: Store, tenant: bytes, who: str) -> int:
+    """See ``Store.forget``."""
+    if len(tenant) != 16:
+        raise LayoutError(f"a tenant's tag has 16 bytes, not {len(tenant)}")
+    settings = store.config.security
+    audit = audit_of(settings, store.clock)
+    mine: set[bytes] = set()
+    result = "failed"
+    if audit is not None:
+        audit.record("forget", "begun", who, tenant=tenant.hex())  # what cannot be written down is not done
+    try:
+        known = [_residents(part, tenant) for part in store.parts]
+        if settings.key_file:
+            file = KeyFile(Path(settings.key_file).expanduser())
+            destroy(file, tenant, store.clock)
+            mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
+        if store.ring is not None:
+            store.ring.revoke(tenant)
+        found = 0
+        # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
+        for part, before in zip(store.parts, known, strict=True):
+            keys = _keys_of(part, tenant, mine)
+            found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
+        result = f"done: {found} blocks"
+        return found
+    except KvtideError as e:
+        result = f"{type(e).__name__}: {e}"
+        raise
+    finally:
+        if audit is not None:
+            audit.record("forget", result, who, tenant=tenant.hex())
+
+
+def _residents(store: Store, tenant: bytes) -> set[BlockKey]:
+    """The blocks of a tenant in memory."""
+    with store.index.lock:
+        return set(store.index.keys(store.pipeline.residents_of(tenant)))
+
+
+def _keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
+    """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
+
+    In shared storage nobody can tell whose a blob is, without a key that is gone too.
+    """
+    names: list[BlockKey] = []
+    places: list[int] = []
+    own = [(cold, cold.tier) for cold in store.colds if isinstance(cold.tier, Nvme)]
+    for _, tier in own:
+        places, names = tier.shred(lambda page: belongs(page, tenant, data_keys))
+    index = store.index
+    with index.lock:
+        rows = store.pipeline.residents_of(tenant)
+        for cold, _ in own:
+            here = index.state[cold.number][: index.size] == SEALED
+            rows = np.union1d(rows, np.flatnonzero(here & np.isin(index.place[cold.number][: index.size], places)))
+        return list(dict.fromkeys([*index.keys(rows), *names]))

@@ -1,0 +1,206 @@
+"""Records that say nothing to whoever has no key: header and sections sealed with AES-256-GCM.
+
+Every record has keys of its own, made from its tenant's data key and 32 random bytes that stand in its header, so no
+nonce is ever used twice though nonces are plain numbers::
+
+    header key     HKDF-SHA256(data key, salt, "kvtide 1 header")
+    section key    HKDF-SHA256(data key, salt, "kvtide 1 sections" + block key)
+
+The *body* of the header (all but magic, version, size, flags, checksum, key id, salt and tag) is sealed with the first,
+with the clear fields as associated data. Each section is sealed with the second, its number for a nonce, so that it can
+be read alone; its tag stands in the section table in the place of the checksum. The table is part of the sealed body,
+so nobody can put another section, or the same one of another time, in its place. Compression comes before. The
+header's checksum is over what is on the disk: it tells accidents from a wrong key.
+
+A header must be readable by whoever opens a directory and does not know yet which blocks are in it; that is why its
+key does not depend on the block's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+from kvtide.block import BlockKey, Span, padded
+from kvtide.security.ring import OWN, DataKey, Ring
+from kvtide.security.wrapping import Unavailable, aead
+from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected
+
+__all__ = ["NO_KEY", "OPEN", "TAG", "Paper", "Seal", "Sealing"]
+
+TAG = 16
+_HEADER = b"\xff" * 12
+"""The nonce of a header's body. It has a key of its own; the number is one that no section has."""
+
+
+def _derive(key: DataKey, salt: bytes, what: bytes) -> Any:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return aead(HKDF(SHA256(), 32, salt, what).derive(key.secret))
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def _clear(page: Span | bytearray) -> bytes:
+    """The fields that stand open, without checksum and tag: nobody may change them either."""
+    return bytes(page[:16]) + bytes(page[32:80])
+
+
+class Seal:
+    """What seals one record, and opens it."""
+
+    __slots__ = ("_key", "_salt")
+
+    def __init__(self, key: DataKey, salt: bytes) -> None:
+        self._key = key
+        self._salt = salt
+
+    @property
+    def name(self) -> bytes:
+        """The id of its key and its salt: what ``Sealing.old`` needs."""
+        return self._key.id + self._salt
+
+    def paper(self) -> Paper:
+        """What seals a file of the store's own."""
+        return Paper(_derive(self._key, self._salt, b"kvtide 1 paper"))
+
+    def close_header(self, page: Span) -> None:
+        """Seal a header that was packed in the open."""
+        page[12:16] = FLAG_SEALED.to_bytes(4, "little")
+        page[16:32] = bytes(16)
+        page[32:48], page[48:80] = self._key.id, self._salt
+        sealed = _derive(self._key, self._salt, b"kvtide 1 header").encrypt(_HEADER, page[BODY:], _clear(page))
+        page[80:BODY], page[BODY:] = sealed[-TAG:], sealed[:-TAG]
+        page[16:32] = xxh3_128_digest(page)
+
+    def open_header(self, page: bytearray) -> None:
+        """Put a header's body in the open, in place. Raises Rejected."""
+        from cryptography.exceptions import InvalidTag
+
+        opener = _derive(self._key, self._salt, b"kvtide 1 header")
+        try:
+            page[BODY:] = opener.decrypt(_HEADER, bytes(page[BODY:]) + bytes(page[80:BODY]), _clear(page))
+        except InvalidTag as e:
+            raise Rejected("forged header") from e
+
+    def close_sections(self, payload: Span, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> Span:
+        """Seal a payload into ``out``, which has ``TAG`` bytes more, and put the tags into the table."""
+        sealer = _derive(self._key, self._salt, b"kvtide 1 sections" + key)
+        first, checks = int(table["offset"][0]), []
+        for i, (offset, stored) in enumerate(table[["offset", "stored"]].tolist()):
+            start = offset - first
+            end = start + stored
+            # The tag comes right behind, where the next section, or padding, goes afterwards.
+            sealer.encrypt_into(_nonce(i), payload[start:end], None, out[start : end + TAG])
+            checks.append(bytes(out[end : end + TAG]))
+            out[end : start + padded(stored)] = bytes(padded(stored) - stored)
+        table["check"] = np.array(checks, "V16")
+        return out[: len(payload)]
+
+    def open_sections(
+        self, payload: Span, table: npt.NDArray[np.void], sections: range, key: BlockKey, scratch: Span
+    ) -> None:
+        """Verify sections, of which ``payload`` starts with the first, and put them in the open, in place.
+
+        ``scratch`` has room for the largest and ``TAG`` bytes. Raises Rejected.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        opener = _derive(self._key, self._salt, b"kvtide 1 sections" + key)
+        part = table[sections.start : sections.stop]
+        first = int(part["offset"][0])
+        for i, (offset, stored, _, check) in zip(sections, part.tolist(), strict=True):
+            section = payload[offset - first : offset - first + stored]
+            scratch[:stored], scratch[stored : stored + TAG] = section, check
+            try:
+                opener.decrypt_into(_nonce(i), scratch[: stored + TAG], None, section)
+            except InvalidTag as e:
+                raise Rejected("corrupt payload") from e
+
+
+class Paper:
+    """Seals the parts of one file that is only appended to; where a part lies is its nonce."""
+
+    def __init__(self, cipher: Any) -> None:
+        self._cipher = cipher
+
+    def close(self, at: int, part: bytes) -> bytes:
+        return bytes(self._cipher.encrypt(_nonce(at), part, None))
+
+    def open(self, at: int, part: Span) -> bytes:
+        """Raises ValueError for what was not sealed there."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return bytes(self._cipher.decrypt(_nonce(at), part, None))
+        except InvalidTag as e:
+            raise ValueError("this was not sealed here") from e
+
+
+class Sealing:
+    """Seals records and opens them, with the keys of a ring; without one, it does neither.
+
+    With ``seals`` False what is written stays in the open, and what was sealed before can still be read. Where it
+    seals, a record in the open is none, because somebody without a key could have made it, unless ``accept_open``.
+    """
+
+    def __init__(self, ring: Ring | None = None, *, seals: bool = True, accept_open: bool = False) -> None:
+        self._ring = ring
+        self.seals = seals and ring is not None
+        self._accept_open = accept_open or not self.seals
+
+    def new(self, tenant: bytes) -> Seal | None:
+        """What seals a new record of a tenant's; None where records stay in the open. Raises Rejected."""
+        if self._ring is None or not self.seals:
+            return None
+        try:
+            return Seal(self._ring.of(tenant), secrets.token_bytes(32))
+        except Unavailable as e:
+            raise Rejected(str(e)) from e
+
+    def old(self, number: bytes, salt: bytes) -> Seal:
+        """What opens a record that was sealed with that key and salt. Raises Rejected."""
+        if self._ring is None:
+            raise Rejected("its key is not here")
+        try:
+            return Seal(self._ring.find(number), salt)
+        except Unavailable as e:
+            raise Rejected(str(e)) from e
+
+    def name(self, key: BlockKey) -> str:
+        """The name of a block in storage that others see too. Raises Rejected.
+
+        A digest of the key would do against reading it, but the default tenant's keys can be guessed with the prompt:
+        where records are sealed, a name says nothing to whoever has no keys.
+        """
+        secret = b""
+        if self._ring is not None and self.seals:
+            try:
+                secret = self._ring.of(OWN).secret
+            except Unavailable as e:
+                raise Rejected(str(e)) from e
+        return blake3(secret + key, derive_key_context="kvtide 1 name in shared storage").hexdigest()
+
+    def check(self, start: Span) -> None:
+        """Raises Rejected if a record that begins so is in the open and must not be."""
+        if not self._accept_open and not start[12] & FLAG_SEALED:
+            raise Rejected("not sealed")
+
+    def open_header(self, page: bytearray) -> None:
+        """Put a sealed header's body in the open, in place. Raises Rejected."""
+        self.old(bytes(page[32:48]), bytes(page[48:80])).open_header(page)
+
+
+NO_KEY = ("its key", "the key")
+"""How the reasons begin for which a sealed record cannot be read though it may be whole."""
+
+OPEN = Sealing()
+"""For those who keep records in the open and cannot read others."""
