@@ -13,8 +13,6 @@ for microseconds; decide under it, act outside it.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -26,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, Found, Group, Layout
+from kvtide.index.account import Account
+from kvtide.index.columns import column
 from kvtide.index.holds import Holds, Rows
 
 __all__ = [
@@ -73,15 +73,6 @@ def marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
         return np.zeros(0, np.uint64)
     whole = np.frombuffer(b"".join([key[:8] for key in keys]), np.uint64)
     return whole | np.uint64(1 << 63)
-
-
-def _column(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros in a mapping of their own: a column that was outgrown goes back to the system, where malloc keeps it."""
-    kind = np.dtype(dtype)
-    memory = mmap.mmap(-1, size * kind.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # only advice: a chain is found a fifth sooner with it
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +125,8 @@ class Index:
         """Whose it is, from 1 on; 0 while nobody of this process has used it."""
         self.tenants = 0
         """How many tenants there are."""
+        self.accounts: dict[int, Account] = {}
+        """By tier, where tenants have quotas: what they have there."""
         self.space = np.zeros(size, np.uint32)
         """Which namespace and group: the pipeline's number for an Identity."""
 
@@ -256,7 +249,7 @@ class Index:
 
     def _grow(self, size: int) -> None:
         def bigger(old: npt.NDArray[Any], fill: float = 0) -> npt.NDArray[Any]:
-            new = _column(size, old.dtype)
+            new = column(size, old.dtype)
             new[: len(old)] = old
             if fill:
                 new[len(old) :] = fill
@@ -291,6 +284,8 @@ class Index:
         self._held.write_down()  # the end of a hold must see that the row may be nowhere
         place = int(self.place[tier][row])
         self.departures += tier == DRAM
+        if self.accounts and (account := self.accounts.get(tier)) is not None:
+            account.leave(row)
         self.state[tier][row], self.place[tier][row] = ABSENT, NOWHERE
         return place
 

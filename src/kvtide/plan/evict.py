@@ -1,7 +1,7 @@
 """What leaves when a tier is full.
 
-A ``Policy`` ranks, lower score sooner out, and leaf first. The ``Evictor`` does the rest: it ranks the rows of one slot
-kind, keeps the coldest part as a queue, and takes from it until it is used up or no longer true.
+A ``Policy`` ranks, lower score sooner out, and leaf first; ``Coldest`` keeps what it ranked. The ``Evictor`` decides
+what is ranked: the rows of one slot kind.
 
 Shares: tenants that use a tier have equal shares of it. When it is full, one that has more than its share loses blocks
 first, its coldest, until it has no more than that; what nobody else wants it keeps.
@@ -22,14 +22,12 @@ import numpy as np
 from kvtide.histogram import HistogramStatistics
 from kvtide.index.index import SEALED, Index, Mask, Rows
 from kvtide.plan.ages import Ages
+from kvtide.plan.coldest import Coldest, Queue
 from kvtide.plan.policy import Policy, Scores
 from kvtide.plan.uses import Uses
 from kvtide.tiers.segments import EMPTY, Segment, Segments, size_of
 
 __all__ = ["Evictor", "EvictorStatistics", "Slotted", "room"]
-
-_LOWEST = -(1 << 60)
-"""Below every score."""
 
 
 class Slotted(Protocol):
@@ -58,19 +56,6 @@ class EvictorStatistics:
     """For how many seconds nobody had used what was evicted."""
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Rows, coldest first, and their scores; those before ``at`` are used up."""
-
-    rows: Rows
-    scores: Scores
-    owed: bool
-    """Whether they are of tenants that have more than their share."""
-    since: int
-    """When they were ranked."""
-    at: int = 0
-
-
 class Evictor:
     """Finds what may leave one tier. All calls under the index's lock."""
 
@@ -84,15 +69,10 @@ class Evictor:
         may_leave: Callable[[Rows], Mask] | None = None,
     ) -> None:
         self._index = index
-        self._uses = uses
         self._number = number
         self._tier = tier
         self._policy = policy
-        self._may_leave = may_leave
-        self._queues: dict[int, _Queue] = {}
-        """By slot kind: the coldest part, as it was ranked last."""
-        self._barren: dict[int, int] = {}
-        """By slot kind: the index's count of changes when nothing could be found."""
+        self.ranked = Coldest(index, number, policy, uses, may_leave)
         self._ages = Ages(uses.clockwork)
 
     def victims(self, kind: int, count: int = 1) -> list[int]:
@@ -109,12 +89,12 @@ class Evictor:
         return EvictorStatistics(self._policy.in_charge, self._ages.statistics())
 
     def _victims(self, kind: int, count: int) -> list[int]:
-        rows, score = self._coldest(kind, count)
+        rows, score = self.ranked.next(kind, count, self._rank)
         segment = self._colder_segment(kind, score if rows else None)
         if segment is not None and (emptied := self._empty(segment)):
             return emptied
         if rows:
-            self._queues[kind].at += count
+            self.ranked.take(kind, count)
         return rows
 
     def _empty(self, segment: Segment) -> list[int]:
@@ -124,11 +104,15 @@ class Evictor:
             rows = segment.owner[slots]
             # A slot whose block was dropped, but is not erased yet, may have the number of a row that lies elsewhere.
             here = self._index.place[self._number][rows] == (segment.number << 32) + slots
-            if not (self._leaving(rows) & here).all():
+            if not (self.ranked.leaving(rows) & here).all():
                 return []
             self._tier.segments.drain(segment)
         owners: list[int] = rows.tolist()
         return owners
+
+    def size(self, place: int) -> int:
+        """The bytes of a slot in use."""
+        return self._tier.segments.size(place)
 
     def coldest(self, count: int) -> Rows:
         """The rows that would leave next, of any kind, whether they may already or not."""
@@ -143,51 +127,18 @@ class Evictor:
             rows, scores = rows[near], scores[near]
         return rows[np.argsort(scores)]
 
-    def _leaving(self, rows: Rows) -> Mask:
-        good = self._index.evictable(rows, self._number)
-        if self._may_leave is not None:
-            good &= self._may_leave(rows)
-        return good
-
-    def _coldest(self, kind: int, count: int) -> tuple[list[int], int]:
-        """The next rows of that kind, coldest first, and the first one's score; they stay in the queue."""
-        while True:
-            queue = self._queues.get(kind)
-            while queue is not None and queue.at < len(queue.rows):
-                rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
-                # Still here, free to go, and as cold as when they were ranked?
-                good = self._leaving(rows) & (self._policy.score(rows) == scores)
-                if self._uses.overtaken(queue.since, int(scores[-1])):
-                    break
-                if good.any():
-                    return rows[good].tolist(), _LOWEST if queue.owed else int(scores[good][0])
-                queue.at += count
-            if self._barren.get(kind) == self._index.changes:
-                return [], 0
-            self._queues[kind] = queue = self._rank(kind)
-            if not len(queue.rows):
-                self._barren[kind] = self._index.changes
-                return [], 0
-
-    def _rank(self, kind: int) -> _Queue:
+    def _rank(self, kind: int) -> Queue:
         with self._tier.book_lock:
             rows = self._tier.segments.owners(kind)
         rows = rows[rows > EMPTY]
-        rows = rows[self._leaving(rows)]
+        rows = rows[self.ranked.leaving(rows)]
         scores = self._policy.score(rows)
         count = max(64, len(rows) // 64)
         owed = self._owed(rows, scores, kind)
         if owed is not None:
             # What is owed changes with every block that leaves, so this queue must not last long.
-            rows, scores, count = (
-                (rows[owed], scores[owed], count) if owed.any() else (rows, scores, 1 + len(rows) // 256)
-            )
-        if len(rows) > count:
-            rows = rows[np.argpartition(scores, count)[:count]]
-        rows = np.unique(rows)
-        scores = self._policy.score(rows)
-        order = np.argsort(scores)
-        return _Queue(rows[order], scores[order], owed is not None and bool(owed.any()), self._uses.now())
+            rows, count = (rows[owed], count) if owed.any() else (rows, 1 + len(rows) // 256)
+        return self.ranked.queue(rows, count, owed is not None and bool(owed.any()))
 
     def _owed(self, rows: Rows, scores: Scores, kind: int) -> Mask | None:
         """Which rows of slots of ``kind`` their tenants have beyond their shares: the coldest of each such tenant.
@@ -221,6 +172,6 @@ class Evictor:
             if not len(rows) or (rows < 0).any():
                 continue
             score = float(self._policy.score(rows).mean())
-            if score < best_score and self._leaving(rows).all():
+            if score < best_score and self.ranked.leaving(rows).all():
                 best, best_score = segment, score
         return best

@@ -1,8 +1,9 @@
 """Load or recompute: how much of a usable prefix is worth fetching.
 
 Blocks in DRAM cost nothing worth counting. Those in a colder tier take (bytes queued before them + their own bytes)
-/ the bandwidth measured there. A prefix must be taken from its start, so the only question is where to stop: the length
-with the least (seconds to load it + seconds to compute the rest). A disk hit that is slower than computing is not made.
+/ the bandwidth measured there; several tiers are read at the same time. A prefix must be taken from its start, so the
+only question is where to stop: the length with the least (seconds to load it + seconds to compute the rest). A disk hit
+that is slower than computing is not made.
 """
 
 from __future__ import annotations
@@ -114,13 +115,13 @@ class Planner:
         usable: npt.NDArray[np.bool_],
         have: int,
         prefill: float,
-        queued: int,
+        queued: Sequence[int],
         limit: int,
     ) -> Plan:
         """How many blocks to take, of the lengths that are ``usable``, when the caller has ``have`` blocks already.
 
         ``prefill`` is the caller's speed in tokens a second (0: unknown, so the longest prefix is taken), ``queued``
-        the bytes that wait to be read before ours. At most ``limit`` bytes fit into DRAM.
+        the bytes that wait to be read before ours, by source. At most ``limit`` bytes fit into DRAM.
         """
         count = len(usable) - 1
         if have + limit // sum(layout.geometry[g.name].footprint for g in layout.groups) < count:
@@ -131,10 +132,12 @@ class Planner:
         seconds = layout.block_tokens / prefill if prefill > 0 else None
         if longest <= have or all(every(self._index.state[DRAM][r[have:longest]] == SEALED) for r in rows.values()):
             return Plan(longest, 0.0, seconds and seconds * (count - longest))
-        cold = _needed_bytes(layout, {name: self._cold(r) for name, r in rows.items()}, have)
         load = np.zeros(count + 1)
-        if self._sources:
-            load = np.where(cold > 0, cold + queued, 0.0) * self._sources[0].speed.seconds(1)
+        tiers = {name: self._tier(r) for name, r in rows.items()}
+        for i, (source, waiting) in enumerate(zip(self._sources, queued, strict=True), 1):
+            cold = _needed_bytes(layout, {name: tier == i for name, tier in tiers.items()}, have)
+            seconds_here = np.where(cold > 0, cold + waiting, 0.0) * source.speed.seconds(1)
+            load = np.maximum(load, seconds_here)  # they are read at the same time
         if seconds is None:
             return Plan(longest, float(load[longest]), None)
         rest = (count - np.arange(count + 1)) * seconds
@@ -143,17 +146,6 @@ class Planner:
         total = (load + rest)[lengths]
         blocks = int(lengths[len(total) - 1 - np.argmin(total[::-1])])
         return Plan(blocks, float(load[blocks]), float(rest[blocks]), longest - blocks)
-
-    def _cold(self, rows: Rows) -> Mask:
-        """Which rows must come from a colder tier."""
-        cold: Mask = (self._index.state[DRAM][rows] != SEALED) & self._somewhere(rows)
-        return cold
-
-    def _somewhere(self, rows: Rows) -> Mask:
-        found = np.zeros(len(rows), np.bool_)
-        for source in self._sources:
-            found |= self._index.state[source.number][rows] == SEALED
-        return found
 
 
 def _needed_bytes(layout: Layout, counted: dict[str, Mask], have: int) -> npt.NDArray[np.float64]:

@@ -1,0 +1,100 @@
+"""The coldest rows of a tier, ranked once for many.
+
+Ranking looks at every row; taking must not. So the coldest part of a ranking is kept as a queue, and rows are taken
+from it until it is used up or no longer true. There is a queue for each *selection* of rows that somebody wants the
+coldest of: those of a slot kind, or a tenant's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtide.index.index import Index, Mask, Rows
+from kvtide.plan.policy import Policy, Scores
+from kvtide.plan.uses import Uses
+
+__all__ = ["LOWEST", "Coldest", "Queue"]
+
+LOWEST = -(1 << 60)
+"""Below every score."""
+
+
+@dataclass(slots=True)
+class Queue:
+    """Rows, coldest first, and their scores; those before ``at`` are used up."""
+
+    rows: Rows
+    scores: Scores
+    owed: bool
+    """Whether they are of tenants that have more than their share."""
+    since: int
+    """When they were ranked."""
+    at: int = 0
+
+
+class Coldest:
+    """Of one tier. All calls under the index's lock."""
+
+    def __init__(
+        self,
+        index: Index,
+        number: int,
+        policy: Policy,
+        uses: Uses,
+        may_leave: Callable[[Rows], Mask] | None = None,
+    ) -> None:
+        self._index = index
+        self._number = number
+        self._policy = policy
+        self._uses = uses
+        self._may_leave = may_leave
+        self._queues: dict[int, Queue] = {}
+        """By selection: the coldest part, as it was ranked last."""
+        self._barren: dict[int, int] = {}
+        """By selection: the index's count of changes when nothing could be found."""
+
+    def leaving(self, rows: Rows) -> Mask:
+        """Which rows may leave now."""
+        good = self._index.evictable(rows, self._number)
+        if self._may_leave is not None:
+            good &= self._may_leave(rows)
+        return good
+
+    def next(self, selection: int, count: int, rank: Callable[[int], Queue]) -> tuple[list[int], int]:
+        """The next rows of a selection, coldest first, and the first one's score; they stay in the queue.
+
+        ``rank`` makes a new queue of the selection.
+        """
+        while True:
+            queue = self._queues.get(selection)
+            while queue is not None and queue.at < len(queue.rows):
+                rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
+                # Still here, free to go, and as cold as when they were ranked?
+                good = self.leaving(rows) & (self._policy.score(rows) == scores)
+                if self._uses.overtaken(queue.since, int(scores[-1])):
+                    break
+                if good.any():
+                    return rows[good].tolist(), LOWEST if queue.owed else int(scores[good][0])
+                queue.at += count
+            if self._barren.get(selection) == self._index.changes:
+                return [], 0
+            self._queues[selection] = queue = rank(selection)
+            if not len(queue.rows):
+                self._barren[selection] = self._index.changes
+                return [], 0
+
+    def take(self, selection: int, count: int) -> None:
+        """What ``next`` gave leaves."""
+        self._queues[selection].at += count
+
+    def queue(self, rows: Rows, count: int, owed: bool = False) -> Queue:
+        """The coldest ``count`` of some rows."""
+        if len(rows) > count:
+            rows = rows[np.argpartition(self._policy.score(rows), count)[:count]]
+        rows = np.unique(rows)
+        scores = self._policy.score(rows)
+        order = np.argsort(scores)
+        return Queue(rows[order], scores[order], owed, self._uses.now())
