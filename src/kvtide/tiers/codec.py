@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table
+from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table, unchecked_table
 
 __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
 
@@ -122,11 +122,13 @@ def encode(
     header: int,
     codec: Codec | None,
     scratch: Scratch,
+    checked: bool = True,
 ) -> tuple[Span, npt.NDArray[np.void], int]:
     """The payload to write for a block, its section table, and the number of the codec that made it.
 
     ``header`` is where the payload will start in the record. A raw payload is ``span`` itself; a compressed one
-    lies in ``scratch``. If compressing the whole block gains no page, it is raw.
+    lies in ``scratch``. If compressing the whole block gains no page, it is raw. If not ``checked``, the table has
+    zeros where checksums go.
     """
     count, size, stride = geometry.sections, geometry.section, geometry.stride
     if codec is not None:
@@ -142,11 +144,12 @@ def encode(
                 break
             out[end : end + len(data)] = data
             out[end + len(data) : end + padded(len(data))] = bytes(padded(len(data)) - len(data))
-            table[i] = (header + end, len(data), size, xxh3_128_digest(data))
+            table[i] = (header + end, len(data), size, xxh3_128_digest(data) if checked else bytes(16))
             end += padded(len(data))
         else:
             return out[:end], table, codec.number
-    return span, np.frombuffer(section_table(span, plain(geometry, header)), SECTION), RAW
+    usual = plain(geometry, header)
+    return span, np.frombuffer(section_table(span, usual), SECTION) if checked else unchecked_table(usual), RAW
 
 
 def decode(

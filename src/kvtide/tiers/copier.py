@@ -13,13 +13,15 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import Geometry, Span
+from kvtide.errors import LayoutError
 
-__all__ = ["Copier", "same_shape"]
+__all__ = ["Copier", "bytes_of", "same_shape"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -100,3 +102,15 @@ def same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Byte
         return np.frombuffer(slot, np.uint8), flat
     by_section = np.frombuffer(slot, np.uint8).reshape(geometry.sections, geometry.stride)
     return by_section[:, : geometry.section], flat.reshape(geometry.sections, geometry.section)
+
+
+def bytes_of(buffer: Any, size: int, group: str, number: int, writable: bool) -> Span:
+    """The bytes of a caller's buffer for a block of ``size`` bytes, checked."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
+    if view.nbytes != size:
+        raise LayoutError(f"buffer {number} of group {group!r} has {view.nbytes} bytes; a block has {size}")
+    if writable and view.readonly:
+        raise LayoutError(f"buffer {number} of group {group!r} is read-only; a load must write into it")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -28,6 +28,7 @@ from kvtide.errors import TierError, TierLockedError, TierVersionError
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.record import Header, Rejected, parse, recognise
+from kvtide.tiers.sealing import OPEN, Sealing
 
 __all__ = ["FORMAT", "Directory", "SegmentHeader"]
 
@@ -76,8 +77,9 @@ class SegmentHeader:
 class Directory:
     """One directory, not necessarily locked."""
 
-    def __init__(self, path: Path, disk: Disk) -> None:
+    def __init__(self, path: Path, disk: Disk, sealing: Sealing = OPEN) -> None:
         self.path = path
+        self.sealing = sealing
         self.disk = disk
         self._lock = -1
 
@@ -211,7 +213,7 @@ class Directory:
                     size = recognise(found)
                     if size > len(found) and size <= segment.size:
                         found = self._more(fd, ALIGN + (first + i) * segment.size, size)
-                    header = parse(found)
+                    header = parse(found, self.sealing.open_header)
                 except Rejected as e:
                     if str(e) != "no record":
                         yield first + i, str(e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,10 @@ from kvtide.tiers.record import Rejected
 
 __all__ = ["Disk"]
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PUNCH = 3
+"""Of fallocate(2): FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
+
 
 class Disk:
     """The real disk. Methods raise OSError; offsets and lengths are in bytes."""
@@ -18,6 +23,9 @@ class Disk:
     def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+
+    def open_to_read(self, path: Path, *, direct: bool) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -29,9 +37,24 @@ class Disk:
         if nbytes:
             os.posix_fallocate(fd, 0, nbytes)
 
+    def discard(self, fd: int, offset: int, nbytes: int) -> None:
+        """Let the medium forget a part of a file, which reads as zeros then; its blocks are set aside anew."""
+        if _LIBC.fallocate(fd, _PUNCH, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        os.posix_fallocate(fd, offset, nbytes)
+
     def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
         """Fill the buffers from ``offset``; answers how many bytes came, which may be fewer."""
         return os.preadv(fd, into, offset)
+
+    def read_all(self, fd: int, into: Sequence[Span], offset: int) -> int:
+        """As ``read``, but fewer bytes come only where the file ends."""
+        total, left = 0, list(into)
+        while left and (count := self.read(fd, left, offset + total)) > 0:
+            total += count
+            _pass(left, count)
+        return total
 
     def write(self, fd: int, data: Sequence[Span | bytes], offset: int) -> int:
         """Write the buffers at ``offset``; answers how many bytes went, which may be fewer."""
@@ -45,10 +68,7 @@ class Disk:
             if count <= 0 or (count % ALIGN and direct):
                 raise Rejected("short write")
             offset += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
+            _pass(left, count)
 
     def append(self, fd: int, data: bytes) -> int:
         """Write at the end of a file that was opened for appending."""
@@ -78,9 +98,38 @@ class Disk:
             path.unlink(missing_ok=True)
             self.sync_folder(path.parent)
 
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name. Raises FileExistsError where there is one of that name."""
+        new.hardlink_to(old)
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def delete(self, path: Path) -> bool:
+        """Remove a file; whether it was there. A power loss may bring it back."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names, not paths
+
     def boot_id(self) -> bytes:
         """What tells one boot of this machine from another; empty where the system does not say."""
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         except OSError:
             return b""
+
+
+def _pass(left: list[Span], count: int) -> None:
+    """The first ``count`` bytes of the buffers are done."""
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if count:
+        left[0] = left[0][count:]

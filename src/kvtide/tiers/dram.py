@@ -55,14 +55,16 @@ class Dram:
         shared: bool = True,
         aside: int = 0,
         ahead: bool = False,
+        serials: Iterator[int] | None = None,
     ) -> None:
+        """``serials`` number memory, where several of these must not give a number twice."""
         self._huge_pages = huge_pages
         self._shared = shared
         self._closed = False
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, Memory] = {}
         self._segments.aside = aside
-        self._serials = itertools.count()
+        self._serials = serials or itertools.count()
         self.removed: Callable[[int], None] = lambda serial: None
         """Called when memory was given back to the system; must not wait."""
         self.removals = 0

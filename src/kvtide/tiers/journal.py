@@ -14,6 +14,11 @@ finds and overwrites the header: a dropped block must not come back when one day
 same reason a slot is announced before it is written: if its writer is killed, the opener looks which block the header
 names by then.
 
+In a directory whose records are sealed the journal is sealed too: keys of blocks are digests, but whoever can guess a
+tenant's naming secret (there is a tenant that has none) could look for a prompt in it. Its second frame then names the
+store's own data key and a salt, and the records of every frame behind it are sealed with a key made of both; the
+nonce is the frame's place in the file.
+
 The file is rewritten by atomic rename when it has grown past twice what it needs.
 """
 
@@ -24,14 +29,16 @@ import math
 import os
 import struct
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvtide.security.ring import OWN
 from kvtide.tiers.disk import Disk
+from kvtide.tiers.record import Rejected
+from kvtide.tiers.sealing import OPEN, Paper, Sealing
 
 __all__ = [
     "FREED",
@@ -67,11 +74,11 @@ Records = npt.NDArray[np.void]
 HOLDS, FREED, WRITING = 1, 2, 3
 
 _FRAME = struct.Struct("<4sIQ")
-_RECORDS, _OPENED, _CLOSED = b"KVJr", b"KVJo", b"KVJc"
-_SLACK = 1 << 16
+_RECORDS, _OPENED, _CLOSED, _SEALED = b"KVJr", b"KVJo", b"KVJc", b"KVJs"
+_SLACK = 1 << 17
 
 PER_SLOT = 3 * RECORD.itemsize + 16
-RESERVE = 4 * _SLACK
+RESERVE = 2 * _SLACK
 """What the journal of a directory may take: PER_SLOT for each slot, and RESERVE. At worst the old file has grown to
 twice what it needs, and its successor stands beside it."""
 
@@ -103,7 +110,7 @@ def entry(
     return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
 
 
-def replay(path: Path, boot: bytes) -> tuple[Records, str]:
+def replay(path: Path, boot: bytes, sealing: Sealing = OPEN) -> tuple[Records, str]:
     """All records in order, and why they cannot be trusted ("" if they can)."""
     try:
         data = path.read_bytes()
@@ -113,6 +120,7 @@ def replay(path: Path, boot: bytes) -> tuple[Records, str]:
         return np.zeros(0, RECORD), f"unreadable: {e.strerror}"
     parts: list[Records] = []
     closed, writer, at = False, b"", 0
+    paper: Paper | None = None
     view = memoryview(data)
     while at < len(data):
         if at + _FRAME.size > len(data):
@@ -124,8 +132,17 @@ def replay(path: Path, boot: bytes) -> tuple[Records, str]:
         closed = kind == _CLOSED
         if kind == _OPENED:
             writer = bytes(body)
-        elif kind == _RECORDS and size % RECORD.itemsize == 0:
-            parts.append(np.frombuffer(body, RECORD))
+        elif kind == _SEALED and size == 48:
+            try:
+                paper = sealing.old(bytes(body[:16]), bytes(body[16:])).paper()
+            except Rejected as e:
+                return np.zeros(0, RECORD), f"sealed, and {e}"
+        elif kind == _RECORDS:
+            try:
+                plain = body if paper is None else paper.open(at, body)
+                parts.append(np.frombuffer(plain, RECORD))
+            except ValueError:
+                return np.zeros(0, RECORD), "foreign"
         elif kind != _CLOSED:
             return np.zeros(0, RECORD), "foreign"
         at += _FRAME.size + size
@@ -151,8 +168,11 @@ class Journal:
     the headers. It is only a hint.
     """
 
-    def __init__(self, path: Path, disk: Disk, boot: bytes) -> None:
+    def __init__(self, path: Path, disk: Disk, boot: bytes, sealing: Sealing = OPEN) -> None:
         self._path = path
+        self._sealing = sealing
+        self._paper: Paper | None = None
+        """What seals the records of the file as it is now."""
         self._disk = disk
         self.boot = boot
         self._fd = -1
@@ -172,7 +192,7 @@ class Journal:
         """Keep only the last word on each slot, of those that are ``current``."""
         if self.failed:
             return
-        records, doubt = replay(self._path, self.boot)
+        records, doubt = replay(self._path, self.boot, self._sealing)
         if doubt:
             self._fail(OSError(f"the journal is {doubt}"))
         else:
@@ -185,47 +205,52 @@ class Journal:
         if self.failed:
             return
         step = 1 << 16
-        parts = (_frame(_RECORDS, records[i : i + step].tobytes()) for i in range(0, len(records), step))
-        size = 0
         fresh = self._path.with_suffix(".new")
         try:
             self._shut()
             self._disk.unlink(fresh)
             self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            for frame in chain([_frame(_OPENED, self.boot)], parts):
-                if self._disk.append(self._fd, frame) != len(frame):
-                    raise OSError("short write")
-                size += len(frame)
+            self._size = 0
+            self._put(_OPENED, self.boot)
+            seal = self._sealing.new(OWN)
+            self._paper = None if seal is None else seal.paper()
+            if seal is not None:
+                self._put(_SEALED, seal.name)
+            for i in range(0, len(records), step):
+                self._put(_RECORDS, records[i : i + step].tobytes())
             if durable:
                 self._disk.sync(self._fd)
             self._disk.rename(fresh, self._path, durable=durable)
-        except OSError as e:
+        except (OSError, Rejected) as e:
             self._fail(e)
-            return
-        self._size = size
 
     def append(self, records: bytes) -> None:
         """Add records, given as their bytes."""
-        self._append(_frame(_RECORDS, records))
+        self._append(_RECORDS, records)
 
     def close(self, synced: bool = True) -> None:
         """Say that nothing more will come and, if it is so, that all that was written survives a power loss."""
         if synced:
-            self._append(_frame(_CLOSED, b""))
+            self._append(_CLOSED, b"")
         self._shut()
 
-    def _append(self, frame: bytes) -> None:
+    def _append(self, kind: bytes, body: bytes) -> None:
         if self.failed or self._fd < 0:
             return
         try:
-            if self._disk.append(self._fd, frame) != len(frame):
-                raise OSError("short write")
+            self._put(kind, body)
         except OSError as e:
             self._fail(e)
-            return
+
+    def _put(self, kind: bytes, body: bytes) -> None:
+        if kind == _RECORDS and self._paper is not None:
+            body = self._paper.close(self._size, body)
+        frame = _frame(kind, body)
+        if self._disk.append(self._fd, frame) != len(frame):
+            raise OSError("short write")
         self._size += len(frame)
 
-    def _fail(self, e: OSError) -> None:
+    def _fail(self, e: OSError | Rejected) -> None:
         self.failed = str(e)
         self._shut()
         for path in (self._path, self._path.with_suffix(".new")):

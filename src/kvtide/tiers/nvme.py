@@ -3,33 +3,39 @@
 How a write goes, and why a crash at any point costs no more than the blocks under way, stands in writer.py.
 
 The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
-sequence, namespace, layout and every section's checksum are checked. Neighbours on the disk are read in one call, as a
-*run*: after two megabytes have gone through the caches, every line of Python is slow, and so they share it.
+sequence, namespace, layout and every section's checksum are checked, as parcel.py tells. Neighbours on the disk are
+read in one call, as a *run*: after two megabytes have gone through the caches, every line of Python is slow, and so
+they share it.
 
 What lies where, on disk and in memory, is kept in shelves.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey, Span, padded
+from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.codec import Scratch
+from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.record import Header, Rejected, check_table, parse, recognise, sound, verify
+from kvtide.tiers.parcel import Packer, usual_header
+from kvtide.tiers.record import Rejected, mark_of
+from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
-from kvtide.tiers.shelves import Location, Shelves
+from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
-from kvtide.tiers.workers import Batch, Wanted, Worker, runs_of, usual_header
+from kvtide.tiers.workers import Batch, Wanted, runs_of
 from kvtide.tiers.writer import Writer
 
 __all__ = ["Nvme"]
@@ -53,24 +59,27 @@ class Nvme:
         budget: int,
         *,
         segment: int = 256 << 20,
-        threads: int = 4,
+        threads: int = 8,
         direct: bool = True,
         durable: bool = False,
         compression: str = "raw",
         evict: Callable[[int], bool] | None = None,
         disk: Disk | None = None,
         clock: Clock | None = None,
+        sealing: Sealing = OPEN,
     ) -> None:
         self._durable = durable
+        self._sealed = sealing.seals
         self._compressed = compression != "raw"
-        workers = [Worker(compression) for _ in range(2 * threads)]
-        self._shelves = Shelves(path, budget, segment, threads, direct, disk or Disk())
+        packers = [Packer(compression, sealing) for _ in range(2 * threads)]
+        self._disk = disk or Disk()
+        self._shelves = Shelves(Directory(path, self._disk, sealing), budget, segment, threads, direct)
         self._tally = Tally()
         self._writer = Writer(self._shelves, evict, clock or SystemClock(), self._tally)
-        self._queue: queue.SimpleQueue[Callable[[Worker], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, args=(w,), name=f"kvtide-nvme-{i}", daemon=True)
-            for i, w in enumerate(workers)
+            threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
+            for i, p in enumerate(packers)
         ]
         for thread in self._threads:
             thread.start()
@@ -104,11 +113,11 @@ class Nvme:
         elif self._compressed:
             self._share(Batch([[(item, None)] for item in batch], finish), self._writer.write, len(batch))
         else:
-            self._queue.put(lambda worker: self._write_raw(batch, finish, worker))
+            self._queue.put(lambda packer: self._write_raw(batch, finish, packer))
 
-    def _share(self, batch: Batch[T], several: Callable[[T, Worker], list[int]], count: int) -> None:
+    def _share(self, batch: Batch[T], several: Callable[[T, Packer], list[int]], count: int) -> None:
         for _ in range(min(count, len(self._threads))):
-            self._queue.put(lambda worker: batch.work(several, worker))
+            self._queue.put(lambda packer: batch.work(several, packer))
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
@@ -148,6 +157,32 @@ class Nvme:
             thread.join()
         self._shelves.close()
 
+    def shred(self, mine: Callable[[Span], bool]) -> tuple[list[int], list[BlockKey]]:
+        """Let the disk forget records whose first page is ``mine``, as far as it can, before they are dropped.
+
+        Answers the places in use, and the blocks that free slots still name. Reads a page of every slot that was ever
+        used: not for the threads that serve.
+        """
+        page, places, keys = Scratch().get(ALIGN), [], []
+        for place, key, (fd, offset, size, _) in self._shelves.traces():
+            with contextlib.suppress(OSError):
+                if self._shelves.read(fd, [page], offset) < ALIGN or not mine(page):
+                    continue
+                self._disk.discard(fd, offset, size)
+            if key is None:
+                places.append(place)
+            else:
+                keys.append(key)
+        return places, keys
+
+    def marks(self) -> Iterator[tuple[int, bytes]]:
+        """Places in use, and what says whose their records are. Reads a page of each, as ``shred`` does."""
+        page = Scratch().get(ALIGN)
+        for place, key, (fd, offset, _, _) in self._shelves.traces():
+            with contextlib.suppress(OSError):
+                if key is None and self._shelves.read(fd, [page], offset) == ALIGN:
+                    yield place, mark_of(page)
+
     # -- for the evictor ----------------------------------------------------------------------------------
 
     @property
@@ -161,101 +196,51 @@ class Nvme:
 
     # -- the I/O threads ----------------------------------------------------------------------------------
 
-    def _work(self, worker: Worker) -> None:
+    def _work(self, packer: Packer) -> None:
         while (task := self._queue.get()) is not None:
-            task(worker)
+            task(packer)
             del task  # else the spans of the last one live on until the next comes
 
-    def _read_run(self, run: Sequence[Wanted], worker: Worker) -> list[int]:
+    def _read_run(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
         """Of each, how many bytes were read and verified; 0 if not all was."""
         try:
-            starts, got = self._fill(run, worker)
+            starts, got = self._fill(run, packer)
         except Exception as e:  # noqa: BLE001 - see Tally
             # Of several, not all need be bad: each for itself.
-            return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], worker)[0] for one in run]
+            return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], packer)[0] for one in run]
         sizes = []
-        for (item, location), start in zip(run, starts, strict=True):
+        for (item, (fd, offset, room, sequence)), start in zip(run, starts, strict=True):
+            fetch = partial(self._fetch, fd, offset)
             try:
-                sizes.append(self._check(item, location, start, max(0, min(got, location[2])), worker))
+                sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch))
             except Exception as e:  # noqa: BLE001 - see Tally
                 sizes.append(self._failed_read(e))
-            got -= location[2]
+            got -= room
         return sizes
 
-    def _fill(self, run: Sequence[Wanted], worker: Worker) -> tuple[list[Span], int]:
+    def _fill(self, run: Sequence[Wanted], packer: Packer) -> tuple[list[Span], int]:
         """Read the starts of a run's records, and its spans; answers the starts, and how many bytes came."""
         fd, offset, room, _ = run[0][1]
         if fd == NOWHERE:
             raise Rejected("evicted")
         size = usual_header(run[0][0])
-        pages = worker.header.get(size * len(run))
+        pages = packer.header.get(size * len(run))
         starts = [pages[i : i + size] for i in range(0, len(pages), size)]
         into: list[Span] = []
         for (item, _), start in zip(run, starts, strict=True):
             into += start, item.span[: max(0, room - size) if item.sections is None else 0]
         return starts, self._shelves.read(fd, into, offset)
 
+    def _fetch(self, fd: int, offset: int, into: Sequence[Span], at: int) -> int:
+        return self._shelves.read(fd, into, offset + at)
+
     def _failed_read(self, e: Exception) -> int:
         self._tally.failed("read", e)
         return 0
 
-    def _check(self, item: Read, location: Location, start: Span, got: int, worker: Worker) -> int:
-        """How many bytes of a block were read and are sound, after the first ``got`` of its record were read.
-
-        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span.
-        """
-        fd, offset, room, sequence = location
-        names, geometry = item.identity, item.identity.geometry
-        guess, whole = len(start), item.sections is None
-        expected = sequence, item.key, names.namespace, names.tenant, names.layout
-        if whole and got == guess + geometry.footprint and sound(start, item.span, geometry, expected):
-            return geometry.footprint
-        sections = item.wanted
-        if not sections:
-            raise Rejected("no such sections")
-        size = recognise(start[:got])
-        if size > room:
-            raise Rejected("corrupt header")
-        if size != guess:
-            start = worker.payload.get(size)  # its neighbours' headers are still needed
-            got = self._shelves.read(fd, [start, item.span[: max(0, room - size) if whole else 0]], offset)
-        header = parse(start[:got])
-        self._check_names(header, item, sequence)
-        check_table(header, size, geometry, room)
-        if header.codec == codec.RAW:
-            payload = item.span
-            nbytes = len(sections) * geometry.stride
-        else:
-            table = header.sections[sections.start : sections.stop]
-            nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
-            payload = worker.payload.get(nbytes)
-        if whole and header.codec == codec.RAW:
-            if got < size + nbytes:
-                raise Rejected("torn")
-        else:
-            first = int(header.sections["offset"][sections.start])
-            if self._shelves.read(fd, [payload[:nbytes]], offset + first) < nbytes:
-                raise Rejected("torn")
-        verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
-        if header.codec != codec.RAW:
-            codec.decode(header, sections, payload, item.span, geometry, item.identity.itemsize, worker.decoder)
-        return nbytes
-
-    @staticmethod
-    def _check_names(header: Header, item: Read, sequence: int) -> None:
-        identity = item.identity
-        if header.key != item.key or header.sequence != sequence:
-            raise Rejected("another block")
-        if (header.namespace, header.tenant, header.layout) != (
-            identity.namespace,
-            identity.tenant,
-            identity.layout,
-        ):
-            raise Rejected("another model or tenant")
-
-    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], worker: Worker) -> None:
+    def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], packer: Packer) -> None:
         try:
-            runs = self._writer.runs(batch)
+            runs = self._writer.runs(batch, copied=self._sealed)
         except Exception as e:  # noqa: BLE001 - see Tally
             self._tally.failed("write", e, len(batch))
             finish([NOWHERE] * len(batch))
@@ -263,4 +248,4 @@ class Nvme:
         shared = Batch(runs, finish)
         self._share(shared, self._writer.write, len(runs) - 1)
         # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
-        shared.work(self._writer.write, worker)
+        shared.work(self._writer.write, packer)

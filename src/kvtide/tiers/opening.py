@@ -18,9 +18,9 @@ from kvtide.block import BlockKey
 from kvtide.errors import TierVersionError
 from kvtide.tiers.base import Held
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import FREED, HOLDS, PER_SLOT, RECORD, WRITING, Journal, entry, latest, replay
 from kvtide.tiers.record import Header, Rejected
+from kvtide.tiers.sealing import NO_KEY
 from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
 
 __all__ = ["ANY", "Opening", "current"]
@@ -33,7 +33,7 @@ ANY = BlockKey(b"")
 
 def _unread(reason: str) -> bool:
     """Whether a header may be whole, though it could not be read this time."""
-    return reason == "torn" or reason.startswith("unreadable")
+    return reason == "torn" or reason.startswith(("unreadable", *NO_KEY))
 
 
 def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, int]) -> npt.NDArray[np.bool_]:
@@ -51,9 +51,9 @@ def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, i
 class Opening:
     """What was found. Fills ``segments``; the other parts of the book are here until the tier takes them over."""
 
-    def __init__(self, directory: Directory, disk: Disk, direct: bool, segments: Segments) -> None:
+    def __init__(self, directory: Directory, direct: bool, segments: Segments) -> None:
         self._directory = directory
-        self._disk = disk
+        self._disk = directory.disk
         self._direct = direct
         self._segments = segments
         self.files: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Opening:
         headers = {number: self._look(number) for number in numbers}
         for number, header in headers.items():
             self._open_segment(number, header)
-        records, doubt = replay(self._directory.journal, journal.boot)
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
@@ -145,6 +145,14 @@ class Opening:
                         found.priority,
                     )
                 )
+        if sealed := {why: count for why, count in self.reasons.items() if why.startswith(NO_KEY)}:
+            said = ", ".join(f"{count} {why}" for why, count in sealed.items())
+            log.warning(
+                "%s: %d sealed records cannot be read (%s) and count as free",
+                self._directory.path,
+                sum(sealed.values()),
+                said,
+            )
         return np.frombuffer(b"".join(parts), RECORD)
 
     def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | str]]:

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,27 +56,34 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 
 __all__ = [
+    "BODY",
+    "FLAG_SEALED",
     "MAGIC",
     "SECTION",
     "VERSION",
     "Header",
     "Rejected",
+    "belongs",
     "check_table",
     "header_bytes",
+    "mark_of",
     "parse",
     "plain",
     "recognise",
     "section_table",
     "sound",
+    "unchecked_table",
     "verify",
 ]
 
 MAGIC = b"KVTIDE\r\n"
 VERSION = 1
+FLAG_SEALED = 1
 
 _CLEAR = struct.Struct("<8sHHI16s16s32s16s")
 _BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16s16s")
-TABLE = _CLEAR.size + _BODY.size
+BODY = _CLEAR.size
+TABLE = BODY + _BODY.size
 assert TABLE == 320
 
 SECTION = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("check", "V16")])
@@ -115,6 +122,8 @@ class Header:
     expiry: float = math.inf
     priority: int = 0
     tokens: bytes = b""
+    sealed: tuple[bytes, bytes] | None = None
+    """With which data key and salt; None: it is in the open. Whoever seals it does so after ``pack_into``."""
 
     @property
     def pages(self) -> int:
@@ -176,15 +185,38 @@ def recognise(data: Span) -> int:
         raise Rejected("no record")
     if version != VERSION:
         raise Rejected(f"version {version}")
-    if flags:
+    if flags & ~FLAG_SEALED:
         raise Rejected("unknown flags")
     if not pages:
         raise Rejected("corrupt header")
     return int(pages) * ALIGN
 
 
-def parse(data: Span) -> Header:
-    """The header that starts at ``data``. Raises Rejected, with the reason, for anything that is not whole."""
+def _no_key(page: bytearray) -> None:
+    raise Rejected("its key is not here")
+
+
+def belongs(page: Span, tenant: bytes, keys: Collection[bytes]) -> bool:
+    """Whether a record that begins with this page is a tenant's, who has or had data keys with these ids.
+
+    Nothing is verified or opened: what is to be destroyed must be found without its key.
+    """
+    mark = mark_of(page)
+    return mark == tenant or mark in keys
+
+
+def mark_of(page: Span) -> bytes:
+    """What says whose a record is that begins with this page: its tenant's tag, or the id of the key that sealed it."""
+    if page[:8] != MAGIC:
+        return b""
+    return bytes(page[32:48] if page[12] & FLAG_SEALED else page[272:288])
+
+
+def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
+    """The header that starts at ``data``. Raises Rejected, with the reason, for anything that is not whole.
+
+    ``unseal`` puts the body of a sealed one in the open, in place, or raises Rejected.
+    """
     size = recognise(data)
     if len(data) < size:
         raise Rejected("torn")
@@ -192,6 +224,10 @@ def parse(data: Span) -> Header:
     whole[16:32] = _ZEROS
     if xxh3_128_digest(whole) != data[16:32]:
         raise Rejected("corrupt header")
+    sealed = None
+    if whole[12]:
+        sealed = bytes(whole[32:48]), bytes(whole[48:80])
+        unseal(whole)
     (
         sequence,
         created,
@@ -211,7 +247,7 @@ def parse(data: Span) -> Header:
         tenant,
         layout,
         _,
-    ) = _BODY.unpack_from(data, _CLEAR.size)
+    ) = _BODY.unpack_from(whole, BODY)
     table = TABLE + count * SECTION.itemsize
     if not count or table + fields_size > size:
         raise Rejected("corrupt header")
@@ -232,6 +268,7 @@ def parse(data: Span) -> Header:
         expiry,
         priority,
         _tokens(memoryview(whole)[table : table + fields_size]),
+        sealed,
     )
 
 
@@ -288,6 +325,11 @@ def section_table(payload: Span, usual: Plain) -> bytes:
     table = list(usual.table)
     table[1::2] = _checksums(payload, usual.cuts)
     return b"".join(table)
+
+
+def unchecked_table(usual: Plain) -> npt.NDArray[np.void]:
+    """The section table of a record whose payload is stored as it is, with room for tags."""
+    return np.frombuffer(bytearray(b"".join(part or _ZEROS for part in usual.table)), SECTION)
 
 
 def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, BlockKey, bytes, bytes, bytes]) -> bool:

@@ -171,6 +171,10 @@ class Segments:
         segment = self._all.get(segment_of(place))
         return segment is not None and slot_of(place) < segment.slots and bool(segment.owner[slot_of(place)] != EMPTY)
 
+    def places(self) -> list[int]:
+        """All slots in use."""
+        return [place_of(s.number, i) for s in self for i in np.flatnonzero(s.owner != EMPTY).tolist()]
+
     def fit(self, kind: int) -> int:
         """How many slots a segment that could be added for ``kind`` now would have; 0 if there is no room."""
         size = size_of(kind)
@@ -313,6 +317,10 @@ class Segments:
 
     def generation(self, place: int) -> int:
         return int(self._all[segment_of(place)].generation[slot_of(place)])
+
+    def owner(self, place: int) -> int:
+        """Who owns the slot."""
+        return int(self._all[segment_of(place)].owner[slot_of(place)])
 
     def size(self, place: int) -> int:
         """The size of the slot."""

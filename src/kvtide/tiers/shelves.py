@@ -21,7 +21,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -32,7 +31,6 @@ from kvtide.errors import ConfigError, TierError
 from kvtide.tiers.base import NOWHERE, Held
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory, SegmentHeader
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import FREED, PER_SLOT, RESERVE, Journal, entry
 from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import Rejected
@@ -45,7 +43,6 @@ log = logging.getLogger("kvtide.nvme")
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
 
-
 _BLANK = Scratch().get(ALIGN)
 """What is written over a header that must not be found any more."""
 _BLANK[:] = bytes(ALIGN)
@@ -54,15 +51,15 @@ _BLANK[:] = bytes(ALIGN)
 class Shelves:
     """An open directory. ``writes`` payloads are written at a time. See the module's text for the locks."""
 
-    def __init__(self, path: Path, budget: int, segment: int, writes: int, direct: bool, disk: Disk) -> None:
+    def __init__(self, directory: Directory, budget: int, segment: int, writes: int, direct: bool) -> None:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
-        self._disk = disk
+        self._disk = directory.disk
         # A queue of turns is a semaphore without a line of Python in it.
         self._turns: SimpleQueue[None] = SimpleQueue()
         for _ in range(writes):
             self._turns.put(None)
-        self._directory = Directory(path, disk)
+        self._directory = directory
         self._directory.create()
         self._directory.lock()
         self._files: dict[int, int] = {}
@@ -89,15 +86,15 @@ class Shelves:
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
-                log.warning("%s has no direct I/O: the page cache is used, at more CPU", path)
-            self._journal = Journal(self._directory.journal, disk, disk.boot_id())
-            found = Opening(self._directory, disk, self._direct, self.segments)
+                log.warning("%s has no direct I/O: the page cache is used, at more CPU", directory.path)
+            self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
+            found = Opening(directory, self._direct, self.segments)
             self._files = found.files
             self.held: Held | None = found.run(self._journal)
             """What was here before."""
         except OSError as e:
             self._let_go()
-            raise TierError(f"cannot open {path}: {e.strerror or e}. Mend that, or give another directory") from e
+            raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
         except BaseException:
             self._let_go()
             raise
@@ -146,6 +143,12 @@ class Shelves:
         number, slot = segment_of(place), slot_of(place)
         size = self.segments[number].size
         return self._files[number], self.segments.header + slot * size, size, int(self._sequences[number][slot])
+
+    def traces(self) -> list[tuple[int, BlockKey | None, Location]]:
+        """Every slot whose header may name a block: its place, which block if the slot is free, and where it is."""
+        with self.lock:
+            named = [*((p, None) for p in self.segments.places()), *self._stale.items()]
+            return [(p, key, self._location(p)) for p, key in named]
 
     def begin(self, keys: Sequence[BlockKey], places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Blocks are about to be written to slots: of each its file, its offset, and the record's sequence number."""
@@ -361,6 +364,8 @@ class Shelves:
             except OSError as e:
                 failed.add(number)
                 log.warning("could not sync segment %d: %s", number, e)
+                with self.lock:
+                    self.reasons[f"sync: {e.strerror}"] += 1
         return failed
 
     def _free(self, key: BlockKey, place: int) -> None:
@@ -387,14 +392,9 @@ class Shelves:
 
     def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
         """Make a batch durable; what cannot be is taken back."""
-        for number in {segment_of(p) for p in places if p != NOWHERE}:
-            try:
-                self._disk.sync(self._files[number])
-            except OSError as e:
-                log.warning("could not sync segment %d: %s", number, e)
-                with self.lock:
-                    self.reasons[f"sync: {e.strerror}"] += 1
-                    for i, place in enumerate(places):
-                        if place != NOWHERE and segment_of(place) == number:
-                            self._free(keys[i], place)
-                            places[i] = NOWHERE
+        failed = self._sync_all({segment_of(p) for p in places if p != NOWHERE})
+        with self.lock:
+            for i, place in enumerate(places):
+                if place != NOWHERE and segment_of(place) in failed:
+                    self._free(keys[i], place)
+                    places[i] = NOWHERE

@@ -1,4 +1,4 @@
-"""The I/O threads of a tier: what each has for itself, how several share a batch, what one takes at a time."""
+"""The I/O threads of a tier: how several share a batch, and what one takes at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Generic, TypeVar
 
-from kvtide.errors import ConfigError
-from kvtide.tiers import codec
 from kvtide.tiers.base import Read
-from kvtide.tiers.record import Rejected, header_bytes
+from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.shelves import Location
 
-__all__ = ["Batch", "Wanted", "Worker", "runs_of", "usual_header"]
+__all__ = ["Batch", "Wanted", "runs_of"]
 
 T = TypeVar("T")
 
@@ -21,29 +19,6 @@ Wanted = tuple[Read, Location]
 
 _RUN = 16
 """The most blocks that are read in one call."""
-
-
-class Worker:
-    """What one I/O thread has for itself."""
-
-    __slots__ = ("_decoder", "codec", "header", "payload")
-
-    def __init__(self, name: str) -> None:
-        self.header = codec.Scratch()
-        self.payload = codec.Scratch()
-        self.codec = codec.make(name)
-        self._decoder = self.codec
-
-    @property
-    def decoder(self) -> codec.Codec:
-        """What reads compressed records, where raw ones are written too."""
-        if self._decoder is None:
-            try:
-                self._decoder = codec.make("zstd")
-            except ConfigError as e:
-                raise Rejected("its codec is not installed") from e
-            assert self._decoder is not None
-        return self._decoder
 
 
 class Batch(Generic[T]):
@@ -62,11 +37,11 @@ class Batch(Generic[T]):
         self._turns = enumerate(runs)
         self._lock = threading.Lock()
 
-    def work(self, several: Callable[[T, Worker], list[int]], worker: Worker) -> None:
+    def work(self, several: Callable[[T, Packer], list[int]], packer: Packer) -> None:
         """Do runs until none is left."""
         count = 0
         for i, run in self._turns:
-            self._results[i] = several(run, worker)
+            self._results[i] = several(run, packer)
             count += 1
             del run
         with self._lock:
@@ -74,11 +49,6 @@ class Batch(Generic[T]):
             if not count or self._left:
                 return
         self._finish(list(chain.from_iterable(self._results)))
-
-
-def usual_header(item: Read) -> int:
-    """The size of the header of its record, if there is nothing unusual in it."""
-    return header_bytes(item.identity.geometry.sections)
 
 
 def runs_of(batch: Sequence[Wanted], most: int) -> list[list[Wanted]]:

@@ -30,19 +30,20 @@ from typing import NamedTuple
 
 from kvtide.block import Span
 from kvtide.clock import Clock
-from kvtide.tiers import codec
 from kvtide.tiers.base import NOWHERE, Write
 from kvtide.tiers.journal import HOLDS, WRITING, entry
-from kvtide.tiers.record import Header, Rejected, header_bytes
+from kvtide.tiers.parcel import Packer, header_of
+from kvtide.tiers.record import Rejected
 from kvtide.tiers.segments import ladder
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
-from kvtide.tiers.workers import Worker
 
 __all__ = ["Writer"]
 
 _RUN = 4
 """The most blocks of a run: five calls instead of eight. Longer ones gain little, and leave other threads idle."""
+_COPIES = 8 << 20
+"""The most bytes of a run whose payloads are copies: so much memory a thread keeps for them, or one block's."""
 
 
 class Slot(NamedTuple):
@@ -71,11 +72,6 @@ class _Record(NamedTuple):
     """For the journal."""
 
 
-def _header_of(item: Write) -> int:
-    """The size of the header of its record."""
-    return header_bytes(item.identity.geometry.sections, len(item.tokens))
-
-
 class Writer:
     """Writes to ``shelves``. Safe from any thread. ``make_room`` is asked, with a slot size, when they are full."""
 
@@ -85,16 +81,16 @@ class Writer:
         self._clock = clock
         self._tally = tally
 
-    def runs(self, batch: Sequence[Write]) -> list[Run]:
-        """Cut blocks that are stored as they are into runs, at least two of them, if there is so much.
+    def runs(self, batch: Sequence[Write], *, copied: bool) -> list[Run]:
+        """Cut blocks that are not compressed into runs, at least two of them, if there is so much.
 
         How large their records will be is known, so they get their slots in one go. All of a layout are of one size,
         so their slots fit exactly: a ladder would leave gaps, and a disk that is read and written without gaps is
-        quicker.
+        quicker. Payloads that are sealed are ``copied``: a packer must have room for those of a run.
         """
-        slots = self._slots([(item, _header_of(item) + item.identity.geometry.footprint) for item in batch])
+        slots = self._slots([(item, header_of(item) + item.identity.geometry.footprint) for item in batch])
         runs: list[list[tuple[Write, Slot | None]]] = []
-        most = min(_RUN, -(-len(batch) // 2))
+        most = min(_RUN, -(-len(batch) // 2), _COPIES // max(len(item.span) for item in batch) if copied else _RUN)
         following = NOWHERE
         for item, slot in zip(batch, slots, strict=True):
             if slot.place == following != NOWHERE and len(runs[-1]) < most:
@@ -131,12 +127,12 @@ class Writer:
             raise
         return slots
 
-    def write(self, run: Run, worker: Worker) -> list[int]:
+    def write(self, run: Run, packer: Packer) -> list[int]:
         """The places of the blocks; NOWHERE for those that could not be written."""
         named: list[int] = []
         slots = [slot for _, slot in run]
         try:
-            records = self._records(run, slots, worker)
+            records = self._records(run, slots, packer)
             last = records[-1]
             self._shelves.write(last.slot.fd, [last.payload], last.slot.offset + len(last.page))
             for behind, record in pairwise(reversed(records)):
@@ -146,7 +142,7 @@ class Writer:
         except Exception as e:  # noqa: BLE001 - see Tally
             if len(run) > 1:
                 left = run[: len(run) - len(named)]
-                return [self.write([one], worker)[0] for one in left] + named[::-1]
+                return [self.write([one], packer)[0] for one in left] + named[::-1]
             for slot in slots:
                 if slot is not None and slot is not _NO_SLOT:
                     self._shelves.failed(slot.place)
@@ -158,41 +154,20 @@ class Writer:
         self._shelves.name(record.slot.place, record.page, record.slot.sequence, record.holds, before)
         self._tally.moved(written=len(record.page) + len(record.payload))
 
-    def _records(self, run: Run, slots: list[Slot | None], worker: Worker) -> list[_Record]:
+    def _records(self, run: Run, slots: list[Slot | None], packer: Packer) -> list[_Record]:
         """The records of a run. A slot that was not known yet is put into ``slots``."""
-        sizes = [_header_of(item) for item, _ in run]
-        pages = worker.header.get(sum(sizes))
+        pages = packer.header.get(sum(header_of(item) for item, _ in run))
         records = []
         for i, (item, _) in enumerate(run):
-            identity, geometry, size = item.identity, item.identity.geometry, sizes[i]
-            payload, table, kind = codec.encode(
-                item.span, geometry, identity.itemsize, size, worker.codec, worker.payload
-            )
-            slot = slots[i] = slots[i] or self._slots([(item, ladder(size + len(payload)))])[0]
+            packed = packer.pack(item, i)
+            slot = slots[i] = slots[i] or self._slots([(item, ladder(packed.nbytes))])[0]
             if slot is _NO_SLOT:
                 code = self._shelves.refused
                 raise OSError(code, os.strerror(code)) if code else Rejected("full")
-            header = Header(
-                item.key,
-                item.parent,
-                identity.namespace,
-                identity.tenant,
-                identity.layout,
-                slot.sequence,
-                item.depth,
-                identity.block_tokens,
-                kind,
-                geometry.nbytes,
-                table,
-                self._clock.time(),
-                item.expiry,
-                item.priority,
-                item.tokens,
-            )
-            page, pages = pages[:size], pages[size:]
-            header.pack_into(page)
+            page, pages = pages[: packed.header], pages[packed.header :]
+            packed.name(page, slot.sequence, self._clock.time())
             holds = entry(
                 HOLDS, slot.place, item.key, slot.sequence, item.parent, item.depth, item.expiry, item.priority
             )
-            records.append(_Record(slot, page, payload, holds))
+            records.append(_Record(slot, page, packed.payload, holds))
         return records
