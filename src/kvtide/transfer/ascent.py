@@ -25,6 +25,7 @@ from kvtide.tiers.dram import Dram
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.eraser import Eraser
 from kvtide.transfer.residents import Residents
+from kvtide.transfer.room import Room
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["Ascent", "LoadStatistics"]
@@ -34,9 +35,6 @@ _CHUNK = 64 << 20
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds of a load that are told apart."""
-
-Take = Callable[[Identity, int, list[Event], Rows], list[int]]
-"""Slots in DRAM, by evicting if need be: their size, how many, what is to be published, and whose they will be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Ascent:
         residents: Residents,
         dram: Dram,
         colds: Sequence[Cold],
-        take: Take,
+        room: Room,
         eraser: Eraser,
         feed: Feed,
         counts: Counter[str],
@@ -79,7 +77,7 @@ class Ascent:
         self._residents = residents
         self._dram = dram
         self._colds = colds
-        self._take = take
+        self._room = room
         self._eraser = eraser
         self._feed = feed
         self._counts = counts
@@ -130,7 +128,11 @@ class Ascent:
                     self._flights[row] = (*self._flights.get(row, ()), transfer)
             for cold in self._colds:
                 mine, away = _part(away, index.state[cold.number], SEALED)
-                places = self._take(identity, len(mine), events, mine)
+                allowed = self._room.allow(identity, len(mine), events)
+                if allowed < len(mine):
+                    self._room.refuse(identity, "load", len(mine) - allowed)
+                    mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
+                places = self._room.take(identity, len(mine), events, mine)
                 if len(places) < len(mine):
                     mine, rest = mine[: len(places)], mine[len(places) :]
                     if self._dram.growable(identity.geometry.footprint, identity.domain):
@@ -210,6 +212,8 @@ class Ascent:
         if bad:
             self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable"))
+            if cold.shared:
+                bad = []  # others may be able to read it; the tier removes what nobody can
             for key, _ in bad:
                 self._eraser.dies(cold, key)
         if not events:

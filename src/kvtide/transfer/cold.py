@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvtide.plan.admit import Admission
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor
+from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Tier
 from kvtide.transfer.lane import Lane
 
@@ -26,3 +27,9 @@ class Cold:
     """None for a tier that makes its own room."""
     keep_tokens: bool = False
     budget: WriteBudget | None = None
+    quota: Quota | None = None
+    """None where no tenant has one."""
+    shared: bool = False
+    """Whether others use its storage too."""
+    patience: float | None = None
+    """Seconds that the end of the store waits for it; None: until it is done."""

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kvtide.clock import Clock
 from kvtide.plan.cost import Speed, SpeedStatistics
@@ -73,7 +74,10 @@ class _ReadJob:
         self.lane._tier.read(self.items, self._finish)
 
     def _finish(self, results: Sequence[bool]) -> None:
-        self.lane._measure(self.lane._reading, self.lane.read_speed, self)
+        # What is not there is found out at once, and says nothing of how soon the rest comes.
+        came = self.nbytes if all(results) else sum(map(len, map(_SPAN, compress(self.items, results))))
+        if came:
+            self.lane._measure(self.lane._reading, self.lane.read_speed, self, came)
         self.done(results)
         self.lane._end(self)
 
@@ -99,7 +103,7 @@ class _WriteJob:
 
     def _finish(self, places: Sequence[int]) -> None:
         if NOWHERE not in places:
-            self.lane._measure(self.lane._writing, self.lane.write_speed, self)
+            self.lane._measure(self.lane._writing, self.lane.write_speed, self, self.nbytes)
         self.done(places)
         self.lane._end(self)
 
@@ -122,7 +126,7 @@ class Lane:
         self._reads: deque[_ReadJob] = deque()
         self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
-        self._items_under_way = self._reads_under_way = 0
+        self._items_under_way = self._reads_under_way = self._writes_under_way = 0
         self._pumping = False
         self._refused = self._cancelled = 0
         self._reading = _Stretch()
@@ -164,7 +168,7 @@ class Lane:
         job = _ReadJob(self, items, done, cancel)
         with self._lock:
             self._read_bytes += job.nbytes
-            at_once = not self._reads and self._ready_to_read()
+            at_once = not self._reads and self._ready(self._reads_under_way)
             if at_once:
                 self._begin(job)
             else:
@@ -207,9 +211,9 @@ class Lane:
     def _next(self) -> _Job | None:
         with self._lock:
             job: _Job
-            if self._reads and self._ready_to_read():
+            if self._reads and self._ready(self._reads_under_way):
                 job = self._reads.popleft()
-            elif self._writes and not self._reads and self._items_under_way < self._depth:
+            elif self._writes and not self._reads and self._ready(self._writes_under_way):
                 job = self._writes.popleft()
             else:
                 self._pumping = False
@@ -217,17 +221,20 @@ class Lane:
             self._begin(job)
             return job
 
-    def _ready_to_read(self) -> bool:
+    def _ready(self, such: int) -> bool:
+        """Whether one more may begin, beside so many of its kind."""
         # A second job behind the first, however large: else the tier has nothing to do while the first one's last
-        # blocks come.
-        return self._items_under_way < self._depth or self._reads_under_way < 2
+        # blocks come or go.
+        return self._items_under_way < self._depth or such < 2
 
     def _begin(self, job: _Job) -> None:
         self._items_under_way += len(job.items)
         if isinstance(job, _ReadJob):
             self._reads_under_way += 1
+        else:
+            self._writes_under_way += 1
 
-    def _measure(self, stretch: _Stretch, speed: Speed, job: _Job) -> None:
+    def _measure(self, stretch: _Stretch, speed: Speed, job: _Job, nbytes: int) -> None:
         """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
         with self._lock:
             now = self._clock.monotonic()
@@ -235,7 +242,7 @@ class Lane:
             stretch.busy += seconds
             stretch.total += seconds
             stretch.last = now
-            stretch.nbytes += job.nbytes
+            stretch.nbytes += nbytes
             stretch.items += len(job.items)
             more = self._items_under_way > len(job.items) and stretch.items < 8 * self._depth
             if stretch.busy < _STRETCH or more:
@@ -252,6 +259,7 @@ class Lane:
                 self._reads_under_way -= 1
             else:
                 self._write_bytes -= job.nbytes
+                self._writes_under_way -= 1
             more = bool(self._reads or self._writes)
             if self._awaited and not more and not self._items_under_way:
                 self._idle.notify_all()

@@ -11,27 +11,30 @@ to a colder tier while it stays readable in DRAM. Out: a drop is answered when n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index.account import Account
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
+from kvtide.plan.quota import Quota
 from kvtide.plan.uses import Uses
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
-from kvtide.tiers.segments import ladder
 from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
 from kvtide.transfer.eraser import Eraser, Tally
 from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.room import Room
 
 __all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
 
@@ -89,7 +92,10 @@ class Pipeline:
         uses: Uses,
         feed: Feed,
         checksum: bool = False,
+        tenants: Mapping[bytes, int] = MappingProxyType({}),
+        quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        """``tenants`` have numbers for good, by tag, and by these numbers some have ``quotas`` of DRAM in bytes."""
         self._index = index
         self._dram = dram
         self._colds = colds
@@ -97,15 +103,15 @@ class Pipeline:
         self._feed = feed
         self.counts: Counter[str] = Counter()
         """What happened, by name; see ``docs/glossary.md``."""
-        self._residents = residents = Residents(index, dram, checksum)
+        self._residents = residents = Residents(index, dram, checksum, tenants)
         self._eraser = eraser = Eraser(index, colds)
-        self._ascent = Ascent(index, residents, dram, colds, self._take, eraser, feed, self.counts)
-        self._descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
-        self.lease, self.load, self.flush = residents.lease, self._ascent.load, self._descent.flush
-        self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
-        may_leave = self._descent.may_leave if self._keep_leaving else None
-        self._evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
-        self._ahead = 0
+        self._descent = descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
+        may_leave = descent.may_leave if any(c.admission.keeps_leaving for c in colds) else None
+        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
+        quota = Quota(index, DRAM, "dram", Account(index, quotas), evictor.ranked) if quotas else None
+        self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
+        self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
+        self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
         self._reservations = 0
 
     def statistics(self) -> PipelineStatistics:
@@ -205,7 +211,9 @@ class Pipeline:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
         wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
-        places = self._take(pledge.identity, len(wanted), events)
+        allowed = self._room.allow(pledge.identity, len(wanted), events)
+        over, wanted = len(wanted) - allowed, wanted[:allowed]
+        places = self._room.take(pledge.identity, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
@@ -225,19 +233,10 @@ class Pipeline:
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
         granted.spans += self._dram.spans(places, size)
-        return wanted[len(places)] if len(places) < len(wanted) else len(pledge.keys)
-
-    def _take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
-        """Slots in DRAM for as many as can be had, by evicting too, but not by growing. Under the lock."""
-        size, domain = what.geometry.footprint, what.domain
-        places = self._dram.take_many(size, count, owners, domain)
-        if len(places) < count and ladder(size) > self._dram.segments.budget:
-            return []  # nothing that could leave would make room for it
-        while (left := count - len(places)) and not self._dram.growable(size, domain):
-            if not self._make_room(ladder(size) | domain, left, events):
-                break
-            places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
-        return places
+        if len(places) < len(wanted):
+            return wanted[len(places)]
+        self._room.refuse(pledge.identity, "store", over)
+        return len(pledge.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         """The end of a reservation."""
@@ -262,73 +261,67 @@ class Pipeline:
             if self._feed.followed and len(kept):
                 events.append(BlockStored("dram", index.keys(kept)))
             self._residents.unhold(rows)
-            if self._keep_leaving:
-                self._save_ahead()
+            self._room.save_ahead()
         self._feed.publish(events)
         ready()
 
     # -- out ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, kind: int, count: int, events: list[Event]) -> bool:
-        """Evict from DRAM so that up to ``count`` slots of a kind come free. Under the lock."""
-        rows = self._evictor.victims(kind, count)
-        if not rows:
-            if self._keep_leaving:
-                self._ahead = 0
-                self._save_ahead()
-            return False
-        if self._feed.followed:
-            events.append(BlockRemoved("dram", self._index.keys(rows_of(rows)), "evicted"))
-        for row in rows:
-            self._residents.leave(row)
-            self._index.retire(row)
-        self.counts["blocks evicted from dram"] += len(rows)
-        return True
+    def bring_down(self) -> None:
+        """Evict what tenants have beyond their quotas: these may have been lowered since it was written."""
+        events: list[Event] = []
+        with self._index.lock:
+            for cold in self._colds:
+                if (quota := cold.quota) is not None:
+                    for tenant in quota.account.quotas:
+                        while rows := quota.victims(tenant, 0):
+                            self._descent.evict(cold, rows, events)
+        self._feed.publish(events)
 
-    def _save_ahead(self) -> None:
-        """Write the coldest blocks down before they must leave, so that room can be made at once."""
-        segments = self._dram.segments
-        if self._ahead > 0 or segments.used * 2 < segments.budget:
-            self._ahead -= 1
-            return
-        with self._dram.book_lock:
-            count = max(8, self._dram.blocks // 8)
-        rows = self._evictor.coldest(count)
-        for cold in self._colds:
-            if cold.admission.keeps_leaving:
-                self._descent.write(cold, rows[~self._descent.saved(rows)])
-        self._ahead = count // 4
+    def catch_up(self, name: str) -> None:
+        """A tier that would not take blocks takes them again: write those that are still here and were refused."""
+        cold = next(c for c in self._colds if c.name == name)
+        with self._index.lock:
+            refused = rows_of(sorted(self._residents.refused))
+            self._descent.write(cold, refused[cold.admission.on_store(refused)])
+
+    def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
+        """Reads of these blocks from a tier hang: nobody waits for them any more, and their slots stay aside."""
+        events: list[Event] = []
+        with self._index.lock:
+            rows = self._index.rows(keys)
+            rows = rows[self._index.state[DRAM][rows] == PENDING]
+            ready = self._ascent.landed(rows.tolist(), [False] * len(rows))
+            for row in rows.tolist():
+                self._detach(row, "unreadable", events)
+            self.counts[f"blocks late from {cold}"] += len(rows)
+        self._feed.publish(events)
+        ready()
 
     def make_room(self, number: int, size: int) -> bool:
         """Evict from a tier so that a slot of ``size`` comes free; False if nothing may leave."""
         events: list[Event] = []
         with self._index.lock:
-            made = self._make_room(size, 1, events) if number == DRAM else self._make_cold_room(number, size, events)
+            if number == DRAM:
+                made = self._room.make(size, 1, events)
+            else:
+                made = self._room.make_cold(next(c for c in self._colds if c.number == number), size, events)
         self._feed.publish(events)
         return made
 
-    def _make_cold_room(self, number: int, size: int, events: list[Event]) -> bool:
-        cold = next(c for c in self._colds if c.number == number)
-        assert cold.evictor is not None
-        rows = cold.evictor.victims(size)
-        keys = self._index.keys(rows_of(rows))
-        for row, key in zip(rows, keys, strict=True):
-            cold.tier.evict(key, self._index.remove(row, number))
-            self._index.retire(row)
-        if rows:
-            events.append(BlockRemoved(cold.name, keys, "evicted"))
-            self.counts[f"blocks evicted from {cold.name}"] += len(rows)
-        return bool(rows)
+    def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
+        """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
-    def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None]) -> int:
-        """Remove blocks from every tier; answers how many there were. ``done`` gets the number not erased."""
+        ``done`` gets the number not erased.
+        """
         index = self._index
         events: list[Event] = []
         erase: list[tuple[Cold, list[tuple[BlockKey, int]]]] = []
-        tally = Tally(1 + len(self._colds), done)
+        colds = [cold for cold in self._colds if shared or not cold.shared]
+        tally = Tally(1 + len(colds), done)
         with index.lock:
             rows = index.rows(keys)
-            for cold in self._colds:
+            for cold in colds:
                 # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
                 erase.append((cold, list(zip(keys, index.place[cold.number][rows].tolist(), strict=True))))
             found = rows[rows > 0].tolist()
@@ -341,6 +334,11 @@ class Pipeline:
             cold.tier.drop(items, tally.end)
         tally.end(())
         return len(found)
+
+    def residents_of(self, tenant: bytes) -> Rows:
+        """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
+        rows = self._residents.of_tenant(tenant)
+        return rows[~self._residents.are_doomed(rows)]
 
     def _detach(self, row: int, reason: str, events: list[Event]) -> None:
         """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""

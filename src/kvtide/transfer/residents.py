@@ -6,7 +6,7 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -16,6 +16,7 @@ from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows,
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.segments import ladder
 
 __all__ = ["Residents"]
 
@@ -28,7 +29,8 @@ _NEWCOMERS = 64
 class Residents:
     """Changes what is in DRAM. All calls under the index's lock, but for the release of a lease, which takes it."""
 
-    def __init__(self, index: Index, dram: Dram, checksum: bool) -> None:
+    def __init__(self, index: Index, dram: Dram, checksum: bool, tenants: Mapping[bytes, int]) -> None:
+        """``tenants`` have numbers already, from 1 on, and keep them."""
         self._index = index
         self._dram = dram
         self._identities: list[Identity] = []
@@ -39,7 +41,8 @@ class Residents:
         self._rows: list[int] = []
         """How many rows each identity has; one that has none any more gives its place to another."""
         self._vacant: list[int] = []
-        self._tenants: dict[bytes, int] = {}
+        self._tenants = dict(tenants)
+        self._settled = index.tenants = len(tenants)
         self._patience = _NEWCOMERS
         """New tenants to come before it is looked which of the old ones are still here."""
         self._checks: dict[int, int] | None = {} if checksum else None
@@ -96,6 +99,8 @@ class Residents:
         self._rows[space] += len(rows)
         index.tenant[these] = self._tenants.get(identity.tenant, len(self._tenants))
         index.holds[these] += 1
+        if (account := index.accounts.get(DRAM)) is not None:
+            account.enter(rows, ladder(identity.geometry.footprint))
 
     def seal(self, rows: Rows) -> None:
         """Pending rows are whole."""
@@ -139,6 +144,13 @@ class Residents:
         """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
 
+    def of_tenant(self, tenant: bytes) -> Rows:
+        """The rows that have, or are about to get, a block of a tenant's."""
+        index, size = self._index, self._index.size
+        mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
+        rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
+        return rows
+
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""
         return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
@@ -181,7 +193,7 @@ class Residents:
         numbers = index.tenant[:size]
         numbers[np.logical_and.reduce([state[:size] == ABSENT for state in index.state])] = 0
         here = np.bincount(numbers, minlength=len(self._tenants) + 1)
-        stay = [tenant for tenant, number in self._tenants.items() if here[number]]
+        stay = [tenant for tenant, number in self._tenants.items() if here[number] or number <= self._settled]
         anew = np.zeros(len(here), np.uint16)
         anew[[self._tenants[tenant] for tenant in stay]] = np.arange(1, len(stay) + 1)
         numbers[:] = anew[numbers]

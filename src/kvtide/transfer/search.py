@@ -1,0 +1,196 @@
+"""What of a prompt is on its way: being written here, or perhaps in storage where others wrote it.
+
+The index knows what this process has written or found, not what others did. A prompt that goes on behind what is known
+is looked for in the shared tiers, in the background, and whoever asked is told to ask again; what is found is entered
+into the index, and from then on it is like any block in a colder tier.
+
+A cold prompt must cost nearly nothing. So it is looked for a few blocks at a time, because without the first the others
+are of no use; equal searches are one; and a tier remembers for a moment what it has not (``Shared.absent``).
+
+What is known of shared storage may be forgotten at any time, for it can be found again. That keeps the index small,
+however large the storage is. What was removed there is forgotten as soon as this process hears of it: nobody need try
+to read it, and whoever follows events knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvtide.block import BlockKey, Kind, Layout
+from kvtide.clock import Clock
+from kvtide.events import BlockRemoved, BlockStored, Feed
+from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.tiers.base import Identity
+from kvtide.tiers.shared import Entry, Shared, Wish, place_of
+from kvtide.transfer.cold import Cold
+
+__all__ = ["Search"]
+
+_STEP = 32
+"""Blocks of a prompt that are looked for at a time."""
+_KNOWN = 1 << 18
+"""Blocks in the index above which it is worth to forget those that can be found again."""
+
+Keys = Callable[[bytes], list[BlockKey]]
+"""The keys of a prompt's blocks in a group, by what ends them."""
+
+
+class Search:
+    """For the desks. What says so is called under the index's lock."""
+
+    def __init__(
+        self,
+        index: Index,
+        colds: Sequence[Cold],
+        clock: Clock,
+        feed: Feed,
+        counts: Counter[str],
+        expect_expiry: Callable[[float], None],
+    ) -> None:
+        self._index = index
+        self._tiers = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Shared)]
+        self._clock = clock
+        self._feed = feed
+        self._counts = counts
+        self._expect_expiry = expect_expiry
+        self._under_way: set[BlockKey] = set()
+        """Searches, by the keys from which they look."""
+        self._known = _KNOWN
+
+    def pending(
+        self,
+        layout: Layout,
+        identities: Mapping[str, Identity],
+        keys: Keys,
+        rows: Mapping[str, Rows],
+        whole: Mapping[str, Mask],
+        usable: Mask,
+        blocks: int,
+    ) -> bool:
+        """Whether there may soon be more of a prompt than its first ``blocks`` blocks. Under the lock.
+
+        ``whole`` says what is here of each group, and ``usable`` which lengths are.
+        """
+        lacking = [g.name for g in layout.groups if g.required and not whole[g.name][blocks]]
+        if not lacking:
+            return False
+        if all(self._index.state[DRAM][rows[name][blocks]] == PENDING for name in lacking):
+            return True
+        if not self._tiers or usable[blocks + 1 :].any():
+            return False
+        first = keys(layout.group(lacking[0]).suffix)[blocks]
+        if first not in self._under_way and not all(tier.absent(first) for _, tier in self._tiers):
+            wishes = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
+            self._under_way.add(first)
+            self._seek({first}, wishes, blocks)
+        return first in self._under_way
+
+    def _seek(
+        self, begun: set[BlockKey], prompt: dict[str, tuple[Kind, Identity, list[BlockKey], Mask]], start: int
+    ) -> None:
+        """Look for the blocks from ``start`` on, in one tier after another, and for more if they are there.
+
+        ``begun`` are the keys from which nobody else need begin.
+        """
+        wishes: list[Wish] = []
+        needed: set[BlockKey] = set()
+        """Without which it is no use to look further."""
+        for kind, who, keys, whole in prompt.values():
+            mine = [key for key, here in zip(keys[start:][:_STEP], whole[start:].tolist(), strict=False) if not here]
+            wishes += [(key, who) for key in mine]
+            if kind in (Kind.FULL, Kind.MLA):
+                needed.update(mine)
+        ends = start + _STEP >= min(len(keys) for _, _, keys, _ in prompt.values())
+
+        def ask(number: int, left: list[Wish]) -> None:
+            cold, tier = self._tiers[number]
+
+            def found(entries: Sequence[Entry | None]) -> None:
+                here = {w: e for w, e in zip(left, entries, strict=True) if e is not None}
+                with self._index.lock:  # who asks when these are entered begins behind them
+                    begun.update(keys[start + _STEP] for _, _, keys, _ in prompt.values() if start + _STEP < len(keys))
+                    self._under_way |= begun
+                self._enter(cold, here)
+                needed.difference_update(key for key, _ in here)
+                rest = [wish for wish in left if wish not in here]
+                if rest and number + 1 < len(self._tiers):
+                    ask(number + 1, rest)
+                elif needed or ends:
+                    with self._index.lock:
+                        self._under_way -= begun
+                else:
+                    self._seek(begun, prompt, start + _STEP)
+
+            tier.find(left, found)
+
+        ask(0, wishes)
+
+    def _enter(self, cold: Cold, found: Mapping[Wish, Entry]) -> None:
+        """Blocks are in a tier: let the index know."""
+        index, now, new = self._index, self._clock.time(), []
+        with index.lock:
+            for (key, _), entry in found.items():
+                row = index.row(key)
+                if entry.expiry <= now or (row and index.state[cold.number][row] != ABSENT):
+                    continue
+                if not row:
+                    row = index.add(key, entry.parent, entry.depth)
+                    index.mark[row] = marks([key])[0]
+                    index.tenant[row] = 0
+                    index.priority[row] = entry.priority
+                    index.expire_at([row], entry.expiry)
+                    self._expect_expiry(entry.expiry)
+                index.put(row, cold.number, SEALED, entry.place)
+                new.append(key)
+            self._counts[f"blocks found in {cold.name}"] += len(new)
+            events = self._forget() if len(index) > self._known else []
+        if new:
+            self._feed.publish([BlockStored(cold.name, tuple(new)), *events])
+
+    def _forget(self) -> list[BlockRemoved]:
+        """Forget what is nowhere but in shared storage, and was not asked for lately. Under the lock."""
+        index, size = self._index, self._index.size
+        numbers = [cold.number for cold, _ in self._tiers]
+        own = [state for number, state in enumerate(index.state) if number not in numbers]
+        free = (index.holds[:size] == 0) & (index.pins[:size] == 0)
+        for state in own:
+            free &= state[:size] == ABSENT
+        rows = np.flatnonzero(free & np.logical_or.reduce([index.state[n][:size] == SEALED for n in numbers]))
+        rows = rows[np.argsort(index.used[rows])][: -(-len(rows) // 2)]
+        events = [event for cold, _ in self._tiers for event in self._strike(cold, rows, "forgotten")]
+        self._known = max(_KNOWN, 2 * len(index))
+        return events
+
+    def removed(self, tier: str, names: Sequence[str] | None) -> None:
+        """Somebody has removed blobs of these names from a tier's storage; None: nobody knows which."""
+        index = self._index
+        cold = next(cold for cold, _ in self._tiers if cold.name == tier)
+        gone = None if names is None else np.array([place_of(name) for name in names], np.int64)
+        # A long search, and so in no lock: whoever is found is looked at again.
+        rows = np.flatnonzero(_among(index.place[cold.number][: index.size], gone))
+        with index.lock:
+            rows = rows[_among(index.place[cold.number][rows], gone)]
+            if names is None:
+                events = self._strike(cold, rows, "forgotten")
+            else:
+                events = self._strike(cold, rows, "evicted")
+                self._counts[f"blocks evicted from {tier}"] += sum(len(event.keys) for event in events)
+        self._feed.publish([*events])
+
+    def _strike(self, cold: Cold, rows: Rows, reason: str) -> list[BlockRemoved]:
+        """Forget that a tier has these rows; those that are nowhere else, altogether. Under the lock."""
+        index = self._index
+        rows = rows[index.state[cold.number][rows] == SEALED]
+        events = [BlockRemoved(cold.name, index.keys(rows), reason)] if len(rows) else []
+        for row in rows.tolist():
+            index.remove(row, cold.number)
+            index.retire(row)
+        return events
+
+
+def _among(places: Rows, gone: Rows | None) -> Mask:
+    """Which places are gone; if nobody knows which are, all."""
+    return np.ones(len(places), np.bool_) if gone is None else np.isin(places, gone)
