@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 from blake3 import blake3
@@ -28,6 +28,8 @@ from kvtide.node.mapping import Mappings
 from kvtide.store import Store
 
 __all__ = ["home", "open_anywhere", "open_node", "place"]
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 _IDLE = 60.0
 """Seconds that a node waits for another client."""
@@ -79,10 +81,30 @@ def home(config: Config) -> tuple[Config, Path]:
     nvme = config.nvme
     if config.engine.store == "through":
         nvme = msgspec.structs.replace(nvme, store="through")
-    if nvme.path:  # the node has another working directory, and another program's "kv" is not ours
-        nvme = msgspec.structs.replace(nvme, path=str(Path(nvme.path).absolute()))
-    config = msgspec.structs.replace(config, nvme=nvme, engine=Engine())  # a node knows of no engine
+    # The node has another working directory, another program's "kv" is not ours, and a node knows of no engine.
+    config = msgspec.structs.replace(
+        config,
+        nvme=_absolute(nvme, "path"),
+        valkey=_absolute(config.valkey, "password_file", "certificate", "identity"),
+        files=_absolute(config.files, "path"),
+        objects=_absolute(config.objects, "certificate"),
+        security=_absolute_source(_absolute(config.security, "key_file", "audit"), "key_source"),
+        node=_absolute_source(_absolute(config.node, "certificate", "authority"), "tokens"),
+        engine=Engine(),
+    )
     return config, place(config)
+
+
+def _absolute(section: S, *names: str) -> S:
+    given = {name: getattr(section, name) for name in names if getattr(section, name)}
+    return msgspec.structs.replace(section, **{name: str(Path(path).absolute()) for name, path in given.items()})
+
+
+def _absolute_source(section: S, name: str) -> S:
+    kind, _, path = getattr(section, name).partition(":")
+    if kind != "file" or not path:
+        return section
+    return msgspec.structs.replace(section, **{name: f"file:{Path(path).expanduser().absolute()}"})
 
 
 def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mappings) -> Line:
@@ -98,7 +120,9 @@ def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mapping
 def _start(config: Config, path: Path, idle: float) -> None:
     tree = msgspec.to_builtins(config)
     settings = {f"KVTIDE_{s.upper()}_{n.upper()}": str(value) for s, part in tree.items() for n, value in part.items()}
-    others = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
+    sources = (config.security.key_source.partition(":"), config.node.tokens.partition(":"))
+    kept = {secret for kind, _, secret in sources if kind == "env"}
+    others = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("KVTIDE_")}
     command = [sys.executable, "-m", "kvtide", "node", "--detach", "--socket", str(path), "--idle-seconds", str(idle)]
     log = path.with_suffix(".log")
     with log.open("ab") as output:

@@ -62,11 +62,17 @@ class Account:
     It outlives them: what workers still use when a session has ended is lost to others as before.
     """
 
-    __slots__ = ("room",)
+    __slots__ = ("_enough", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
         """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        self._enough = room // 2
+
+    @property
+    def ample(self) -> bool:
+        """Whether it may hold so much more that what it gives back can wait."""
+        return self.room > self._enough
 
 
 class Booked:

@@ -55,7 +55,7 @@ T = TypeVar("T", bound="Transfer | Promise")
 _SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
 """Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
 _CLOSING = 5.0
-"""Seconds that closing waits for a callback, or for an attempt to reach the node."""
+"""Seconds that closing waits for a callback."""
 
 
 class Client(Home):
@@ -77,6 +77,8 @@ class Client(Home):
         self._past: set[Line] = set()
         """Lines that were lost, while the node may still keep for us what they gave."""
         self._closing = threading.Event()
+        self.dialing = False
+        """Whether a node is just being called."""
         self._name = secrets.token_hex(16)
         self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
         try:
@@ -88,6 +90,8 @@ class Client(Home):
             self.copier.close()
             raise
         self.deadline = self._line.welcome.deadline
+        self.dram = self._line.welcome.dram
+        """Bytes of DRAM that the blocks of the node may take, or of the last one."""
         self.calls = Calls("kvtide-client-calls")
         self._nudger = Nudger()
         self._line.watch = self._nudger.watch
@@ -138,10 +142,13 @@ class Client(Home):
                 pause = _SOON
                 continue
             try:
+                self.dialing = True
                 self._connect(self._dial(self._name, self._mappings))
             except (OSError, KvtideError, msgspec.MsgspecError) as e:
                 self._closing.wait(pause)
                 pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
+            finally:
+                self.dialing = False
 
     def _hear(self, line: Line) -> None:
         """Hear the node until it is gone."""
@@ -163,7 +170,7 @@ class Client(Home):
     def _connect(self, line: Line) -> None:
         """There is a node again."""
         line.watch = self._nudger.watch
-        self._line = line
+        self._line, self.dram = line, line.welcome.dram
         if self._closing.is_set():
             line.close()
             return
@@ -258,6 +265,20 @@ class Client(Home):
             return False
         return promise.event.wait(timeout) and not promise.lost
 
+    def forget(self, tenant: bytes) -> int:
+        """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
+
+        For administrators. Raises TierError if it could not.
+        """
+        try:
+            promise = self.promised(self.line, p.Erase(tenant), Promise())
+        except Lost:
+            raise TierError(f"the node at {self.path} went away before it was asked to forget a tenant") from None
+        promise.event.wait()
+        if promise.lost or promise.failure:
+            raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")
+        return promise.count
+
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""
         return self.status().store
@@ -281,7 +302,8 @@ class Client(Home):
         self._closing.set()
         if (line := self._line) is not None:
             line.close()
-        self._listener.join(_CLOSING)
+        if not self.dialing:  # else it would wait for a node that hangs; should that answer, it is hung up on
+            self._listener.join(_CLOSING)
         self._nudger.close()
         self.calls.close(_CLOSING)
         self.copier.close()

@@ -27,6 +27,10 @@ _BEHIND = 1 << 20
 _GIVEN = 4
 """Descriptors that a client may send."""
 _SPACE = socket.CMSG_SPACE(_GIVEN * 4 + 4)
+_SO_PEERGROUPS = 59
+"""Linux's; Python has no name for it."""
+_GROUPS = 256
+"""Of a user's groups so many are looked at, as many as Python's call has room for: who has more counts as in none."""
 _TURN = 0.005
 """Seconds after which the other clients have their turn."""
 
@@ -55,7 +59,8 @@ class Connection:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int
         self.uid: int
-        self.pid, self.uid, _ = struct.unpack("3i", credentials)
+        self.pid, self.uid, group = struct.unpack("3i", credentials)
+        self.groups = {group, *_groups(sock)}
         loop.add_reader(sock.fileno(), self._readable)
 
     def __repr__(self) -> str:
@@ -198,3 +203,11 @@ class Connection:
             else:
                 self._loop.remove_writer(self._sock.fileno())
                 self.drained()
+
+
+def _groups(sock: socket.socket) -> array.array[int]:
+    """The groups of the process at the other end, besides its own, as it connected."""
+    try:
+        return array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS * 4))
+    except OSError:
+        return array.array("I")

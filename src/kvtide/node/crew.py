@@ -80,18 +80,21 @@ class Crew:
         tokens: Tokens | Chain,
         extras: Sequence[Extra] = (),
         *,
+        groups: Sequence[str] | None = None,
         start: int = 0,
         stop: int | None = None,
         ttl: float | None = None,
         priority: int = 0,
     ) -> Delegated:
-        """Let the workers store blocks ``start`` to ``stop`` of a prompt, each its own heads of every block."""
+        """Let the workers store blocks ``start`` to ``stop`` of a prompt, of these groups or all, each its own heads of
+        every block."""
         chain, stop = self._session.pledge(tokens, extras, start, stop, ttl, priority)
-        groups = self._session.layout.groups
+        layout = self._session.layout
+        some = layout.groups if groups is None else [layout.group(name) for name in groups]
         try:
-            line, made, keys = self._desk.ask_reserve(groups, chain, start, stop, ttl, priority, writers=self._writers)
+            line, made, keys = self._desk.ask_reserve(some, chain, start, stop, ttl, priority, writers=self._writers)
         except Lost:
-            return Delegated("", [], (stop - start) * len(groups), lambda: None)
+            return Delegated("", [], (stop - start) * len(some), lambda: None)
         given = Delegated(
             _ticket(line, made.reservation) if keys else "",
             keys,

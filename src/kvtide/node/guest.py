@@ -20,8 +20,10 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.booked import Account, Booked, Names
 from kvtide.node.connection import Connection
+from kvtide.node.erasing import erase
 from kvtide.node.host import Host
 from kvtide.node.membership import Membership
+from kvtide.node.roles import NEEDS, Role
 from kvtide.node.statistics import ClientStatistics, ModelStatistics
 from kvtide.node.team import Team
 from kvtide.node.tidings import Tidings
@@ -60,9 +62,10 @@ class Guest:
         self._numbers = host.numbers
         self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
         self._sessions: dict[int, Booked] = {}
-        self._window = Window(host.store, trust.stores)
+        self._window = Window(host.store, trust.role >= Role.WRITE)
         self._crews = Membership(host.teams, self._window, self._numbers, trust)
-        self._account = Account(int(host.store.config.dram.budget * host.store.config.node.client_share))
+        memory = sum(part.config.dram.budget for part in host.store.parts)
+        self._account = Account(int(memory * host.store.config.node.client_share))
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
         self._came = host.loop.time()
@@ -100,16 +103,32 @@ class Guest:
     def _receive(self, body: bytes | memoryview) -> None:
         request = self._decoder.decode(body)
         self.requests += 1
-        answers: list[p.Answer] = []
-        for operation in request.operations:
-            try:
-                answers.append(_ANSWERS[type(operation)](self, operation))
-            except KvtideError as e:
-                self.failures += 1
-                answers.append(p.Failure(type(e).__name__, str(e)))
+        operations = request.operations
+        # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
+        late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
+        answers = [self._answer(o) if type(o) is not late else None for o in operations]
+        self._reply(request.number, answers)
+        if late is not None:
+            for operation in operations[:-1]:
+                if type(operation) is late:
+                    self._answer(operation)
+
+    def _answer(self, operation: p.Operation) -> p.Answer:
+        kind = type(operation)
+        try:
+            if self._trust.role < NEEDS[kind]:
+                who = f"user {self._connection.uid}"
+                raise self._host.refusals.refuse(who, self._trust.role, kind.__name__.lower(), NEEDS[kind])
+            return _ANSWERS[kind](self, operation)
+        except KvtideError as e:
+            self.failures += 1
+            return p.Failure(type(e).__name__, str(e))
+
+    def _reply(self, number: int, answers: list[p.Answer]) -> None:
+        """Send answers, with the memory that they speak of and the client does not have yet."""
         gone, new = self._window.gone(), self._window.take_new()
         if not new:
-            self._connection.send(p.Reply(request.number, answers, [], gone))
+            self._connection.send(p.Reply(number, answers, [], gone))
             return
         try:
             self._host.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
@@ -120,7 +139,7 @@ class Guest:
         while len(new) > _DESCRIPTORS:
             first, new = new[:_DESCRIPTORS], new[_DESCRIPTORS:]
             self._connection.send(p.Reply(0, [], [n.serial for n in first]), [n.fd for n in first])
-        reply = p.Reply(request.number, answers, [n.serial for n in new], gone)
+        reply = p.Reply(number, answers, [n.serial for n in new], gone)
         self._connection.send(reply, [n.fd for n in new])
 
     def _session(self, number: int) -> Booked:
@@ -146,7 +165,7 @@ class Guest:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number = next(self._numbers)
-        desk = LocalDesk(self._store, layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
+        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
         return number
@@ -164,12 +183,6 @@ class Guest:
         """No more workers can join, and those that have must join again: elsewhere."""
         if self._host.teams.get(team.token) is team:
             del self._host.teams[team.token]
-
-    def _writer(self, number: int) -> Booked:
-        """A session, for what a client that may only read must not do."""
-        if not self._trust.stores:
-            raise RightError("this client may only read")
-        return self._session(number)
 
     def _match(self, o: p.Match) -> p.Matched:
         session = self._session(o.session)
@@ -204,7 +217,7 @@ class Guest:
         if part.note is None:
             part.note = self._window.slots(session.desk, holding).slots
         else:
-            self._store.dram.moved(read=part.nbytes)
+            session.desk.store.dram.moved(read=part.nbytes)
         slots: list[p.Slots] = part.note
         return slots
 
@@ -240,10 +253,9 @@ class Guest:
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         each = sum(layout.geometry[g.name].footprint for g in groups)
-        room = min(self._account.room, LARGEST_PART) if self._trust.stores else 0
+        room = min(self._account.room, LARGEST_PART)
         stop = min(o.stop, o.start + max(0, room) // max(1, each))
-        priority = o.priority if self._trust.stores else -100
-        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, priority, after)
+        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
             del session.reservations[o.after]
@@ -265,7 +277,7 @@ class Guest:
     # -- an engine of several processes -------------------------------------------------------------------
 
     def _invite(self, o: p.Invite) -> None:
-        session = self._writer(o.session)
+        session = self._session(o.session)
         if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
             raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
         session.team = Team(session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
@@ -274,7 +286,7 @@ class Guest:
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
     def _pin(self, o: p.Pin) -> int:
-        session = self._writer(o.session)
+        session = self._session(o.session)
         names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
         most = max(g.footprint for g in session.layout.geometry.values())
         if step > 0 and names.blocks * len(session.layout.groups) * most > self._account.room:
@@ -284,7 +296,7 @@ class Guest:
         return count
 
     def _drop(self, o: p.Drop) -> int:
-        session = self._writer(o.session)
+        session = self._session(o.session)
         names = self._names(session, o.digests)
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         number = self.tidings.promise()
@@ -293,7 +305,7 @@ class Guest:
         def done(failed: int) -> None:
             self._host.soon(lambda: self.tidings.keep(number, found, f"{failed}" if failed else ""))
 
-        found = self._store.pipeline.drop(keys, done)
+        found = session.desk.store.pipeline.drop(keys, done)
         return number
 
     def _flush(self, _: p.Flush) -> int:
@@ -301,11 +313,17 @@ class Guest:
         self._host.flush(lambda: self.tidings.keep(number))
         return number
 
+    def _erase(self, o: p.Erase) -> int:
+        number, c = self.tidings.promise(), self._connection
+        erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", lambda *how: self.tidings.keep(number, *how))
+        return number
+
     def _statistics(self, _: p.Statistics) -> Any:
         # Once a frame: a thousand of them in one would keep the others waiting for a second.
         if self._told_at != self.requests:
             self._told_at = self.requests
-            self._told = msgspec.Raw(msgspec.msgpack.encode(self._host.status(self.domain)))
+            status = self._host.status(None if self._trust.role is Role.ADMIN else self.domain)
+            self._told = msgspec.Raw(msgspec.msgpack.encode(status))
         return self._told
 
     def _follow(self, o: p.Follow) -> None:
@@ -354,7 +372,7 @@ class Guest:
         self._host.left(self)
 
 
-_ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
+_ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
     p.Open: Guest._open,
     p.Close: Guest._close,
     p.Match: Guest._match,
@@ -368,6 +386,7 @@ _ANSWERS: dict[type, Callable[[Guest, Any], Any]] = {
     p.Pin: Guest._pin,
     p.Drop: Guest._drop,
     p.Flush: Guest._flush,
+    p.Erase: Guest._erase,
     p.Statistics: Guest._statistics,
     p.Follow: Guest._follow,
     p.Unmapped: Guest._unmapped,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.node.ledger import Ledger
+from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import Status
 from kvtide.node.team import Team
 from kvtide.store import Store
@@ -27,6 +28,7 @@ class Host(Protocol):
     """Of sessions, rights and promises: never given twice in its life."""
     teams: dict[str, Team]
     """By the token of the session that they belong to."""
+    refusals: Refusals
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the loop, from any thread."""
@@ -37,8 +39,8 @@ class Host(Protocol):
     def flush(self, done: Callable[[], None]) -> None:
         """Call when colder tiers have what they were given."""
 
-    def status(self, domain: int) -> Status:
-        """What it and its store have done, as a client of that trust domain may know it."""
+    def status(self, domain: int | None) -> Status:
+        """What it and its store have done, as clients of that trust domain may know it; None: all."""
 
     def forget(self, token: str, process: int) -> None:
         """A process says that it uses nothing of an earlier client of its own any more."""

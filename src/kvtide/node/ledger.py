@@ -61,11 +61,15 @@ class Ledger:
         found = {n: size for e in self._entries.values() for n, size in e.memory.items() if not self._ours(n)}
         return sum(found.values())
 
-    def attach(self, loop: asyncio.AbstractEventLoop, dram: Dram) -> None:
-        """Begin to watch the clients of earlier nodes, and to keep ``dram``'s account."""
-        self._loop, self._dram = loop, dram
-        dram.set_aside(self.elsewhere)
-        dram.removed = self._given_up
+    def attach(self, loop: asyncio.AbstractEventLoop, drams: Sequence[Dram]) -> None:
+        """Begin to watch the clients of earlier nodes, and to keep the account of ``drams``.
+
+        What those still have is set aside in the first: a reserved share is not made smaller by what others did.
+        """
+        self._loop, self._dram = loop, drams[0]
+        self._dram.set_aside(self.elsewhere)
+        for dram in drams:
+            dram.removed = self._given_up
         for entry in list(self._entries.values()):
             self._watch(entry.pid)
 

@@ -34,6 +34,18 @@ _ANSWER = 2.0
 """Seconds after which a node that does not answer a request counts as dead. An event loop may wait for the answer."""
 
 
+_forks = 0
+"""That led to this process since the module was loaded."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
     """There is no node."""
 
@@ -47,7 +59,7 @@ class Line:
         self._mappings = mappings
         self.lent = set(mappings.names)
         """Memory that the node knows us to have, of earlier nodes too."""
-        self._process = os.getpid()
+        self._forks = _forks
         try:
             self._requests = self._dial(path)
             pidfd = os.pidfd_open(os.getpid())
@@ -67,7 +79,7 @@ class Line:
             raise
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._buffer = bytearray(1 << 16)
+        self._buffers = [bytearray(1 << 16)]
         self._received = bytearray()
         """The beginning of a reply whose end has not come yet."""
         self._waiting: deque[p.Operation] = deque()
@@ -113,7 +125,8 @@ class Line:
             body += data
         answer = msgspec.msgpack.decode(body[4:], type=p.Welcome | p.Failure)
         if isinstance(answer, p.Failure):
-            raise TierError(f"the node refused us: {answer.text}")
+            kind = getattr(errors, answer.kind, TierError)
+            raise kind(f"the node refused us: {answer.text}")
         return answer
 
     def close(self) -> None:
@@ -121,7 +134,7 @@ class Line:
         self.alive = False
         for sock in (self._requests, self._notices):
             if sock is not None:
-                if os.getpid() == self._process:  # else it is our parent's line too, which goes on
+                if self._forks == _forks:  # else it is our parent's line too, which goes on
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
                 sock.close()
@@ -213,19 +226,19 @@ class Line:
 
     def _check(self) -> None:
         # A line cannot be shared with a child: each would take the other's answers.
-        if not self.alive or os.getpid() != self._process:
+        if not self.alive or self._forks != _forks:
             raise Lost
 
     def _send(self, operations: list[p.Operation]) -> tuple[int, int]:
         """The number of the request, and how many operations were before ours in it."""
         self._check()
-        while len(before := self._put_off()) == _TOGETHER:
-            self._transmit(before)
+        before: list[p.Operation] = []
+        while self._waiting:  # under the lock: nobody else takes from it
+            before.append(self._waiting.popleft())
+            if len(before) == _TOGETHER:
+                self._transmit(before)
+                before = []
         return self._transmit(before + operations), len(before)
-
-    def _put_off(self) -> list[p.Operation]:
-        """What was put off, as much of it as goes into one message. Under the lock: nobody else takes from it."""
-        return [self._waiting.popleft() for _ in range(min(len(self._waiting), _TOGETHER))]
 
     def _transmit(self, operations: list[p.Operation]) -> int:
         assert self._requests is not None
@@ -238,11 +251,11 @@ class Line:
         return number
 
     def _receive(self) -> p.Reply:
-        received, buffer = self._received, self._buffer
+        received, (buffer,) = self._received, self._buffers
         assert self._requests is not None
         while not received or not (end := p.whole(received)):
             try:
-                size, ancillary, _, _ = self._requests.recvmsg_into([buffer], _SPACE, socket.MSG_CMSG_CLOEXEC)
+                size, ancillary, _, _ = self._requests.recvmsg_into(self._buffers, _SPACE, socket.MSG_CMSG_CLOEXEC)
             except OSError as e:
                 self.close()
                 raise Lost from e

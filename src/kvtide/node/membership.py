@@ -30,7 +30,7 @@ class Membership:
 
     def join(self, o: p.Join) -> p.Joined:
         team = self._teams.get(o.token)
-        if team is None or team.domain != self._trust.domain or not self._trust.stores:
+        if team is None or team.domain != self._trust.domain:
             raise RightError("no session has this token; its scheduler is not here, or has ended it")
         for number in [n for n, m in self._members.items() if self._stale(m) and not m.visits]:
             del self._members[number]

@@ -14,9 +14,9 @@ from kvtide.node.line import Line, Lost
 
 __all__ = ["Nudger"]
 
-_SOON = 0.005
+_SOON = 0.02
 """Seconds that what was put off waits for a request to go with, and as long again."""
-_QUIET = 20
+_QUIET = 5
 """After so many times that nothing was put off nobody looks any more, until something is."""
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Collected",
     "Drop",
     "Ended",
+    "Erase",
     "EventsLost",
     "Failure",
     "Fill",
@@ -117,6 +118,8 @@ class Welcome(_Message, tag="welcome"):
     """Bytes that one reservation should have at most."""
     life: str = ""
     """Of this node. Its memory is called ``life-segment`` in ``Hello`` and ``Unmapped``, by its successors too."""
+    dram: int = 0
+    """Bytes of DRAM that the node's blocks may take."""
 
 
 class Failure(_Message, tag="failure"):
@@ -358,6 +361,12 @@ class Flush(_Message, tag="flush"):
     """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
 
 
+class Erase(_Message, tag="erase"):
+    """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``."""
+
+    tenant: bytes
+
+
 class Unmapped(_Message, tag="unmapped"):
     """The client has let go of memory, of this node or an earlier one, by name. Answer: nil."""
 
@@ -394,6 +403,7 @@ Operation = (
     | Pin
     | Drop
     | Flush
+    | Erase
     | Statistics
     | Follow
     | Unmapped

@@ -15,7 +15,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
 from kvtide.desk import Collected, Holding, Names
-from kvtide.errors import RightError, TierError
+from kvtide.errors import AccessError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
@@ -268,9 +268,11 @@ class RemoteDesk:
         digests = names.joined[: 32 * stop]
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
-        made = line.ask_one(
-            p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
-        )
+        wanted = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
+        try:
+            made = line.ask_one(wanted)
+        except AccessError:  # who may only read goes on without storing, as if no node were there
+            raise Lost from None
         assert isinstance(made, p.Reserved)
         keys = [
             BlockKey(digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)

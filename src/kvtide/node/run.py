@@ -21,6 +21,7 @@ from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.node.http import Http
 from kvtide.node.ledger import Ledger
+from kvtide.node.passes import Passes
 from kvtide.node.server import Node
 from kvtide.store import Store
 from kvtide.version import __version__
@@ -64,12 +65,13 @@ async def _serve(
     async with _alone(path, stop) as alone:
         if not alone:
             return True
+        passes = Passes(config.node)
         ledger = Ledger(path.with_suffix(".lent"))
         store = Store(config, shared=True, aside=ledger.elsewhere)
         node = None
         try:
             node = Node(store, path, ledger)
-            http = Http(node.status)
+            http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)
         except BaseException:

@@ -18,6 +18,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,11 @@ from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import LARGEST_PART, Guest
 from kvtide.node.ledger import Ledger
+from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
 from kvtide.node.trust import Trusted
+from kvtide.security.audit import audit_of
 from kvtide.store import Store
 from kvtide.version import __version__
 
@@ -46,6 +49,10 @@ _STRANGERS = 64
 _CONNECTIONS = 2048
 _CLIENTS = 100
 """Of one process, those included that are gone while it may still use what they held."""
+_HIDDEN = (
+    "this node cannot see the process that connects, and so could not tell when memory that it lent is free again; let "
+    "it see all of the host's processes: hostPID: true in Kubernetes, docker run --pid=host"
+)
 _PAUSE = 0.5
 """Seconds without new connections when there are no descriptors for them."""
 
@@ -74,10 +81,11 @@ class Node:
         self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._trusted = Trusted(store.config.node.users)
+        self.refusals = Refusals(audit_of(store.config.security))
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
-        self.ledger.attach(self.loop, store.dram)
+        self.ledger.attach(self.loop, [part.dram for part in store.parts])
 
     def _listen(self) -> None:
         self.loop.add_reader(self._listener.fileno(), self._accept)
@@ -153,10 +161,14 @@ class Node:
         if guest is not None and guest.process == process:
             guest.over()
 
-    def status(self, domain: int = 0) -> Status:
-        """What we and the store have done. Our own user is told of all clients, others of those of their domain."""
-        guests = [g for g in self._guests.values() if domain in (0, g.domain)]
-        requests, failures = (c[domain] if domain else c.total() for c in (self._requests, self._failures))
+    def status(self, domain: int | None = None) -> Status:
+        """What we and the store have done, for a client of a trust domain; None: for administrators.
+
+        They are told of all clients, others of those of their domain, and not of tenants.
+        """
+        guests = [g for g in self._guests.values() if domain in (None, g.domain)]
+        store = self.store.statistics()
+        requests, failures = (c.total() if domain is None else c[domain] for c in (self._requests, self._failures))
         node = NodeStatistics(
             os.getpid(),
             str(self.path),
@@ -166,7 +178,7 @@ class Node:
             failures + sum(g.failures for g in guests),
             [g.statistics() for g in guests],
         )
-        return Status(self.store.statistics(), node)
+        return Status(store if domain is None else replace(store, tenants={}), node)
 
     def _accept(self) -> None:
         try:
@@ -184,9 +196,7 @@ class Node:
         self._strangers[connection] = late
         connection.receive = lambda body: self._greet(connection, body)
         connection.lost = lambda: self._lost(connection)
-        if self._trusted.of(connection.uid) is None:
-            connection.close(f"user {connection.uid} is not ours, nor in node.users")
-        elif len(self._strangers) > _STRANGERS:
+        if len(self._strangers) > _STRANGERS:
             next(iter(self._strangers)).close("others wait to say hello, and it does not")
 
     def _lost(self, connection: Connection) -> None:
@@ -206,6 +216,11 @@ class Node:
         """The first frame of a connection."""
         hello = self._hello.decode(body)
         self._known(connection)
+        trust = self._trusted.of(connection.uid, connection.groups)
+        if trust is None:
+            text = f"user {connection.uid} has no role at this node; its administrator gives roles by node.users"
+            self._refuse(connection, "AccessError", text)
+            return
         if not hello.oldest <= p.PROTOCOL <= hello.newest:
             text = f"this node speaks protocol {p.PROTOCOL}, the client {hello.oldest} to {hello.newest}"
             self._refuse(connection, "VersionError", text)
@@ -222,6 +237,9 @@ class Node:
         elif sum(g.process == connection.pid for g in self._guests.values()) >= _CLIENTS:
             self._refuse(connection, "TierError", f"this process has {_CLIENTS} clients; close some")
             return
+        elif not connection.pid:  # so the kernel names a process that it hides
+            self._refuse(connection, "TierError", _HIDDEN)
+            return
         else:
             pidfd = self._pidfd(connection)
             if pidfd is None:
@@ -232,8 +250,6 @@ class Node:
                 os.close(pidfd)
                 self._refuse(connection, "TierError", wrong)
                 return
-            trust = self._trusted.of(connection.uid)
-            assert trust is not None
             guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd)
             self._guests[guest.token] = guest
             log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
@@ -250,6 +266,7 @@ class Node:
                 config.nvme.token_ids,
                 min(self.store.largest_part, LARGEST_PART),
                 self.ledger.life,
+                config.dram.budget,
             )
         )
         if hello.token:

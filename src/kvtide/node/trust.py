@@ -1,20 +1,24 @@
-"""Who may connect to a node, and what they see of it.
+"""Who may connect to a node, what they may do, and what they see of it.
 
-The node's own user, and root, see the node's own blocks. Other users come in by ``node.users``, each into a *trust
-domain*: its blocks have names of their own in every tier and lie in segments of their own, whose descriptors nobody
-outside the domain gets. One that may only read gets descriptors that cannot be mapped for writing.
+The node's own user, and root, are its administrators. Others come in by ``node.users``, by their user or a group of
+theirs, each with a role (``roles.py``) and a *trust domain*: its blocks have names of their own in every tier and lie
+in segments of their own, whose descriptors nobody outside the domain gets. One that may only read gets descriptors
+that cannot be mapped for writing. Without a domain they share the node's own blocks.
 
 The system's users are the border because it guards nothing finer: processes of one user can look into each other.
 """
 
 from __future__ import annotations
 
+import grp
 import os
-from collections.abc import Sequence
+import pwd
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
+from kvtide.node.roles import Role
 
 __all__ = ["Trust", "Trusted", "seen"]
 
@@ -27,11 +31,11 @@ _LETTERS = 8
 class Trust:
     """What a client may do, and where."""
 
+    role: Role
     domain: int = 0
-    """Its number, in this life of the node."""
+    """Its number, in this life of the node; 0 is the node's own."""
     tag: bytes = b""
     """What ends the names of its blocks, in every life."""
-    stores: bool = True
 
 
 def seen(tag: bytes, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
@@ -42,31 +46,58 @@ def seen(tag: bytes, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
 
 
 class Trusted:
-    """The users of ``node.users``: ``1001:blue 1002:blue:read 1003:green``."""
+    """Those of ``node.users``: ``1001:blue 1002:blue:read alice:green @kvops::admin``."""
 
     def __init__(self, users: str) -> None:
         self._users: dict[int, Trust] = {}
+        self._groups: dict[int, Trust] = {}
+        """In the order in which they are given."""
         domains: dict[str, int] = {}
         for text in users.replace(",", " ").split():
-            user, _, rest = text.partition(":")
-            name, _, right = rest.partition(":")
-            good = name.isidentifier() and name.isascii() and len(name) <= _LETTERS
-            if not user.isdecimal() or not good or right not in ("", "read"):
+            who, _, rest = text.partition(":")
+            name, _, role = rest.partition(":")
+            if name and not (name.isidentifier() and name.isascii() and len(name) <= _LETTERS):
+                raise ConfigError(f"node.users has {text!r}; a trust domain's name has at most {_LETTERS} letters")
+            if not who or not rest or (role or "write").upper() not in Role.__members__:
                 raise ConfigError(
-                    f"node.users has {text!r}; it must be a user's number and a trust domain of at most {_LETTERS} "
-                    "letters, such as 1001:blue, or 1001:blue:read for one that may not store"
+                    f"node.users has {text!r}; it must be a user or a @group, a trust domain and a role (read, write "
+                    "or admin), such as 1001:blue, 1002:blue:read, or @kvops::admin for one of the node's own domain"
                 )
-            if int(user) in (0, os.getuid()) or int(user) in self._users:
-                raise ConfigError(f"node.users has user {user}, who is there already: root and our own user always are")
-            number = domains.setdefault(name, len(domains) + 1)
-            self._users[int(user)] = Trust(number, b"\0" + name.encode(), right != "read")
+            given = Role[(role or "write").upper()]
+            if name and given is Role.ADMIN:
+                raise ConfigError(
+                    f"node.users has {text!r}; an administrator acts on all domains: leave the domain out, {who}::admin"
+                )
+            number = domains.setdefault(name, len(domains) + 1) if name else 0
+            kind, member = (self._groups, _group(who[1:])) if who[0] == "@" else (self._users, _user(who))
+            if member in kind or (kind is self._users and member in (0, os.getuid())):
+                raise ConfigError(f"node.users has {who}, who is there already: root and our own user always are")
+            kind[member] = Trust(given, number, b"\0" + name.encode() if name else b"")
         if len(domains) > _MOST:
             raise ConfigError(f"node.users has {len(domains)} trust domains; there can be {_MOST}")
 
     def __bool__(self) -> bool:
         """Whether anybody but ourselves may come."""
-        return bool(self._users)
+        return bool(self._users or self._groups)
 
-    def of(self, user: int) -> Trust | None:
-        """What a user may do; None: nothing."""
-        return Trust() if user in (0, os.getuid()) else self._users.get(user)
+    def of(self, user: int, groups: Collection[int] = ()) -> Trust | None:
+        """What a user of those groups may do; None: nothing. A user's own entry wins, then the first of a group."""
+        if user in (0, os.getuid()):
+            return Trust(Role.ADMIN)
+        return self._users.get(user) or next((t for group, t in self._groups.items() if group in groups), None)
+
+
+def _user(text: str) -> int:
+    try:
+        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise ConfigError(
+            f"node.users has {text!r}; there is no such user here. Give its number, or a @group"
+        ) from None
+
+
+def _group(text: str) -> int:
+    try:
+        return int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+    except KeyError:
+        raise ConfigError(f"node.users has '@{text}'; there is no such group here. Give its number") from None

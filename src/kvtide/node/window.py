@@ -26,8 +26,7 @@ class Window:
     """For one client, which may write through it or not."""
 
     def __init__(self, store: Store, writable: bool) -> None:
-        self._dram = store.dram
-        self._index = store.index
+        self._drams = [part.dram for part in store.parts]
         self._writable = writable
         self._known: set[int] = set()
         """Segments whose descriptors it has."""
@@ -37,17 +36,17 @@ class Window:
     def slots(self, desk: LocalDesk, holding: LocalHolding) -> p.Collected:
         """Where a holding lies."""
         blocks, first, places = desk.places(holding)
-        slots = [p.Slots(first[g.name], self._addresses(places[g.name])) for g in desk.layout.groups]
+        slots = [p.Slots(first[g.name], self._addresses(desk, places[g.name])) for g in desk.layout.groups]
         return p.Collected(blocks, slots)
 
     def reserved(self, number: int, made: Reservation, desk: LocalDesk, addressed: bool = True) -> p.Reserved:
         """A reservation and, if it is ``addressed`` to this client, where it lies."""
         groups = [desk.numbers[k[32:]] for k in made.keys]
-        places = self._addresses(self._index.place[DRAM][made.rows]) if addressed else b""
+        places = self._addresses(desk, desk.store.index.place[DRAM][made.rows]) if addressed else b""
         return p.Reserved(number, made.refused, groups, list(made.depths), places)
 
-    def _addresses(self, places: Rows) -> bytes:
-        dram = self._dram
+    def _addresses(self, desk: LocalDesk, places: Rows) -> bytes:
+        dram = desk.store.dram
         found, serials = dram.addresses(places)
         for serial in serials - self._known:
             # A copy: what comes later in the same frame may give the segment back.
@@ -65,10 +64,11 @@ class Window:
 
     def gone(self) -> list[int]:
         """Segments that it has and that there are no more, told once."""
-        if self._dram.removals == self._removals:
+        removals = sum(dram.removals for dram in self._drams)
+        if removals == self._removals:
             return []
-        self._removals = self._dram.removals
-        gone = sorted(self._known - self._dram.serials)
+        self._removals = removals
+        gone = sorted(self._known.difference(*(dram.serials for dram in self._drams)))
         self._known.difference_update(gone)
         return gone
 

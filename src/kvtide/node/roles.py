@@ -1,0 +1,56 @@
+"""What each operation needs: one of three roles, of which each may do all that the one before it may.
+
+Who reads looks up and loads, and gets memory that cannot be mapped for writing. Who writes also stores, pins and drops.
+Both stay within their trust domain. An administrator's acts are on the whole node; so he is in no domain but its own.
+
+Every operation is in this table, and nothing else says what is allowed: an operation that is not in it cannot be
+answered. A crew needs no more than to read, for its workers may read too; to fill what was reserved is to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from kvtide.node import protocol as p
+
+__all__ = ["NEEDS", "Role"]
+
+
+class Role(IntEnum):
+    """What somebody may do. Larger ones include smaller ones."""
+
+    READ = 1
+    WRITE = 2
+    ADMIN = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+NEEDS: Mapping[type, Role] = {
+    p.Open: Role.READ,
+    p.Close: Role.READ,
+    p.Match: Role.READ,
+    p.Find: Role.READ,
+    p.Load: Role.READ,
+    p.Cancel: Role.READ,
+    p.Collect: Role.READ,
+    p.Release: Role.READ,
+    p.Reserve: Role.WRITE,
+    p.Finish: Role.WRITE,
+    p.Pin: Role.WRITE,
+    p.Drop: Role.WRITE,
+    p.Flush: Role.WRITE,
+    p.Erase: Role.ADMIN,
+    p.Unmapped: Role.READ,
+    p.Follow: Role.READ,
+    p.Forget: Role.READ,
+    p.Statistics: Role.READ,
+    p.Invite: Role.READ,
+    p.Join: Role.READ,
+    p.Visit: Role.READ,
+    p.Fill: Role.WRITE,
+    p.Leave: Role.READ,
+    p.Resign: Role.READ,
+}
