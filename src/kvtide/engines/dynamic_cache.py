@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import copy
 from typing import Any
 
 import torch
@@ -80,15 +81,10 @@ def sections_of(cache: DynamicCache) -> list[torch.Tensor]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _pages(layout: Layout, sections: Sequence[torch.Tensor], row: int, start: int, count: int) -> Pages:
-    """``count`` pages of one row from token ``start`` on."""
-    (group,) = layout.groups
-    stop = start + count * group.page
-    return Pages(
-        layout,
-        group.name,
-        [s[row, :, start:stop].unflatten(1, (count, group.page)).permute(1, 0, 2, 3) for s in sections],
-    )
+def _pages(tokens: torch.Tensor, page: int) -> torch.Tensor:
+    """Tokens ``[..., head, token, dim]`` as pages ``[..., page, head, token, dim]``."""
+    pages: torch.Tensor = tokens.unflatten(-2, (-1, page))
+    return pages.transpose(-4, -3)
 
 
 def _copies(layout: Layout, numbered: Sequence[tuple[int, Span]], count: int) -> list[Copy]:
@@ -117,12 +113,14 @@ def fill(
                 count = -(-(border - pad) // group.page)
                 wanted = list(enumerate(loaded.blocks))[: -(-(border - pad) // layout.block_tokens)]
                 copies = _copies(layout, wanted, count)
-                moves.append(mover.load(_pages(layout, list(memory), row, pad, count), copies))
+                rows = _pages(memory[:, row, :, pad : pad + count * group.page], group.page)
+                moves.append(mover.load(Pages(layout, group.name, rows.unbind()), copies))
                 stack.callback(moves[-1].wait)
-        cache = DynamicCache()
-        for keys, values in memory[:, :, :, :border].unflatten(0, (group.layers, 2)):
-            layer = DynamicLayer()
-            layer.lazy_initialization(keys, values)
+        cache, first = DynamicCache(), DynamicLayer()
+        first.lazy_initialization(memory, memory)  # once: it makes tensors
+        sections = memory[:, :, :, :border].unbind()
+        for keys, values in zip(sections[0::2], sections[1::2], strict=True):
+            layer = copy(first)
             layer.keys, layer.values = keys, values
             cache.layers.append(layer)
         for move in moves:
@@ -139,7 +137,8 @@ def store_row(
     layout = session.layout
     (group,) = layout.groups
     count = chain.blocks * (layout.block_tokens // group.page)
-    pages = _pages(layout, sections, row, pad, count)
+    stop = pad + count * group.page
+    pages = Pages(layout, group.name, [_pages(s[row, :, pad:stop], group.page) for s in sections])
     # In parts that others can make room for, like ``Session.store``.
     step = max(1, session.desk.largest // layout.geometry[group.name].footprint)
     stored = refused = 0

@@ -52,6 +52,8 @@ class GpuMove(Move):
         self._device = device
         self.begun = threading.Event()
         """Everything is on its streams, or failed."""
+        self.free = torch.cuda.Event()
+        """The pages are the engine's again: read, or written."""
         self.end = torch.cuda.Event()
         self.error: BaseException | None = None
 
@@ -73,7 +75,7 @@ class GpuMove(Move):
         if self.error is not None:
             self.end.synchronize()
         self._check()
-        torch.cuda.current_stream(self._device).wait_event(self.end)
+        torch.cuda.current_stream(self._device).wait_event(self.free)
 
     def _check(self) -> None:
         if self.error is not None:
@@ -155,6 +157,8 @@ class _Lane:
     def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
         self._device, self._nbytes, self._to_host = device, nbytes, to_host
         self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._streams = (self._kernels, self._copies) if to_host else (self._copies, self._kernels)
+        """In the order in which bytes go through them."""
         self._buffers: Iterator[_Buffer] | None = None
         self._tables: _Tables | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -192,8 +196,10 @@ class _Lane:
                 try:
                     self._move(job)
                 finally:
-                    self._kernels.wait_stream(self._copies)
-                    job.move.end.record(self._kernels)
+                    job.move.free.record(self._kernels)  # none but kernels look at pages
+                    first, second = self._streams
+                    second.wait_stream(first)
+                    job.move.end.record(second)
             except Exception as e:  # noqa: BLE001 - whoever waits for the move is told
                 job.move.error = e
             finally:
@@ -236,15 +242,16 @@ class _Lane:
         """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
         assert self._buffers is not None
         buffer = next(self._buffers)
-        (self._kernels if self._to_host else self._copies).wait_event(buffer.free)
+        first, second = self._streams
+        first.wait_event(buffer.free)
         try:
             yield buffer
         finally:
-            buffer.free.record(self._copies if self._to_host else self._kernels)
+            buffer.free.record(second)
 
     def _pass(self, buffer: _Buffer) -> None:
         """The first stream has filled the buffer; now the second may have it."""
-        first, second = (self._kernels, self._copies) if self._to_host else (self._copies, self._kernels)
+        first, second = self._streams
         buffer.filled.record(first)
         second.wait_event(buffer.filled)
 

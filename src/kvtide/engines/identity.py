@@ -3,10 +3,11 @@
 A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not answer for
 the new ones. Reading all weights at every call would cost seconds, so there are two looks:
 
-*At every call* a glance, for a millisecond or two: a few elements of every tensor, and for each tensor where and how it
+*At every call* a glance, for some milliseconds: a few elements of every tensor, and for each tensor where and how it
 lies and how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere;
-the count, because a change of few elements shows in no sample. The caller waits for it before anything can be looked
-for, so it makes no names: a name for each tensor would take longer than all the rest.
+the count, because a change of few elements shows in no sample. It makes no names: a name for each tensor would take
+longer than all the rest. On a GPU it is taken on a stream of its own, so that KV may be on its way meanwhile, in the
+good hope that the model is the one that it was.
 
 *When the glance differs* the weights are named anew, by thousands of elements of every tensor (``index/weights.py``):
 the same name in every process that holds the same weights. If torch counted a change that these do not show, the
@@ -31,7 +32,7 @@ from kvtide.engines.paged import WORDS
 from kvtide.errors import LayoutError
 from kvtide.index.weights import WeightsId, from_samples, places
 
-__all__ = ["Weights", "adapters", "settings"]
+__all__ = ["Moment", "Weights", "adapters", "settings"]
 
 _GLANCE = 64
 """Elements of each tensor that are read at every call."""
@@ -68,6 +69,9 @@ class _Look(NamedTuple):
     """How many of each torch has counted."""
 
 
+Moment = Mapping[torch.device, torch.cuda.Event]
+
+
 class Weights:
     """The weights of one model. Safe from any thread."""
 
@@ -75,23 +79,33 @@ class Weights:
         self._module = module
         self._lock = threading.Lock()
         self._look = _Look()
-        self._views: list[list[torch.Tensor]] = []
+        self._devices: set[torch.device] = set()
+        """The GPUs that they are on."""
         self._seen: list[bytes] = []
         self._sampled = self._name = WeightsId("")
         self._mark = ""
 
-    def name(self) -> WeightsId:
-        """Their name, which is another one after every change."""
+    def moment(self) -> Moment:
+        """What the caller's streams have been given so far."""
         with self._lock:
-            look, views = _look(self._module), self._views
+            devices = [*self._devices]
+        return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+    def name(self, after: Moment | None = None) -> WeightsId:
+        """Their name, which is another one after every change. What streams do ``after`` a moment is not waited for."""
+        with self._lock:
+            look, tensors = _look(self._module)
             moved = not self._name or look[:2] != self._look[:2]
-            if moved:
-                views = _views(tensor for _, tensor in _tensors(self._module))
-            seen = [torch.cat(group).cpu().numpy().tobytes() for group in views]
+            if any(tensor.is_meta for tensor in tensors):
+                _ = [*_tensors(self._module)]  # says which
+            # Made anew each time: a view keeps the memory of weights that were moved elsewhere since.
+            views = _views(tensors)
+            seen = [_read(group, after or {}) for group in views]
             counted = bool(self._name) and look.changes != self._look.changes
             if moved or counted or seen != self._seen:
                 self._rename(counted)
-                self._look, self._views, self._seen = look, views, seen
+                self._look, self._seen = look, seen
+                self._devices = {group[0].device for group in views if group[0].is_cuda}
             return self._name
 
     def _rename(self, counted: bool) -> None:
@@ -111,14 +125,15 @@ def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found)
 
 
-def _look(module: torch.nn.Module) -> _Look:
+def _look(module: torch.nn.Module) -> tuple[_Look, list[torch.Tensor]]:
     held = [part for m in _modules(module) for part in (m._modules, m._parameters, m._buffers) if part]
     tensors = [each for part in held for each in part.values() if isinstance(each, torch.Tensor)]
-    return _Look(
+    look = _Look(
         [key for part in held for key in part],
         [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors],
         [0 if t.is_inference() else t._version for t in tensors],
     )
+    return look, [tensor.detach() for tensor in tensors]
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,6 +158,17 @@ def _views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for view in (_few(t) for t in tensors if t.numel()):
         alike[view.device, view.element_size()].append(view.view(WORDS[view.element_size()]))
     return list(alike.values())
+
+
+def _read(views: Sequence[torch.Tensor], after: Moment) -> bytes:
+    """Elements of one device, as they are after a moment, or else after all that its stream was given."""
+    device = views[0].device
+    if not views[0].is_cuda:
+        return torch.cat([*views]).cpu().numpy().tobytes()
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(after.get(device) or torch.cuda.current_stream(device).record_event())
+    with torch.cuda.stream(stream):
+        return torch.cat([*views]).cpu().numpy().tobytes()
 
 
 def _samples(tensor: torch.Tensor) -> Any:

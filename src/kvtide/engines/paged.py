@@ -220,7 +220,8 @@ class Move:
         """Wait until the bytes are there and the blocks' memory is not used any more. Raises what went wrong."""
 
     def join(self) -> None:
-        """After a load: what the caller's stream does next sees the pages. The host does not wait for the copies."""
+        """What the caller's stream does next sees the pages of a load, and may change those of a store. The host waits
+        for no copy."""
 
 
 class Mover(Protocol):

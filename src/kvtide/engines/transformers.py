@@ -42,11 +42,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import kvtide
-from kvtide.block import LOSSY, Layout
+from kvtide.block import BLOCK_TOKENS, LOSSY
 from kvtide.door import Door
 from kvtide.engines.background import Background
 from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
-from kvtide.engines.identity import Weights, adapters, settings
+from kvtide.engines.identity import Moment, Weights, adapters, settings
 from kvtide.engines.paged import Mover, mover
 from kvtide.engines.prefill import Prefill
 from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
@@ -63,6 +63,8 @@ _WAITING = 4
 """Answers whose KV may wait to be stored. They keep it in the model's memory."""
 _PATIENCE = 5.0
 """Seconds that a call waits for those before it to be stored."""
+_WAIT = 0.25
+"""Seconds to wait for what others are just writing, or have written."""
 _SESSIONS = 64
 """Models (by their weights) and tenants that are remembered."""
 
@@ -102,7 +104,7 @@ class Statistics:
 
 
 def attach(
-    model: PreTrainedModel, store: Home | str | None = None, *, block_tokens: int = 256, fidelity: str = EXACT
+    model: PreTrainedModel, store: Home | str | None = None, *, block_tokens: int = BLOCK_TOKENS, fidelity: str = EXACT
 ) -> Attached:
     """Keep the KV of this model's ``generate`` calls in a store, from now until ``detach``.
 
@@ -116,26 +118,22 @@ def attach(
     if isinstance(getattr(model.generate, "__self__", None), Attached):
         raise RightError("this model has a store already; detach that first")
     layout, weights = layout_of(model, block_tokens, fidelity), Weights(model)
-    weights.name()
+    known = Model(layout, weights.name(), settings(model.config), fidelity=fidelity)
     if isinstance(store, Home):
-        return Attached(model, store, layout, weights, fidelity, owned=False)
-    return Attached(model, kvtide.connect(store) if store else kvtide.open(), layout, weights, fidelity, owned=True)
+        return Attached(model, store, weights, known, owned=False)
+    return Attached(model, kvtide.connect(store) if store else kvtide.open(), weights, known, owned=True)
 
 
 class Attached:
     """A store at work for a model. End it with ``detach``, or use it in a ``with``. Safe from any thread."""
 
-    def __init__(
-        self, model: PreTrainedModel, store: Home, layout: Layout, weights: Weights, fidelity: str, *, owned: bool
-    ) -> None:
-        """``owned``: the store ends with us."""
+    def __init__(self, model: PreTrainedModel, store: Home, weights: Weights, known: Model, *, owned: bool) -> None:
+        """``known`` is the model as it was last; ``owned``: the store ends with us."""
         self.model = model
         self.store = store
         self._owned = owned
         self._weights = weights
-        self._fidelity = fidelity
-        self._layout = weights.name(), layout
-        """Of which weights, too: others may have another dtype."""
+        self._known = known
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._movers: dict[torch.device, Mover] = {}
         self._used: Counter[bytes] = Counter()
@@ -168,11 +166,7 @@ class Attached:
         with ExitStack() as use:
             try:
                 with self._door:
-                    session = use.enter_context(self._session(tenant))
-                    self._background.flush(_PATIENCE)  # so that a turn finds the one before
-                    chains = [session.chain(row) for row in prompts.rows]
-                    cache, border, loads = self._load(session, chains, prompts)
-                    use.enter_context(loads)
+                    session, chains, cache, border, loads = self._reuse(tenant, prompts, use)
             except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
                 return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
             if call.get("cache_implementation"):
@@ -216,19 +210,20 @@ class Attached:
 
     # -- identity -----------------------------------------------------------------------------------------
 
-    def identity(self) -> Model:
-        """Whose KV it is, as of now."""
-        name = self._weights.name()
+    def identity(self, after: Moment | None = None) -> Model:
+        """Whose KV it is, as of now; without what streams do ``after`` a moment."""
+        name = self._weights.name(after)
+        config, adapter = settings(self.model.config), adapters(self.model)
         with self._lock:
-            if name != self._layout[0]:
-                self._layout = name, layout_of(self.model, self._layout[1].block_tokens, self._fidelity)
-            layout = self._layout[1]
-        return Model(layout, name, settings(self.model.config), adapter=adapters(self.model), fidelity=self._fidelity)
+            known, layout = self._known, self._known.layout
+            if name != known.weights:  # they may have another dtype
+                layout = layout_of(self.model, layout.block_tokens, known.fidelity)
+            self._known = replace(known, layout=layout, weights=name, config=config, adapter=adapter)
+            return self._known
 
     @contextmanager
-    def _session(self, tenant: Tenant) -> Iterator[Session]:
-        """The session of the model as it is now. While it is used it is not closed."""
-        model = self.identity()
+    def _session(self, model: Model, tenant: Tenant) -> Iterator[Session]:
+        """A session for a model as it is, or was. While it is used it is not closed."""
         name = model.namespace(tenant)
         with self._lock:
             if name not in self._sessions:
@@ -259,6 +254,27 @@ class Attached:
 
     # -- KV in and out ------------------------------------------------------------------------------------
 
+    def _reuse(
+        self, tenant: Tenant, prompts: Prompts, use: ExitStack
+    ) -> tuple[Session, list[Chain], DynamicCache, int, ExitStack]:
+        """The session of the model as it is now, the prompts in it, and what ``_load`` says of them.
+
+        To find out who the model is takes a while. It is mostly who it was, so its KV is on the way meanwhile; if not,
+        that is let go.
+        """
+        moment = self._weights.moment()
+        expected, now = None, self._known
+        while now != expected:
+            use.close()
+            expected = now
+            session = use.enter_context(self._session(expected, tenant))
+            self._background.flush(_PATIENCE)  # so that a turn finds the one before
+            chains = [session.chain(row) for row in prompts.rows]
+            cache, border, loads = self._load(session, chains, prompts)
+            use.enter_context(loads)
+            now = self.identity(moment)
+        return session, chains, cache, border, loads
+
     def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> tuple[DynamicCache, int, ExitStack]:
         """A cache with the first tokens of every row, how many, and what must be closed when they are there."""
 
@@ -266,7 +282,9 @@ class Attached:
             return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
 
         with ExitStack() as held:
-            matches = [held.enter_context(session.match(chain, prefill=self.prefill.speed)) for chain in chains]
+            matches = [
+                held.enter_context(session.match(chain, prefill=self.prefill.speed, wait=_WAIT)) for chain in chains
+            ]
             if border(matches) > min(prompts.pads):
                 loads = [session.load(match) for match in matches]
                 found = [load.wait() for load in loads]

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvtide.errors import KvtideError
@@ -56,11 +56,12 @@ class Errands:
         if left <= 0 or (self._late is not None and not self._late.done()):
             return False
         began = time.monotonic()
-        here = bool(wait([answer], left).done)
+        with contextlib.suppress(TimeoutError):
+            answer.result(left)
         self._waited += time.monotonic() - began
-        if not here:
+        if not answer.done():
             self._late = answer
-        return here
+        return answer.done()
 
     def step(self) -> None:
         """The engine begins another step."""

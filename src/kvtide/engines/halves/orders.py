@@ -34,7 +34,7 @@ class Storing:
     start: int
     """The first of these blocks."""
     pages: dict[str, list[int]]
-    """Of each group, for all blocks from ``start`` on."""
+    """Of each group that is stored, for all blocks from ``start`` on. A negative one is gone, and not needed."""
     lasting: bool
     """Whether they stay as they are until the request leaves. If not, they may be others' after this step."""
 

@@ -46,6 +46,12 @@ class Reach:
                 raise Lost from e
         return self._client
 
+    @property
+    def dram(self) -> int:
+        """Bytes of DRAM that the node's blocks may take; 0 where there was none yet. From any thread."""
+        client = self._client
+        return client.dram if client is not None else 0
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()

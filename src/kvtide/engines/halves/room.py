@@ -2,6 +2,9 @@
 
 It is asked for when the step is planned, and the tickets travel with the step's orders. If the node takes longer than a
 moment, its answer is used in a later step, as long as the pages are still there; until then nothing more is asked for.
+
+Groups are stored each as far as its pages are there. Where a window has passed over a request's first blocks, those of
+full attention are stored all the same: together with the last blocks of the window they are a prefix.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ _OPEN = 1024
 
 
 class _Wanted(NamedTuple):
-    """Blocks of a request that will be whole."""
+    """Blocks of a request that will be whole, in these groups."""
 
     request: State
     life: int
     tokens: tuple[int, Sequence[int]]
+    groups: Sequence[str]
     start: int
     stop: int
 
@@ -45,12 +49,13 @@ class _Given(NamedTuple):
 class Room:
     """For the thread of an engine's scheduler."""
 
-    def __init__(self, errands: Errands, tenancies: Tenancies, cut: Cut, through: bool) -> None:
-        """``through``: a block is stored as soon as it is computed; otherwise, when the engine has used it again."""
+    def __init__(self, errands: Errands, tenancies: Tenancies, cut: Cut, pool: float) -> None:
+        """``pool``: where the node has more bytes of DRAM than this, a block is stored as soon as it is computed;
+        otherwise, when the engine has used it again."""
         self._errands = errands
         self._tenancies = tenancies
         self._cut = cut
-        self._through = through
+        self._pool = pool
         self._reserving: tuple[list[_Wanted], Future[list[_Given | None]]] | None = None
         self._open: OrderedDict[str, Callable[[], None]] = OrderedDict()
         """How to give up what was last given to the workers. Nobody says when they are through."""
@@ -66,38 +71,55 @@ class Room:
     def _ask(self, work: Mapping[str, Work], requests: Mapping[str, State]) -> None:
         """For blocks that will be whole after this step."""
         wanted, tokens = [], self._cut.block_tokens
+        through = self._tenancies.dram > self._pool
         for w in work.values():
             r = requests.get(w.id)
             if r is None or r.prompt.wishes.no_store:
                 continue
-            start, stop = r.stored, (w.upto if self._through else min(w.upto, r.reused)) // tokens
-            pages = w.pages() if stop > start else ()
-            while start < stop and _gone(self._cut.blocks(pages, start, start + 1)):
-                start += 1
+            start, stop = r.stored, (w.upto if through else min(w.upto, self._reused(r))) // tokens
+            if stop <= r.converted:
+                continue
+            if start in r.kept:
+                start = r.kept.stop
+            elif start < r.kept.start < stop:
+                stop = r.kept.start
             if start < stop:
-                wanted.append(_Wanted(r, r.life, r.unnamed(stop * tokens), start, stop))
+                found, named = self._cut.whole(w.pages(), start, stop), r.unnamed(stop * tokens)
+                for first in sorted({first for first in found.values() if first < stop}):
+                    groups = [group for group, its in found.items() if its == first]
+                    wanted.append(_Wanted(r, r.life, named, groups, first, stop))
         if wanted:
             nothing: list[_Given | None] = [None] * len(wanted)
             self._reserving = wanted, self._errands.ask(partial(self._reserve, wanted), nothing)
+
+    def _reused(self, r: State) -> int:
+        """Tokens of a request that are to be stored, because the engine had them of others. With a window two blocks
+        more: of what the engine had its first pages are gone, so that the next prefix that is whole ends there."""
+        return r.reused if self._cut.lasting else r.reused and r.reused + 2 * self._cut.block_tokens
 
     def _placed(self, work: Mapping[str, Work]) -> list[Storing]:
         """What there is room for by now, as far as its pages are still there: the answer may be of an earlier step."""
         if self._reserving is None or not self._errands.soon(self._reserving[1]):
             return []
         (wanted, answer), self._reserving = self._reserving, None
-        stores = []
-        for (r, life, _, start, stop), given in zip(wanted, answer.result(), strict=True):
+        stores, again = [], []
+        for (r, life, _, groups, start, stop), given in zip(wanted, answer.result(), strict=True):
             if given is None:
                 r.stored = max(r.stored, stop)
                 continue
             w = work.get(r.prompt.id) if life == r.life and not r.over else None
-            pages = self._cut.blocks(w.pages(), start, stop) if w is not None else {}
-            if w is None or _gone(pages):
+            pages = w.pages() if w is not None else ()
+            found = self._cut.whole(pages, start, stop) if w is not None else {}
+            if w is None or any(found[group] > start for group in groups):
                 self._errands.ask(given.abort, None)
+                again.append((r, start))
             else:
                 r.stored = max(r.stored, stop)
                 self._open[given.ticket] = given.abort
-                stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, pages, self._cut.lasting))
+                mine = {group: some for group, some in self._cut.blocks(pages, start, stop).items() if group in groups}
+                stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, mine, self._cut.lasting))
+        for r, start in again:
+            r.stored = min(r.stored, start)  # other groups may have got further
         while len(self._open) > _OPEN:
             self._open.popitem(last=False)
         return stores
@@ -120,10 +142,10 @@ class Room:
 
     def _reserve_one(self, wanted: _Wanted) -> _Given | None:
         """Room for blocks, where they are new and there is any."""
-        r, _, tokens, start, stop = wanted
+        r, _, tokens, groups, start, stop = wanted
         chain, tenancy = r.named(self._tenancies, *tokens)
         crew, wishes = tenancy.own.crew, r.prompt.wishes
-        made = crew.delegate(chain, start=start, stop=stop, ttl=wishes.ttl, priority=wishes.priority)
+        made = crew.delegate(chain, groups=groups, start=start, stop=stop, ttl=wishes.ttl, priority=wishes.priority)
         return _Given(crew.token, made.ticket, made.abort) if made.ticket else None
 
 
@@ -131,8 +153,3 @@ def _abort(answer: Future[list[_Given | None]]) -> None:
     for given in answer.result():
         if given is not None:
             given.abort()
-
-
-def _gone(pages: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a window has passed over some of them."""
-    return any(page < 0 for some in pages.values() for page in some)

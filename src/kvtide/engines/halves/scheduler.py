@@ -42,6 +42,9 @@ _ENOUGH = 128
 
 _STEPS = 64
 """Steps that may be under way."""
+_SKIP = 8
+"""Questions of the engine for blocks that are just being written, between two that the node hears: an engine without
+other work asks every 2 ms."""
 _SHORTEST = 0.05
 """The least patience, where computing takes less; and the most, with blocks that are just being written."""
 
@@ -49,15 +52,15 @@ _SHORTEST = 0.05
 class Scheduler:
     """For the thread of an engine's scheduler."""
 
-    def __init__(self, tenancies: Tenancies, cut: Cut, *, through: bool = True, prefix_cache: bool = True) -> None:
-        """``through``: see ``Room``. ``prefix_cache``: what is loaded for one request the engine has for others."""
+    def __init__(self, tenancies: Tenancies, cut: Cut, *, pool: float = 0, prefix_cache: bool = True) -> None:
+        """``pool``: see ``Room``. ``prefix_cache``: what is loaded for one request the engine has for others."""
         self._tenancies = tenancies
         self._now = tenancies.clock.monotonic
         self._cut = cut
         self._tokens = cut.block_tokens
         self._prefix_cache = prefix_cache
         self._errands = Errands("kvtide-scheduler")
-        self._room = Room(self._errands, tenancies, cut, through)
+        self._room = Room(self._errands, tenancies, cut, pool)
         self._requests: dict[str, State] = {}
         self._arriving: dict[bytes, str] = {}
         """Blocks on their way to some request's pages."""
@@ -87,18 +90,22 @@ class Scheduler:
         r.reused = max(r.reused, have)
         if r.settled or r.loading:
             return 0
-        known = len(r.prompt.tokens)
+        known = self._loadable(r)
         if known // self._tokens * self._tokens <= have:
             return self._settle(r)
         if r.offer is None:
+            if r.skip and self._now() - r.since < _SHORTEST:
+                r.skip -= 1
+                return None
             if r.asked is None:
                 r.since = r.since or self._now()
-                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(), have, self.speed), None)
+                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(known), have, self.speed), None)
             if not self._errands.soon(r.asked):
                 return None if self._now() - r.since < self._patience(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
-            if r.pending and self._now() - r.since < _SHORTEST:
+            if r.pending and self._now() - r.since < self._patience(r):
                 self._give_back(r)  # a little later there will be more
+                r.skip = _SKIP
                 return None
             r.since = 0.0
             if r.offer is None:
@@ -115,6 +122,11 @@ class Scheduler:
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
 
+    def _loadable(self, r: State) -> int:
+        """Tokens that may be loaded. An engine that has all of a prompt computes the last token again; a window has
+        pages for what comes after it, and may lack the oldest of what the last token sees."""
+        return len(r.prompt.tokens) - (not self._cut.lasting)
+
     def _patience(self, r: State) -> float:
         """Seconds that a request waits to hear whether there is anything of it."""
         if r.prompt.wishes.max_load_ms is not None:
@@ -128,14 +140,16 @@ class Scheduler:
         chain, tenancy = r.named(self._tenancies, *unnamed)
         match, crew = tenancy.longest(chain, r.extras, have, speed)
         r.pending = match.pending
-        if match.tokens <= have:
+        if not have < match.tokens <= self._loadable(r):
             match.release()
             return None
         wait = _LOAD if speed is None else max(_SHORTEST, (match.tokens - have) / speed)
         if r.prompt.wishes.max_load_ms is not None:
             wait = r.prompt.wishes.max_load_ms / 1000
         load = None if match.ready else match.session.load(match, deadline=wait)
-        return Offer(match, crew.token, crew.ticket(match), load, match.tokens, not match.ready, self._now() + wait)
+        own = crew is tenancy.own.crew
+        cold, until = not match.ready, self._now() + wait
+        return Offer(match, crew.token, crew.ticket(match), load, match.tokens, cold, own, until)
 
     def _is_here(self, offer: Offer) -> bool:
         """Whether all of an offer is in DRAM; what has not come in time is not part of it."""
@@ -169,25 +183,29 @@ class Scheduler:
         if offer is not None:
             self._errands.ask(offer.match.release, None)
 
-    def bind(self, request: str, pages: Pages, count: int) -> None:
-        """The engine has pages for ``count`` tokens of what it was offered, or wants none of it."""
+    def bind(self, request: str, pages: Pages, count: int) -> Sequence[bytes]:
+        """The engine has pages for ``count`` tokens of what it was offered, or wants none of it. Answers the names of
+        blocks that are held for it."""
         r = self._requests.get(request)
         if r is None or r.loading or r.offer is None:
             if count:  # it waits for us, so somebody must tell it
                 self._loads.append(Loading(request, "", "none/0", 0, 0, {}, 0.0))
-            return
+            return ()
         if not count:
             self._settle(r)
-            return
+            return ()
         offer, have = r.offer, r.have
         assert r.chain is not None
-        r.loading = r.chain.digests[have // self._tokens : -(-(have + count) // self._tokens)]
+        coming = range(have // self._tokens, -(-(have + count) // self._tokens))
+        r.kept, r.converted = (coming, 0) if offer.own else (range(0), coming.stop)
+        r.loading = r.chain.digests[coming.start : coming.stop]
         for name in r.loading:
             self._arriving.setdefault(name, request)
         r.source = Source(disk=count) if offer.cold else Source(dram=count)
         left = max(1.0, offer.deadline - self._now())
         mine = self._cut.tokens(pages, have, have + count)
         self._loads.append(Loading(request, offer.crew, offer.ticket, have, have + count, mine, left))
+        return r.loading if offer.own else ()
 
     def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:
         """Workers are through with what they were to load."""
@@ -203,7 +221,7 @@ class Scheduler:
             self._give_back(r)
             if request in bad:
                 r.settled = r.failed = True
-                r.source = Source()
+                r.source, r.kept, r.converted = Source(), range(0), 0
             if r.over:
                 self._end(r)
 
@@ -272,7 +290,7 @@ class Scheduler:
     def _end(self, r: State) -> None:
         del self._requests[r.prompt.id]
         self._give_back(r)
-        self._errands.ask(partial(_part, r), None)
+        self._errands.ask(partial(_part, self._tenancies, r), None)
 
     def close(self) -> None:
         """Let everything go that is held at the node."""
@@ -290,9 +308,8 @@ def _drop(asked: Future[Offer | None]) -> None:
         offer.match.release()
 
 
-def _part(r: State) -> None:
+def _part(tenancies: Tenancies, r: State) -> None:
     if r.tenancy is not None:
         r.tenancy.requests.discard(r.prompt.id)
         if r.prompt.wishes.pin and r.chain is not None:
-            r.tenancy.own.session.pin(r.chain)
-            r.tenancy.pinned = True
+            tenancies.pin(r.tenancy, r.chain, r.prompt.id)

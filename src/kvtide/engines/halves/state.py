@@ -26,6 +26,8 @@ class Offer:
     """Under way to DRAM."""
     tokens: int
     cold: bool
+    own: bool
+    """Whether it is in the engine's own packing, and not to be converted."""
     deadline: float
     counted: Future[int] | None = None
     """When the load has ended: the tokens that have come. Blocks may be corrupt, or not come in time."""
@@ -45,6 +47,8 @@ class State:
     """When it was first asked for; 0: the answer is known, or nobody has."""
     pending: bool = False
     """Whether the next block was just being written when it was last asked for."""
+    skip: int = 0
+    """How often the engine may ask, until the node is asked again."""
     offer: Offer | None = None
     settled: bool = False
     """Whether nothing is to be loaded for it any more."""
@@ -56,6 +60,11 @@ class State:
     """Blocks that were given to the store, or were not wanted there."""
     loading: list[bytes] = field(default_factory=list)
     """The names of blocks on their way to its pages."""
+    kept: range = range(0)
+    """Blocks that came from the store as the engine has them: they need not go there again."""
+    converted: int = 0
+    """Blocks up to there came from the store in another packing. What follows is found only if they are there in this
+    one too; if nothing follows, they need not be."""
     source: Source = field(default_factory=Source)
     life: int = 0
     """How often its pages were taken away."""
@@ -75,5 +84,8 @@ class State:
             self.tenancy = tenancies.of(self.prompt.tenant)
             self.tenancy.requests.add(self.prompt.id)
             self.chain = self.tenancy.own.session.chain((), self.extras)
+        before = self.chain.blocks
         self.chain.extend(tokens[self.chain.tokens - known :])
+        if self.prompt.named is not None and self.chain.blocks > before:
+            self.prompt.named(self.chain, before)
         return self.chain, self.tenancy

@@ -8,6 +8,7 @@ runs on the thread for that (``errands``).
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from kvtide.session import Session
 
 __all__ = ["Tenancies", "Tenancy"]
 
+log = logging.getLogger("kvtide.engines")
+
+_PINNED = 4
+"""One in so many bytes of the node's DRAM may be pinned: else a few requests could leave no room for all others."""
 _TENANTS = 64
 """That have sessions at a time, at most, but for those that are in use."""
 
@@ -42,8 +47,8 @@ class Tenancy:
     faces: Sequence[_Face]
     requests: set[str] = field(default_factory=set)
     """That use it now."""
-    pinned: bool = False
-    """Whether it is kept for its pins, which end with the session."""
+    pinned: set[bytes] = field(default_factory=set)
+    """The names of blocks that requests have pinned. It is kept for them: pins end with their session."""
 
     @property
     def own(self) -> _Face:
@@ -87,6 +92,11 @@ class Tenancies:
         """Raises Lost where no node can be had."""
         return self._reach.client()
 
+    @property
+    def dram(self) -> int:
+        """Bytes of DRAM that the node's blocks may take; 0 where there was none yet. From any thread."""
+        return self._reach.dram
+
     def of(self, tenant: Tenant) -> Tenancy:
         tag = tenant.tag
         if tag not in self._tenancies:
@@ -98,6 +108,26 @@ class Tenancies:
                 stack.pop_all()
         self._tenancies.move_to_end(tag)
         return self._tenancies[tag]
+
+    def pin(self, tenancy: Tenancy, chain: Chain, request: str) -> None:
+        """Keep the blocks of a request from eviction, as far as pins may go."""
+        each = sum(geometry.footprint for geometry in self._models[0].layout.geometry.values())
+        left = most = self.dram // _PINNED // each
+        left -= sum(len(one.pinned) for one in self._tenancies.values())
+        stop = 0
+        for name in chain.digests:
+            left -= name not in tenancy.pinned
+            if left < 0:
+                log.warning(
+                    "kvtide pins %d of the %d blocks of request %s: all pins of an engine together may be %d blocks, "
+                    "one in %d bytes of the node's DRAM; pin less, or raise dram.budget",
+                    *(stop, chain.blocks, request, most, _PINNED),
+                )
+                break
+            stop += 1
+        if stop:
+            tenancy.own.session.pin(chain, stop=stop)
+            tenancy.pinned.update(chain.digests[:stop])
 
     def _make_room(self) -> None:
         idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests and not tenancy.pinned]

@@ -202,9 +202,10 @@ class WorkerHalf:
             for store, filling in zip(visit.stores, step.stores, strict=True):
                 if filling is None:
                     continue
-                for name, pages in views.items():
+                for name, numbers in store.pages.items():
                     if worker.writes(name):
-                        given = self._wide(store.pages[name], name, pages)
+                        pages = views[name]
+                        given = self._wide(numbers, name, pages)
                         copies = list(_out_of(store.start, given, filling, name, pages))
                         visit.nbytes += _nbytes(copies, pages)
                         visit.moves.append(self._mover.store(pages, copies))
@@ -295,10 +296,14 @@ def _into(first: int, wanted: Sequence[int], loaded: Loaded, group: str, pages: 
 
 
 def _out_of(start: int, given: Sequence[int], filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
+    """The copies of a store. A slot may still have what was there before, so pages that are gone become zeros."""
     for name, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
         if name == group:
             begin = (depth - start) * pages.each
-            yield Copy(view, given[begin : begin + pages.each])
+            some = given[begin : begin + pages.each]
+            if gone := [i for i, page in enumerate(some) if page < 0]:
+                pages.block(view)[:, :, gone] = 0
+            yield from _there(view, some, 0)
 
 
 def _there(view: Span, pages: Sequence[int], at: int) -> Iterator[Copy]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,6 +21,7 @@ import torch
 from blake3 import blake3
 from msgspec import structs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -41,10 +43,11 @@ from kvtide.engines.halves.tenancy import Tenancies
 from kvtide.engines.halves.wishes import NOTHING, read_wishes
 from kvtide.engines.halves.worker import WorkerHalf
 from kvtide.engines.paged import Pages, mover
+from kvtide.engines.vllm.events import Herald
 from kvtide.engines.vllm.identity import identity
 from kvtide.engines.vllm.layout import Layouts, layouts, pages
 from kvtide.engines.vllm.metrics import KvtidePromMetrics, KvtideStats
-from kvtide.errors import ConfigError, KvtideError
+from kvtide.errors import ConfigError, KvtideError, LayoutError
 from kvtide.index.keys import DEFAULT_TENANT, Extra, Model, Tenant
 from kvtide.index.weights import identify
 from kvtide.node.auto import open_node
@@ -104,6 +107,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: WorkerHalf | None = None
+        self._herald: Herald | None = None
         self._layouts: Layouts | None = None
         self._requests: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
@@ -128,6 +132,12 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         address = self._config.engine.address
         return kvtide.connect(address) if address else open_node(self._config)
 
+    def _follow(self) -> Client:
+        client = self._dial()
+        if self._herald is not None:
+            client.follow(self._herald.happened)
+        return client
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a store that is dropped is a miss later
@@ -138,12 +148,15 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         who = identity(vllm_config, found, self._config.engine.weights_id or None, self._config.naming.weights_cache)
         models = [Model(layout, *who) for layout in (found.own, *found.others)]
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        policy = self._config.engine.store
-        pool = ranks * sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
+        tensors = self._kv_cache_config.kv_cache_tensors  # of groups that lie over one another: all say the whole size
+        pool = ranks * max((tensor.size for tensor in tensors), default=0)
+        published = vllm_config.kv_events_config
+        if published is not None and published.enable_kv_cache_events:
+            self._herald = Herald(vllm_config, self._kv_cache_config, found)
         return Scheduler(
-            Tenancies(self._dial, models, ranks),
-            Cut(found.groups, found.pages, found.own.block_tokens, not any(g.window for g in found.own.groups)),
-            through=policy == "through" or (policy == "auto" and self._config.dram.budget > pool),
+            Tenancies(self._follow, models, ranks),
+            Cut(found.groups, found.pages, found.own.block_tokens, [g.window for g in found.own.groups]),
+            pool={"through": 0, "auto": pool, "second-touch": math.inf}[self._config.engine.store],
             prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         )
 
@@ -167,18 +180,20 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning("kvtide neither loads nor stores for request %s: %s", request.request_id, e)
         tokens = request.all_token_ids
         extras = functools.partial(self._extras, request)
-        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, wishes))
+        named = functools.partial(self._herald.named, request) if self._herald is not None else None
+        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, wishes, named))
 
     def _extras(self, request: Any) -> list[Extra]:
         """What the KV of a request depends on, besides its tokens."""
         found = []
         if (lora := request.lora_request) is not None:
-            known = lora.lora_int_id, lora.lora_path
-            if known not in self._adapters:  # as it is when vLLM loads it: its files may be others later
-                about = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
-                weights = identify(lora.lora_path, cache=self._config.naming.weights_cache)
-                self._adapters[known] = f"{weights} {blake3(about).hexdigest()}"
-            found.append(Extra("lora", self._adapters[known]))
+            about = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
+            weights = identify(lora.lora_path, cache=self._config.naming.weights_cache)
+            name = f"{weights} {blake3(about).hexdigest()}"
+            if self._adapters.setdefault((lora.lora_int_id, lora.lora_path), name) != name:
+                # vLLM may have the old ones or the new ones in memory: nobody knows whose KV this will be.
+                raise LayoutError(f"the adapter in {lora.lora_path} was changed while the engine runs; restart it")
+            found.append(Extra("lora", name))
         for feature in request.mm_features:
             place = feature.mm_position
             found.append(Extra("mm", feature.identifier, place.offset, place.offset + place.length))
@@ -203,7 +218,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_safely(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind(request.request_id, _there(blocks.get_block_ids()), num_external_tokens)
+            held = self._scheduler.bind(request.request_id, _there(blocks.get_block_ids()), num_external_tokens)
+            if self._herald is not None:
+                self._herald.held(held)
 
     @_safely(KvtideMetadata(Orders()))
     def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
@@ -233,6 +250,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if report is not None and report.off:
             log.warning("kvtide is off: a worker cannot do its part, and says why")
             self._scheduler = None
+            if self._herald is not None:
+                self._herald.forget()
             threading.Thread(target=half.close, daemon=True).start()  # it may wait for the node
         elif report is not None:
             half.lost(report.lost)
@@ -262,7 +281,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM is told so when the weights have changed. Nobody says to which, so nothing is shared from then on."""
         if self._scheduler is not None:
             self._scheduler.forget()
+        if self._herald is not None:
+            self._herald.forget()
         return True
+
+    @_safely(())
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._herald.take() if self._herald is not None else ()
 
     # -- a worker -----------------------------------------------------------------------------------------
 
@@ -310,10 +335,11 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_safely(None)
     def build_connector_worker_meta(self) -> KvtideReport | None:
-        if self._worker is None:
-            return KvtideReport(off=True, lost=set())
-        lost, number = self._worker.lost(), getattr(self._connector_metadata, "orders", Orders()).number
-        return KvtideReport(off=False, lost=lost, computed=number) if lost or number else None
+        orders = getattr(self._connector_metadata, "orders", Orders())
+        if self._worker is None:  # who asks nothing of us knows it
+            return KvtideReport(off=True, lost=set()) if orders.loads or orders.stores else None
+        lost = self._worker.lost()
+        return KvtideReport(off=False, lost=lost, computed=orders.number) if lost or orders.number else None
 
     # -- both ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupRole,
     KVQuantMode,
@@ -29,22 +30,27 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvtide.block import DTYPES, Group, Kind, Layout, Slice
+from kvtide.block import BLOCK_TOKENS, DTYPES, Group, Kind, Layout, Slice
 from kvtide.engines import packing
 from kvtide.engines.paged import Pages
 from kvtide.errors import LayoutError
 
 __all__ = ["Layouts", "halves", "latents", "layouts", "pages"]
 
-BLOCK_TOKENS = 256
 _PLAIN_PAGE = 16
 """Plain bytes are the same whatever the page; all engines say this one, to have one name for them."""
 _CPU_PAGE = 128
 """vLLM's page on CPUs, unless it is told otherwise."""
 _DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 """Ways to speculate that keep no KV of their own."""
-_KINDS = {FullAttentionSpec: Kind.FULL, MLAAttentionSpec: Kind.MLA, SlidingWindowSpec: Kind.WINDOW}
-"""By exact class: what vLLM derives from these keeps something else."""
+_KINDS = {
+    FullAttentionSpec: Kind.FULL,
+    MLAAttentionSpec: Kind.MLA,
+    SlidingWindowSpec: Kind.WINDOW,
+    ChunkedLocalAttentionSpec: Kind.WINDOW,
+}
+"""By exact class: what vLLM derives from these keeps something else. A token of a chunk sees no further back than the
+chunk is long, so a window of that length has all that a prefix needs, and at times more."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def layouts(vllm_config: Any, kv_cache_config: Any, block_tokens: int = BLOCK_TO
                 _heads(vllm_config, spec, number),
                 spec.head_size,
                 str(spec.dtype).removeprefix("torch."),
-                window=spec.sliding_window if kind is Kind.WINDOW else 0,
+                window=_window(spec),
                 page=_page(found, spec.block_size),
                 packing=found,
             )
@@ -167,8 +173,21 @@ def _check(vllm_config: Any) -> None:
         )
     if vllm_config.cache_config.kv_cache_dtype_skip_layers:
         raise LayoutError("kv_cache_dtype_skip_layers gives layers KV of several dtypes: leave it empty")
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    if current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked:
+        raise LayoutError(
+            "with MLA on this processor vLLM computes a prompt otherwise when a part of it is there, and so turns its "
+            "own prefix cache and chunked prefill off: serve this model without kvtide, or on a GPU"
+        )
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise LayoutError(f"KV on {current_platform.device_name} cannot be moved: there are copies for CPUs and CUDA")
+
+
+def _window(spec: Any) -> int:
+    """How many tokens back a token sees, itself among them; 0: all."""
+    if type(spec) is SlidingWindowSpec:
+        return int(spec.sliding_window)
+    return int(spec.attention_chunk_size) if type(spec) is ChunkedLocalAttentionSpec else 0
 
 
 def _spec(number: int, group: Any) -> Any:
