@@ -1,31 +1,33 @@
-"""Measure the store beside its peers, and write records, plots and ``docs/benchmarks.md``.
+"""Measure the store beside its peers, and write records, plots and docs/benchmarks.md.
 
-``python -m bench [FIGURE ...] [--no-peers] [--report]``: the figures are those of ``kvtide bench store``, and ``codec``
-is ``kvtide bench codec``. Records go to ``bench/results``; a figure that is not measured this time keeps its last one.
-``--report`` only writes the page.
+The figures are those of ``kvtide bench store``, and ``codec`` is ``kvtide bench codec``. Records go to
+``bench/results``; a figure that is not measured this time keeps its last one.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
+import os
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
-from kvtide.benchmarks import FIGURES, run
+from kvtide.benchmarks import FIGURES, STORAGES, run
 from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
 from kvtide.benchmarks.record import Contestant, Record, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings
+from kvtide.testing.servers import S3Server, ValkeyServer
 
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")
 """Its best ways to a disk; those through the page cache end before the bytes are on it."""
@@ -132,6 +134,27 @@ class RealPeers:
         return contestant
 
 
+@contextmanager
+def _servers(names: Sequence[str], folder: Path) -> Iterator[None]:
+    """Servers of the storages to be measured, told to the configuration by the environment."""
+    told: dict[str, str] = {}
+    with ExitStack() as stack:
+        if names:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="kvtide-servers-")))
+        if "objects" in names:
+            s3 = stack.enter_context(S3Server(folder / "s3"))
+            told |= {"KVTIDE_OBJECTS_URL": "s3://bench", "KVTIDE_OBJECTS_ENDPOINT": s3.endpoint, **s3.environment}
+        if "valkey" in names:
+            server = stack.enter_context(ValkeyServer(folder / "valkey", maxmemory="2gb"))
+            told |= {"KVTIDE_VALKEY_URL": server.url}
+        os.environ.update(told)
+        try:
+            yield
+        finally:
+            for name in told:
+                del os.environ[name]
+
+
 def _free_port() -> int:
     """A port of this host that nobody listens on."""
     with socket.socket() as sock:
@@ -139,31 +162,34 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def main(arguments: list[str]) -> int:
-    names = [a for a in arguments if not a.startswith("-")]
+def main() -> None:
     known = [*FIGURES, "codec"]
-    if unknown := [n for n in names if n not in known]:
-        print(f"there is no figure {unknown[0]!r}; choose of {', '.join(known)}", file=sys.stderr)
-        return 2
-    if "--report" not in arguments:
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__.partition("\n")[0])
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(known)}; by default all")
+    parser.add_argument("--no-peers", action="store_true", help="measure ours and the limits alone")
+    parser.add_argument("--report", action="store_true", help="measure nothing, only write the page and the plots")
+    given = parser.parse_args()
+    if unknown := [n for n in given.figures if n not in known]:
+        parser.error(f"there is no figure {unknown[0]!r}; choose of {', '.join(known)}")
+    if not given.report:
         missed = 0
         with ExitStack() as stack:
-            peers = NoPeers() if "--no-peers" in arguments else RealPeers(stack)
+            peers = NoPeers() if given.no_peers else RealPeers(stack)
             folder = Path(tempfile.gettempdir())
             settings = Settings(False, folder, "make bench", _progress, peers)
-            for record in _records(settings, names or known):
+            for record in _records(settings, given.figures or known):
                 record.write(RESULTS)
                 told = "" if record.ratio is None else f", {record.ratio:.2f} x {record.against}"
                 print(f"{record.name}: {record.ours:g} {record.unit}{told}{_verdict(record.met)}", flush=True)
                 missed += record.met is False
         print(f"{missed} bars missed" if missed else "all bars met")
     write_report()
-    return 0
 
 
 def _records(settings: Settings, names: Sequence[str]) -> Iterator[Record]:
     if stores := [n for n in names if n in FIGURES]:
-        yield from run(settings, stores)
+        with _servers([n for n in stores if n in STORAGES], settings.folder):
+            yield from run(settings, stores)
     if "codec" in names:
         yield from codec(settings)
 
@@ -177,4 +203,4 @@ def _progress(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -30,10 +30,27 @@ PARTS = {
     "store is in huge pages where the system gives them; a node's is shared memory, for which most systems do not "
     'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python '
     "counts: 64 calls for checksums, a header and two journal records a block.",
+    "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open.",
+    "files": "Blocks through DRAM to a filesystem that others use too, a file for each, and back, every section "
+    "verified. The limit is the same by direct I/O at the same depth into files without headers; the peers do not "
+    "verify. At 2 MiB the calls for a file (stat, open, close, rename) count, and the interpreter between them.",
+    "objects": "Blocks through DRAM to an object store (SeaweedFS on this machine) and back, every section verified, "
+    "beside obstore alone with as many requests at a time. The server takes most of the processor's time.",
+    "valkey": "Blocks through DRAM to Valkey on this machine and back, every section verified, beside a plain client "
+    "with its commands in rows. Its copies hold the GIL; ours are the kernel's, into place. At 256 KiB the plain "
+    "client has two speeds from run to run, 1.0 and 1.7 GB/s: against the faster, ours stores at 0.64 of it and loads "
+    "at 0.79.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "
     "with all that an engine asks and gives back at a time.",
+    "probe": "Can a tenant tell by the time of a match, or to the first token, that another has cached a prompt? "
+    "Prompts that another tenant has cached, that nobody has, and that who asks has itself, as many of each, asked "
+    "for once, in an order that was drawn. `p` is how likely times differ as much by chance alone, by the "
+    "Mann-Whitney and Kolmogorov-Smirnov tests (twice the smaller; both are the lowest and highest). Above 0.01 "
+    "no difference was measured; that one's own prompts are far below says that the test can see. With `files`, "
+    "prompts have to be looked for in a folder that others write to as well. `vllm` is the time to the first "
+    "token of a real engine, the tenants told apart by their salts: `.venv-vllm/bin/python -m bench.vllm probe`.",
     "codec": "The KV of a real model (SmolLM2-135M-Instruct, 4,096 tokens of each of three texts) in every lossy form "
     "and through the lossless codec. Divergence is that of what the model expects next, over KV that went through the "
     "form, from what it expects over KV as computed, at each of the 512 tokens that follow; agreement is how often its "

@@ -1,6 +1,6 @@
 """What kvtide does for a real vLLM on this machine's processor: beside the same engine without it.
 
-``.venv-vllm/bin/python -m bench.vllm [overhead] [first-token] [turns]``; records go to ``bench/results``.
+``.venv-vllm/bin/python -m bench.vllm [overhead] [first-token] [turns] [probe]``; records go to ``bench/results``.
 
 - *overhead*: requests with nothing to reuse, in pairs, one to an engine with kvtide and one to an engine without, in
   turn. Whoever comes first in a pair pays for having idled, so two pairs in both orders are one measurement. Wall time,
@@ -8,10 +8,13 @@
   interval of the mean of the ratios.
 - *first-token*: a prompt of 4,096 tokens: cold, from DRAM, and from the disk after engine and node were restarted.
 - *turns*: ten conversations of six turns, one turn of each after the other, where the engine has room for two.
+- *probe*: can a tenant tell by the time to the first token that another has cached a prompt? See benchmarks/probe.py.
+  With a small model, whose answers come sooner and differ less in time, so that less is seen by chance.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import random
@@ -21,19 +24,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvtide.benchmarks.probe import NOBODY, OTHER, OWN, verdicts
 from kvtide.benchmarks.record import Record, figure, machine
 from kvtide.node.client import Client
-from tests.engines.vllm.checkpoints import checkpoint
+from tests.engines.vllm.checkpoints import checkpoint, random_llama
 from tests.engines.vllm.engines import Engine, engine
-from tests.node.serving import Process
+from tests.engines.vllm.kept import READING, ask, joined
+from tests.node.serving import Process, eventually
 
 RESULTS = Path(__file__).parent / "results"
 _PAIRS = 32
 _LONG = 4096
 _SESSIONS, _TURNS, _TURN = 10, 6, 256
+_PROBED = 264
+"""Tokens of a prompt that is asked for: a block, and a few more."""
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -57,8 +67,8 @@ def _cpu(*leaders: int) -> float:
 class _Node(Process):
     """A node with a disk, in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        settings = {"KVTIDE_DRAM_BUDGET": "3GiB", "KVTIDE_DRAM_SEGMENT": "256MiB", "KVTIDE_DRAM_PREFAULT": "true"}
+    def __init__(self, folder: Path, dram: str) -> None:
+        settings = {"KVTIDE_DRAM_BUDGET": dram, "KVTIDE_DRAM_SEGMENT": "256MiB", "KVTIDE_DRAM_PREFAULT": "true"}
         settings |= {"KVTIDE_NVME_BUDGET": "4GiB", "KVTIDE_NVME_SEGMENT": "256MiB", "KVTIDE_NVME_STORE": "through"}
         super().__init__(folder, **settings)
 
@@ -81,8 +91,8 @@ class _Node(Process):
 
 
 @contextmanager
-def _node(folder: Path) -> Iterator[_Node]:
-    node = _Node(folder)
+def _node(folder: Path, dram: str = "3GiB") -> Iterator[_Node]:
+    node = _Node(folder, dram)
     try:
         yield node
     finally:
@@ -199,12 +209,40 @@ def turns(folder: Path) -> Iterator[Record]:
     )
 
 
+def probe(folder: Path, count: int) -> Iterator[Record]:
+    """Prompts that another tenant has cached, that nobody has, and that who asks has, ``count`` of each."""
+    prompts = {kind: [_prompt(f"{kind} {i}", _PROBED) for i in range(count)] for kind in (NOBODY, OTHER, OWN)}
+    times: dict[str, list[float]] = {kind: [] for kind in prompts}
+
+    def timed(prompt: Sequence[int]) -> tuple[float, int]:
+        start = time.perf_counter()
+        found = running.complete(prompt, 1, cache_salt="who asks", **READING)
+        return (time.perf_counter() - start) * 1e3, found.cached
+
+    with (
+        _node(folder, "1GiB") as node,
+        engine(random_llama(), folder / "engine.log", node.connector, max_model_len=1024) as running,
+        Client(node.path) as client,
+    ):
+        joined(client)
+        for kind, salt in ((OTHER, "another"), (OWN, "who asks")):
+            for prompt in prompts[kind]:
+                eventually(lambda p=prompt, s=salt: ask(running, p, 1, cache_salt=s).cached)  # type: ignore[misc]
+            _say(f"{count} prompts of {kind} are stored")
+        running.reset_prefix_cache()
+        for i in range(10):
+            timed(_prompt(f"warm-up {i}", _PROBED))
+        order = [(kind, prompt) for kind, mine in prompts.items() for prompt in mine]
+        random.Random(0).shuffle(order)
+        for kind, prompt in order:
+            milliseconds, cached = timed(prompt)
+            assert not cached or kind == OWN
+            times[kind].append(milliseconds)
+    found = {kind: np.array(mine) for kind, mine in times.items()}
+    yield from verdicts("probe-vllm", "ms", found, f"{_COMMAND} probe")
+
+
 _COMMAND = ".venv-vllm/bin/python -m bench.vllm"
-_PARTS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    "overhead": overhead,
-    "first-token": first_token,
-    "turns": turns,
-}
 
 
 def _say(text: str) -> None:
@@ -212,11 +250,24 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or _PARTS:
+    parser = argparse.ArgumentParser("python -m bench.vllm", description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="overhead, first-token, turns, probe; by default all")
+    parser.add_argument("--probes", type=int, default=200, metavar="N", help="prompts of each kind that are probed")
+    given = parser.parse_args()
+    parts: dict[str, Callable[[Path], Iterator[Record]]] = {
+        "overhead": overhead,
+        "first-token": first_token,
+        "turns": turns,
+        "probe": partial(probe, count=given.probes),
+    }
+    if unknown := [name for name in given.parts if name not in parts]:
+        parser.error(f"there is no part {unknown[0]!r}; choose of {', '.join(parts)}")
+    for name in given.parts or parts:
         with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
-            for record in _PARTS[name](Path(folder)):
+            for record in parts[name](Path(folder)):
                 record.write(RESULTS)
-                print(f"{record.name}: {record.ours} {record.unit}, asked for <= {record.bar}; {record.note}")
+                sign = ">=" if record.better == "higher" else "<="
+                print(f"{record.name}: {record.ours:g} {record.unit}, asked for {sign} {record.bar:g}; {record.note}")
 
 
 if __name__ == "__main__":

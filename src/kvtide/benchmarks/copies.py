@@ -10,7 +10,8 @@ import numpy as np
 
 import kvtide
 from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, Settings, block_sources, layout_of
+from kvtide.benchmarks.settings import Settings, block_sources, layout_of
+from kvtide.block import BLOCK_TOKENS
 
 __all__ = ["Copies", "Moment", "memcpy", "records", "through"]
 

@@ -22,14 +22,24 @@ from xxhash import xxh3_128_digest
 import kvtide
 from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings, block_sources, into, layout_of, size_name
-from kvtide.block import Span
+from kvtide.benchmarks.settings import MIB, Settings, block_sources, into, layout_of, size_name
+from kvtide.block import BLOCK_TOKENS, Span
 from kvtide.index.index import DRAM
 
-__all__ = ["RawDisk", "nvme"]
+__all__ = ["THREADS", "Below", "RawDisk", "filled", "nvme", "rehearsed"]
 
-THREADS = 4
+THREADS = 8
 SHARED = "kvtide, shared memory"
+
+
+def filled(nbytes: int, count: int) -> Span:
+    """Memory for so many blocks, with something in them, in pages as our own."""
+    memory = mmap.mmap(-1, nbytes * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    for i, source in zip(range(count), block_sources(nbytes) * count, strict=False):
+        view[i * nbytes : (i + 1) * nbytes] = source.data.cast("B")
+    return view
 
 
 class RawDisk:
@@ -39,11 +49,7 @@ class RawDisk:
         self._nbytes, self._count = nbytes, count
         self._fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, nbytes * count)
-        memory = mmap.mmap(-1, nbytes * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)  # as our own
-        self._view = memoryview(memory)
-        for i, source in zip(range(count), block_sources(nbytes) * count, strict=False):
-            self._view[i * nbytes : (i + 1) * nbytes] = source.data.cast("B")
+        self._view = filled(nbytes, count)
         self._writers, self._readers = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(2 * THREADS)
 
     def __call__(self) -> Mapping[str, Sample]:
@@ -66,22 +72,25 @@ class RawDisk:
         os.close(self._fd)
 
 
-class _OurDisk:
-    """Through DRAM to NVMe and, after DRAM was emptied, back, verified."""
+class Below:
+    """Through DRAM to a colder tier and, after DRAM was emptied, back, verified."""
 
-    def __init__(self, folder: Path, nbytes: int, count: int, shared: bool = False) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        count: int,
+        tier: str,
+        settings: Mapping[str, object],
+        shared: bool = False,
+        security: Mapping[str, object] | None = None,
+    ) -> None:
         budget = (count + 2) * nbytes // (256 * MIB) * 256 * MIB + 256 * MIB
         sizes: Any = {
             "dram": {"budget": budget, "prefault": True},
-            "nvme": {
-                "path": str(folder),
-                "budget": int(count * nbytes * 1.2) + 64 * MIB,
-                "threads": THREADS,
-                "queue": count * nbytes,
-                "store": "through",
-            },
+            tier: {"queue": count * nbytes, "store": "through", **settings},
+            "security": security or {},
         }
-        self._store = kvtide.Store(configuration.read(None, **sizes), shared=shared)
+        self._store = kvtide.Store(configuration.read(None, env={}, **sizes), shared=shared)
         self._store.dram.wait_prefault()
         self._total = count * nbytes
         layout = layout_of(nbytes)
@@ -119,24 +128,27 @@ def nvme(settings: Settings) -> Iterator[Record]:
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
             folder = Path(name)
-            ours: dict[str, _OurDisk | RawDisk] = {
-                "kvtide": _OurDisk(folder / "ours", nbytes, count),
+            room: dict[str, object] = {"budget": int(count * nbytes * 1.2) + 64 * MIB, "threads": THREADS}
+            ours: dict[str, Below | RawDisk] = {
+                "kvtide": Below(nbytes, count, "nvme", {"path": str(folder / "ours"), **room}),
                 "raw": RawDisk(folder, nbytes, count),
             }
             if nbytes == 32 * MIB:
-                ours[SHARED] = _OurDisk(folder / "shared", nbytes, count, shared=True)
+                ours[SHARED] = Below(nbytes, count, "nvme", {"path": str(folder / "shared"), **room}, shared=True)
             with ExitStack() as stack:
                 for one in ours.values():
                     stack.callback(one.close)
                 contestants = {
-                    **{name: _rehearsed(one) for name, one in ours.items()},
+                    **{name: rehearsed(one) for name, one in ours.items()},
                     **settings.peers.disk(nbytes, count, folder),
                 }
                 rounds = compare(contestants, settings.rounds(7, 3), settings.progress)
         yield from _nvme_records(settings, nbytes, rounds)
 
 
-def _rehearsed(contestant: Contestant) -> Contestant:
+def rehearsed(contestant: Contestant) -> Contestant:
+    """Each turn after one that does not count."""
+
     def turn() -> Mapping[str, Sample]:
         contestant()
         return contestant()

@@ -60,13 +60,12 @@ def _model(settings: Settings) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     settings.progress("making a model")
-    torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+        with torch.device("cuda"):  # for this long only: a default device makes every call of torch slower
+            model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
         return model
     finally:
-        torch.set_default_device("cpu")
         torch.set_default_dtype(torch.float32)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import kvtide
 from kvtide.benchmarks.copies import Copies, memcpy, records, through
 from kvtide.benchmarks.record import Record, Rounds, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, TOKENS, Settings, into, size_name
+from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, into, size_name
+from kvtide.block import BLOCK_TOKENS
 
 __all__ = ["dram", "match"]
 
@@ -20,10 +21,9 @@ def match(settings: Settings) -> Iterator[Record]:
     """A prompt of 131,072 tokens whose 512 blocks are all in DRAM: name, find and lease them."""
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
     as_list = tokens.tolist()
-    tiny = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
-    block = np.zeros(tiny.geometry["full"].nbytes, np.uint8)
+    block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
     with kvtide.open(dram={"budget": "64MiB", "segment": "8MiB"}) as store:
-        session = store.session(kvtide.Model(tiny, "bench"))
+        session = store.session(kvtide.Model(SMALL, "bench"))
         session.store(tokens, [block] * (TOKENS // BLOCK_TOKENS))
 
         def once(given: Any) -> Sample:

@@ -23,7 +23,8 @@ import kvtide
 from kvtide.benchmarks.copies import Copies, Memcpy, Moment, memcpy, moment, records, through, together
 from kvtide.benchmarks.crowd import Crowd
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
-from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, TOKENS, Settings
+from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings
+from kvtide.block import BLOCK_TOKENS
 
 __all__ = ["node", "running"]
 
@@ -31,16 +32,17 @@ _STEP = 64
 """Blocks in the message of a step."""
 _PROMPTS = 8
 """That a client asks for in turn."""
-_TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
 
 
 @contextmanager
-def running(budget: int) -> Iterator[tuple[Path, int]]:
-    """A node in a process of its own: its socket and its process number."""
+def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
+    """A node in a process of its own: its socket and its process number. ``settings`` are for its environment."""
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
         path = Path(folder) / "node.sock"
         environment = {**os.environ, "KVTIDE_DRAM_BUDGET": str(budget), "KVTIDE_DRAM_PREFAULT": "true"}
-        environment |= {"KVTIDE_NVME_PATH": "", "NOTIFY_SOCKET": f"{folder}/ready"}
+        # Storage may be in our own environment to be measured itself.
+        environment |= {f"KVTIDE_{name}": "" for name in ("NVME_PATH", "FILES_PATH", "OBJECTS_URL", "VALKEY_URL")}
+        environment |= {"NOTIFY_SOCKET": f"{folder}/ready", **settings}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
             ready.bind(f"{folder}/ready")
             command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
@@ -75,9 +77,9 @@ def node(settings: Settings) -> Iterator[Record]:
 
 def _match(settings: Settings, path: Path, pid: int) -> Iterator[Record]:
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
-    block = np.zeros(_TINY.geometry["full"].nbytes, np.uint8)
+    block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
     repeats = settings.rounds(50, 20)
-    with kvtide.connect(f"unix:{path}") as store, store.session(kvtide.Model(_TINY, "bench")) as session:
+    with kvtide.connect(f"unix:{path}") as store, store.session(kvtide.Model(SMALL, "bench")) as session:
         session.store(tokens, [block] * (TOKENS // BLOCK_TOKENS))
 
         def ours() -> Mapping[str, Sample]:
@@ -202,11 +204,11 @@ def _echoing(path: str) -> Iterator[None]:
 @contextmanager
 def _stepping(number: int, path: str, echo: str, repeats: int) -> Iterator[Mapping[str, Callable[[], Any]]]:
     """A client that asks for 64 blocks and gives back those of the step before, in one message."""
-    block = np.zeros(_TINY.geometry["full"].nbytes, np.uint8)
+    block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
     frame = (_STEP * 32).to_bytes(4, "little") + bytes(_STEP * 32)
     with (
         kvtide.connect(f"unix:{path}") as store,
-        store.session(kvtide.Model(_TINY, "steps")) as session,
+        store.session(kvtide.Model(SMALL, "steps")) as session,
         socket.socket(socket.AF_UNIX) as sock,
     ):
         chains = []

@@ -19,8 +19,8 @@ import torch
 import kvtide
 from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import BLOCK_TOKENS, MIB, Settings
-from kvtide.block import Slice
+from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.block import BLOCK_TOKENS, Slice
 from kvtide.engines.paged import Copy, Pages, mover
 
 __all__ = ["Engine", "Shape", "bus", "pages"]

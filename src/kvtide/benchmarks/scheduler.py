@@ -12,65 +12,104 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import kvtide
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.record import Record, figure
-from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.benchmarks.settings import MIB, SMALL, Settings
+from kvtide.engines.halves.orders import Orders
 from kvtide.engines.halves.request import Cut, Prompt, Work
 from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.tenancy import Tenancies
 from kvtide.engines.halves.wishes import Wishes
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node.client import Client
+from kvtide.node.crew import Worker
 
 __all__ = ["scheduler"]
 
 _BLOCKS = 100
 """Of a request."""
-_TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
+
+
+class _Worker:
+    """Stores what it is told, without a byte to copy."""
+
+    def __init__(self, path: Path) -> None:
+        self._client = Client(path)
+        self._crews: dict[str, Worker] = {}
+
+    def fill(self, orders: Orders) -> None:
+        for store in orders.stores:
+            if store.crew not in self._crews:
+                self._crews[store.crew] = self._client.join(store.crew, 0)
+            with self._crews[store.crew].step(stores=[store.ticket]):
+                pass
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def scheduler(settings: Settings) -> Iterator[Record]:
-    """The scheduler's half, for a request of 100 blocks: none of them known, all known, and with a node that hangs."""
-    tokens = [np.random.default_rng(i).integers(0, 1 << 17, _BLOCKS * 256).tolist() for i in range(64)]
+    """The scheduler's half, for a request of 100 blocks: none of them known, just being written, all known, and with a
+    node that hangs."""
+    numbers = np.random.default_rng(1)
     table = list(range(16 * _BLOCKS))
     with running(64 * MIB) as (path, pid), ExitStack() as stack:
-        half = Scheduler(Tenancies(lambda: Client(path), [kvtide.Model(_TINY, "bench")], 1), Cut(["full"], [16], 256))
+        half = Scheduler(
+            Tenancies(lambda: Client(path), [kvtide.Model(SMALL, "bench")], 1), Cut(["full"], [16], 256, [0])
+        )
         stack.callback(half.close)
-        longest = {"known": 0.0, "hung": 0.0}
+        worker = _Worker(path)
+        stack.callback(worker.close)
+        seconds: list[float] = []
+        longest = {"node": 0.0, "hung": 0.0}
 
-        def one(number: int, situation: str) -> float:
-            """The CPU seconds of the engine's thread."""
-            prompt = Prompt(f"{situation} {number}", tokens[number % len(tokens)], list, DEFAULT_TENANT, Wishes())
-            work = [Work(prompt.id, len(prompt.tokens), lambda: [table])]
-            cpu = time.thread_time()
+        def one(name: str, tokens: list[int], situation: str, fill: Callable[[Orders], None]) -> None:
+            """A request from its arrival to its end. ``fill`` is the worker's part, and not counted."""
+            prompt = Prompt(name, tokens, list, DEFAULT_TENANT, Wishes())
+            work = [Work(name, len(tokens), lambda: [table])]
+            cpu = 0.0
 
-            def timed(call: Callable[[], int | None]) -> int | None:
-                began = time.perf_counter()
-                answer = call()
+            def timed(call: Callable[..., Any], *given: Any) -> Any:
+                nonlocal cpu
+                began, spent = time.perf_counter(), time.thread_time()
+                answer = call(*given)
+                cpu += time.thread_time() - spent
                 longest[situation] = max(longest[situation], time.perf_counter() - began)
                 return answer
 
-            half.arrived(prompt)
-            while (count := timed(lambda: half.matched(prompt.id, 0))) is None:
+            timed(half.arrived, prompt)
+            while (count := timed(half.matched, name, 0)) is None:
                 time.sleep(0.002)  # as an idle engine does
-            half.bind(prompt.id, [table], count)
-            timed(lambda: len(half.step(work).loads))
-            half.loaded([prompt.id], [])
-            half.finished(prompt.id)
-            return time.thread_time() - cpu
+            timed(half.bind, name, [table], count)
+            for _ in range(2):  # one computes the prompt, and one a token
+                fill(timed(half.step, work))
+                time.sleep(0.005)
+            timed(half.loaded, [name], [])
+            timed(half.finished, name)
+            seconds.append(cpu)
 
-        for i in range(8):
-            one(i, "known")
-        longest["known"] = 0.0
-        seconds = [one(i, "known") for i in range(settings.rounds(200, 40))]
+        for i in range(settings.rounds(60, 15)):
+            tokens = numbers.integers(0, 1 << 17, _BLOCKS * 256).tolist()
+            held: list[Orders] = []
+            one(f"new {i}", tokens, "node", held.append)
+            one(f"pending {i}", tokens, "node", lambda orders: None)
+            for orders in held:
+                worker.fill(orders)
+            one(f"known {i}", tokens, "node", lambda orders: None)
+            if not i:
+                seconds.clear()  # the first of each opens sessions
+                longest["node"] = 0.0
         os.kill(pid, signal.SIGSTOP)
         try:
             for i in range(4):
-                one(i, "hung")
+                one(f"hung {i}", tokens, "hung", lambda orders: None)
+                seconds.pop()
         finally:
             os.kill(pid, signal.SIGCONT)
     yield figure(
@@ -83,7 +122,7 @@ def scheduler(settings: Settings) -> Iterator[Record]:
         note=f"CPU time of the engine's thread for a request of {_BLOCKS} blocks, from its arrival to its end; mean "
         f"{1e3 * statistics.mean(seconds):.2f}",
     )
-    for situation, text in (("known", "the node answers"), ("hung", "the node is stopped")):
+    for situation, text in (("node", "the node answers"), ("hung", "the node is stopped")):
         yield figure(
             f"scheduler-wait-{situation}",
             "ms",

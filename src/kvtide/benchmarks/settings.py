@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 import kvtide
 from kvtide.benchmarks.record import Contestant
+from kvtide.block import BLOCK_TOKENS
 from kvtide.errors import ConfigError
 
 __all__ = [
-    "BLOCK_TOKENS",
     "MIB",
+    "SMALL",
     "TINY",
     "TOKENS",
     "NoPeers",
@@ -31,10 +32,11 @@ __all__ = [
 
 MIB = 1 << 20
 TOKENS = 131_072
-BLOCK_TOKENS = 256
 
 TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
 """Blocks of one page: the cost of a block without the cost of its bytes."""
+SMALL = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
+"""The same for blocks of as many tokens as an engine's."""
 
 
 F = TypeVar("F")
@@ -110,7 +112,7 @@ def block_sources(nbytes: int) -> list[npt.NDArray[np.uint8]]:
 
 
 def size_name(nbytes: int) -> str:
-    return f"{nbytes // MIB}mib"
+    return f"{nbytes // MIB}mib" if nbytes >= MIB else f"{nbytes >> 10}kib"
 
 
 def into(found: list[Any], work: Callable[..., Any]) -> Callable[..., None]:

@@ -48,15 +48,21 @@ def bench() -> None:
 
 @app.command()
 def store(
-    only: Annotated[list[str] | None, typer.Argument(help="match, dram, nvme, scale, opening, pipeline, node.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="match, dram, nvme, sealed, files, scale, opening, pipeline, node, probe, scheduler, objects, valkey."
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less data and fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
     path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
 ) -> None:
-    """The store: match, DRAM, NVMe, the index at scale, opening, the pipeline's own cost, and the node.
+    """The store: match, DRAM, NVMe, shared files, the index at scale, opening, the pipeline, the node, and storage.
 
-    Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy
-    and raw direct I/O in the same run.
+    Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy,
+    raw direct I/O and plain clients in the same run. An object store or Valkey is measured where the configuration
+    names one: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
 
     Example: kvtide bench store --quick --path /nvme
     """
