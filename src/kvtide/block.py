@@ -27,6 +27,7 @@ from kvtide.errors import LayoutError
 
 __all__ = [
     "ALIGN",
+    "BLOCK_TOKENS",
     "DTYPES",
     "LOSSY",
     "BlockKey",
@@ -49,6 +50,9 @@ BlockKey = NewType("BlockKey", bytes)
 
 Span = memoryview
 """Memory that a tier may fill or empty: bytes, contiguous, aligned to ``ALIGN``."""
+
+BLOCK_TOKENS = 256
+"""Of a block, unless somebody chooses otherwise."""
 
 DTYPES = {
     "float32": 4,
@@ -97,7 +101,8 @@ class Kind(enum.Enum):
     MLA = "mla"
     """One latent vector per token, the same on every rank. A prefix needs all its blocks."""
     WINDOW = "window"
-    """Keys and values of the last ``window`` tokens. A prefix needs the blocks that cover those."""
+    """Keys and values of the last ``window`` tokens. A prefix needs the blocks that cover those. What lies further back
+    than that from a block's end may be zeros there: an engine has lost it by then."""
     STATE = "state"
     """A state of fixed size at the block's end (Mamba, linear attention). A prefix needs the last one."""
     DRAFT = "draft"
@@ -251,7 +256,7 @@ class Layout:
     """How the KV of one model is cut into blocks. Equal layouts have equal digests, on every host."""
 
     groups: tuple[Group, ...]
-    block_tokens: int = 256
+    block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         names = [g.name for g in self.groups]
@@ -277,7 +282,7 @@ class Layout:
         heads: int,
         head_dim: int,
         dtype: str = "bfloat16",
-        block_tokens: int = 256,
+        block_tokens: int = BLOCK_TOKENS,
         page: int = 16,
         packing: str = "plain",
     ) -> Layout:

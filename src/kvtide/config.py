@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from fractions import Fraction
 from functools import cache
 from itertools import chain
 from math import isfinite
 from pathlib import Path
-from re import compile as pattern
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, ValidationError, convert, field, inspect, structs
+from msgspec import Struct, ValidationError, convert, field, inspect, structs
 
 from kvtide.errors import ConfigError
+from kvtide.units import Unit
+from kvtide.units import path as _path
+from kvtide.units import plain as _plain
+from kvtide.units import shares as _shares
+from kvtide.units import size as _size
+from kvtide.units import time as _time
 
 Value = bool | int | float | str
 _Given = tuple[str, str, str, object]  # source, section, name, value
@@ -41,6 +44,13 @@ MiB, GiB = 1 << 20, 1 << 30
 
 _Policies = Literal["auto", "lru", "reuse"]
 _POLICY = "What is evicted first: least recently used, least worth keeping by experience, or whichever does better."
+_Stores = Literal["through", "second-touch", "ghost", "eviction"]
+_STORE = (
+    "When a block is written: at once, at its second use, if its kind is known to come back, or when DRAM evicts it."
+)
+
+_QUOTAS = "What tenants may have at most; beyond it they lose blocks of their own. All others: no limit."
+_RESERVED = "What is set aside for tenants who live in that alone; nobody else's pressure reaches it."
 
 
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +72,8 @@ class Dram(_Section, frozen=True):
     prefault: Annotated[bool, _plain("Take the whole budget at opening, in the background.")] = False
     checksum: Annotated[bool, _plain("Make checksums at seal too, for debugging.")] = False
     policy: Annotated[_Policies, _plain(_POLICY)] = "auto"
+    quotas: Annotated[str, _shares(_QUOTAS)] = ""
+    reserved: Annotated[str, _shares(_RESERVED)] = ""
 
 
 class Nvme(_Section, frozen=True):
@@ -70,17 +82,11 @@ class Nvme(_Section, frozen=True):
     path: Annotated[str, _path("Folder of this tier; empty turns the tier off.")] = ""
     budget: Annotated[int, _size("Disk space that blocks may take.", ge=16 * MiB)] = 64 * GiB
     segment: Annotated[int, _size("Space taken at a time.", ge=MiB, multiple_of=4096)] = 256 * MiB
-    threads: Annotated[int, _plain("Blocks written to the disk at a time; twice as many are read.", ge=1, le=64)] = 4
+    threads: Annotated[int, _plain("Blocks written to the disk at a time; twice as many are read.", ge=1, le=64)] = 8
     direct: Annotated[bool, _plain("Use O_DIRECT where the filesystem has it.")] = True
     durable: Annotated[bool, _plain("Flush the device before a store is acknowledged.")] = False
     codec: Annotated[Literal["raw", "zstd"], _plain("How blocks are packed on disk.")] = "raw"
-    store: Annotated[
-        Literal["through", "second-touch", "ghost", "eviction"],
-        _plain(
-            "When a block is written: at once, at its second use, if its kind is known to come back, or when DRAM "
-            "evicts it."
-        ),
-    ] = "ghost"
+    store: Annotated[_Stores, _plain(_STORE)] = "ghost"
     write_limit: Annotated[int, _size("Bytes a second written on average; 0: no limit.", ge=0)] = 0
     drive_writes_per_day: Annotated[
         float, _plain("How often a day the budget may be written over, on average; 0: no limit.", ge=0)
@@ -88,6 +94,60 @@ class Nvme(_Section, frozen=True):
     queue: Annotated[int, _size("Bytes that may wait to be written; more is dropped.", ge=1)] = GiB
     token_ids: Annotated[bool, _plain("Keep token ids in the headers on disk.")] = False
     policy: Annotated[_Policies, _plain(_POLICY)] = "lru"
+    quotas: Annotated[str, _shares(_QUOTAS)] = ""
+    reserved: Annotated[str, _shares(_RESERVED)] = ""
+
+
+class Storage(_Section, frozen=True):
+    """What all storage has that other hosts use too."""
+
+    threads: Annotated[int, _plain("Blocks written at a time; twice as many are read.", ge=1, le=256)] = 8
+    timeout: Annotated[float, _time("How long storage may take for a block before it counts as hung.", ge=0.01)] = 10.0
+    codec: Annotated[Literal["raw", "zstd"], _plain("How blocks are packed there.")] = "raw"
+    store: Annotated[_Stores, _plain(_STORE)] = "through"
+    budget: Annotated[
+        int, _size("Bytes that all who use it may take together, the same for each of them; 0: nobody counts.", ge=0)
+    ] = 0
+    quotas: Annotated[
+        str, _shares("What tenants may have there at most, of what each node has written since it was started.")
+    ] = ""
+    lease: Annotated[
+        float, _time("How long the one who keeps the budget may be silent before another does.", ge=0.1)
+    ] = 6.0
+    queue: Annotated[int, _size("Bytes that may wait to be written; more is dropped.", ge=1)] = GiB
+
+
+class Files(Storage, frozen=True):
+    """A filesystem that other hosts, or other processes, use too."""
+
+    path: Annotated[str, _path("Folder of this tier; empty turns the tier off.")] = ""
+    direct: Annotated[bool, _plain("Use O_DIRECT where the filesystem has it.")] = True
+
+
+class Objects(Storage, frozen=True):
+    """An object store: S3, Google Cloud Storage, Azure. Credentials come from where its own tools look for them."""
+
+    url: Annotated[
+        str, _plain("s3://BUCKET/FOLDER, gs://... or az://ACCOUNT/CONTAINER/...; empty turns the tier off.")
+    ] = ""
+    endpoint: Annotated[str, _plain("Another server than that of the url's kind: https://minio:9000, say.")] = ""
+    region: Annotated[str, _plain("Region of the bucket; empty: from the environment, else us-east-1.")] = ""
+    certificate: Annotated[str, _path("File with the authority of its certificate; empty: the usual ones.")] = ""
+    requests: Annotated[int, _plain("Requests under way at a time.", ge=1, le=1024)] = 32
+
+
+class Valkey(Storage, frozen=True):
+    """Valkey, Redis or a cluster of them. It must have a maxmemory, and evict by use."""
+
+    threads: Annotated[
+        int, _plain("Writing calls at a time, each of several blocks; twice as many read.", ge=1, le=256)
+    ] = 2
+    url: Annotated[str, _plain("valkey://HOST:6379/0, or valkeys:// for TLS; empty turns the tier off.")] = ""
+    user: Annotated[str, _plain("Whose password it is; empty: the default user's.")] = ""
+    password_file: Annotated[str, _path("File with the password; empty: there is none.")] = ""
+    certificate: Annotated[str, _path("File with the authority of its certificate; empty: the usual ones.")] = ""
+    identity: Annotated[str, _path("File with our own certificate and key, where it wants one.")] = ""
+    ttl: Annotated[float, _time("How long a block stays after it was written; 0: until it is evicted.", ge=0)] = 0.0
 
 
 class Plan(_Section, frozen=True):
@@ -105,6 +165,23 @@ class Naming(_Section, frozen=True):
     weights_cache: Annotated[str, _path("File of weights digests; empty: in ~/.cache.")] = ""
 
 
+class Security(_Section, frozen=True):
+    """Encryption at rest, keys, and the log of who did what."""
+
+    encrypt: Annotated[bool, _plain("Seal what is written outside DRAM, with a key for each tenant.")] = False
+    accept_open: Annotated[
+        bool, _plain("Use records of NVMe from before encrypt was turned on, which somebody without a key could make.")
+    ] = False
+    key_source: Annotated[
+        str, _plain("What wraps the keys: file:PATH, env:NAME or vault:https://HOST:8200/transit/NAME.")
+    ] = ""
+    key_file: Annotated[str, _path("File of wrapped keys and legal holds. Not on the disk that it protects.")] = ""
+    lease: Annotated[
+        float, _time("How long a key is used after it was last found in the key file.", ge=1, le=86400)
+    ] = 60.0
+    audit: Annotated[str, _path("File of the audit log; empty: audit.jsonl beside the key file.")] = ""
+
+
 class Node(_Section, frozen=True):
     """A store in a process of its own."""
 
@@ -112,9 +189,22 @@ class Node(_Section, frozen=True):
         float, _plain("The part of DRAM that one client may hold; more is a miss for it.", ge=0.01, le=1)
     ] = 0.9
     users: Annotated[
-        str, _plain('Other users that may connect, with their trust domains: "1001:blue 1002:blue:read".')
+        str,
+        _plain(
+            'Users and @groups that may connect, with trust domain and role: "1001:blue 1002:blue:read @ops::admin".'
+        ),
     ] = ""
-    http: Annotated[str, _plain("Where it answers /healthz and /metrics: 127.0.0.1:9410, say; empty: nowhere.")] = ""
+    http: Annotated[
+        str, _plain("Where it answers /healthz, /metrics and /status: 127.0.0.1:9410, say; empty: nowhere.")
+    ] = ""
+    certificate: Annotated[str, _path("File with our own certificate and its key, for HTTPS; empty: HTTP.")] = ""
+    authority: Annotated[
+        str, _path("File with the authority of certificates of those who ask over HTTPS, and who must have one.")
+    ] = ""
+    names: Annotated[str, _plain('Roles by the names in those: "prometheus:read ops.example.com:admin".')] = ""
+    tokens: Annotated[
+        str, _plain("Instead of them, file:PATH or env:NAME of lines of a name, a role and a bearer token.")
+    ] = ""
 
 
 class Engine(_Section, frozen=True):
@@ -143,8 +233,12 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     dram: Dram = field(default_factory=Dram)
     nvme: Nvme = field(default_factory=Nvme)
+    valkey: Valkey = field(default_factory=Valkey)
+    files: Files = field(default_factory=Files)
+    objects: Objects = field(default_factory=Objects)
     plan: Plan = field(default_factory=Plan)
     naming: Naming = field(default_factory=Naming)
+    security: Security = field(default_factory=Security)
     node: Node = field(default_factory=Node)
     engine: Engine = field(default_factory=Engine)
 
@@ -159,77 +253,16 @@ class Setting(Struct, frozen=True):
     help: str
 
 
-# --- how values are written ----------------------------------------------------------------------
+# --- a setting ----------------------------------------------------------------------------------
 
-_NUMBER = pattern(r"([0-9]{1,30}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,2})?)\s*([a-zA-Z]*)")
-_BYTES = {"B": Fraction(1)} | {f"{p}iB": Fraction(1024**n) for n, p in enumerate("KMGTPE", 1)}
-_BYTES |= {f"{p}B": Fraction(1000**n) for n, p in enumerate("kMGTPE", 1)}
-_TIMES = {"min": Fraction(60), "s": Fraction(1), "ms": Fraction("1e-3"), "us": Fraction("1e-6")}
-
-
-def _measure(text: str, units: Mapping[str, Fraction], bare: str, wanted: str) -> Fraction:
-    known = {name.lower(): factor for name, factor in units.items()}
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or (unit := (match[2] or bare).lower()) not in known:
-        raise ConfigError(f"{text!r} is not {wanted}")
-    return Fraction(match[1]) * known[unit]
-
-
-def parse_size(size: int | str) -> int:
-    """Whole bytes from ``4096``, ``"4096"``, ``"512 MiB"`` (1024s) or ``"1.5GB"`` (1000s)."""
-    return int(_measure(str(size), _BYTES, "B", _size.wanted))
-
-
-def format_size(size: int) -> str:
-    """The shortest exact text: ``parse_size(format_size(n)) == n`` for any size in use."""
-    thousandths = {name: size * 1000 / factor for name, factor in _BYTES.items()}
-    exact = {name: int(t) for name, t in thousandths.items() if t >= 1000 and t.denominator == 1}
-    texts = (f"{Decimal(t).scaleb(-3).normalize():f} {name}" for name, t in exact.items())
-    return min(texts, key=len, default="0 B")
-
-
-def parse_duration(duration: float | str) -> float:
-    """Seconds from ``2``, ``"0.25"``, ``"250ms"``, ``"2 s"`` or ``"5min"``."""
-    return float(_measure(str(duration), _TIMES, "s", _time.wanted))
-
-
-def format_duration(seconds: float) -> str:
-    """Readable and exact: ``parse_duration(format_duration(s)) == s`` from nanoseconds to years."""
-    for name, factor in _TIMES.items():
-        text = f"{seconds / float(factor):.6g} {name}"
-        if seconds >= factor and parse_duration(text) == seconds:
-            return text
-    return f"{_bare(float(seconds))} s"
-
-
-def _bare(value: object) -> str:
-    text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
-    return text.lower() if isinstance(value, bool) else text
-
-
-class _Unit(Struct, frozen=True):
-    """How a kind of value is written. Called, it makes the metadata of a field of that kind."""
-
-    parse: Callable[[str], object]
-    format: Callable[[Any], str]
-    wanted: str = ""
-
-    def __call__(self, text: str, **limits: Any) -> Meta:
-        return Meta(description=text, extra={"unit": self}, **limits)
-
-
-_plain = _Unit(str, _bare)
-_path = _Unit(lambda path: str(Path(path).expanduser()) if path else "", str, "a path")
-_size = _Unit(parse_size, format_size, "a size such as 4096, 512MiB or 1.5GB")
-_time = _Unit(parse_duration, format_duration, "a time such as 2, 250ms, 2s or 5min")
-_WANTED = {inspect.BoolType: "true or false", inspect.IntType: "a whole number"}
+_WANTED = {inspect.BoolType: "true or false", inspect.IntType: "a whole number", inspect.StrType: "text"}
 _LIMITS = {"ge": "at least", "le": "at most", "multiple_of": "a multiple of"}
 
 
 class _Field(Struct, frozen=True):
     type: Any  # as annotated
     kind: inspect.Type
-    unit: _Unit
+    unit: Unit
     help: str
     default: Value
 

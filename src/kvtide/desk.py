@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
-from kvtide.index.index import DRAM, PENDING, SEALED, Mask, Rows, every
+from kvtide.index.index import DRAM, SEALED, Rows, every
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
@@ -33,7 +34,7 @@ __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
 
-_FIRST_PART = 32 << 20
+_FIRST_PART = 8 << 20
 
 
 class Names(Protocol):
@@ -162,7 +163,7 @@ class LocalDesk:
         self, store: Store, layout: Layout, namespace: bytes, tenant: bytes, domain: int = 0, tag: bytes = b""
     ) -> None:
         """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names."""
-        self._store = store
+        self.store = store
         self._index = store.index
         self._pipeline = store.pipeline
         self.layout = layout
@@ -175,13 +176,14 @@ class LocalDesk:
         }
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """What ends the keys of each group: the group's number."""
-        self.largest = store.largest_part
+        self._budget = store.room_of(tenant)
+        self.largest = min(store.largest_part, self._budget)
         self.first_part = _FIRST_PART if store.has_colder else self.largest
         self._checked = store.config.dram.checksum
-        self._budget = store.config.dram.budget
         self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self._recent = Recent(self._index)
+        self._more = partial(store.search.pending, layout, self._identities)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class LocalDesk:
         layout, index = self.layout, self._index
         room = self._budget if room is None else max(0, min(room, self._budget))
         speed = self._prefill if prefill is None else prefill
-        now = self._store.sweep()
+        now = self.store.sweep()
         with index.lock:
             resident = self._recent.find(names.joined)
             if resident is None:
@@ -204,7 +206,7 @@ class LocalDesk:
                 for mask in whole.values():
                     mask[:have] = True
             usable = index.lengths(layout, rows, whole)
-            plan = self._store.planner.plan(layout, rows, usable, have, speed, self._store.read_bytes_queued, room)
+            plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
             wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
             needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
             for g in layout.groups:
@@ -217,9 +219,9 @@ class LocalDesk:
                     chain_rows = r[: plan.blocks]
                     self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
             ready = every(index.state[DRAM][part.all] == SEALED)
-            pending = names.blocks > plan.blocks and self._pending(rows, whole, plan.blocks)
+            pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
-            self._store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
@@ -241,22 +243,21 @@ class LocalDesk:
             for r in resident.rows.values():
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
-        self._store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
+        self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalHolding(plan, have, part, lease, True, False)
 
     def find(self, names: Names) -> list[bool]:
-        now, required = self._store.sweep(), [names.keys(g.suffix) for g in self.layout.groups if g.required]
-        with self._index.lock:
-            here = [self._index.usable(self._index.rows(keys), now) for keys in required]
-        return list(map(bool, np.logical_and.reduce(here)))
-
-    def _pending(self, rows: dict[str, Rows], whole: dict[str, Mask], block: int) -> bool:
-        """Whether all that ``block`` lacks is just being written."""
-        lacking = [rows[g.name][block] for g in self.layout.groups if g.required and not whole[g.name][block]]
-        return bool(lacking) and all(self._index.state[DRAM][row] == PENDING for row in lacking)
+        layout, index, now = self.layout, self._index, self.store.sweep()
+        with index.lock:
+            rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            here = np.logical_and.reduce([whole[g.name] for g in layout.groups if g.required])
+            if not here.all():
+                self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
+        return list(map(bool, here))
 
     def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
-        transfer = Transfer.within(self._store.clock, deadline, self._store.config.plan.deadline_seconds)
+        transfer = Transfer.within(self.store.clock, deadline, self.store.config.plan.deadline_seconds)
         if holding.ready:
             transfer.started()
         else:
@@ -266,7 +267,7 @@ class LocalDesk:
 
     def collect(self, holding: LocalHolding) -> Collected:
         blocks, first, places = self.places(holding)
-        dram, geometry = self._store.dram, self.layout.geometry
+        dram, geometry = self.store.dram, self.layout.geometry
         return Collected(blocks, first, {n: dram.spans(p.tolist(), geometry[n].footprint) for n, p in places.items()})
 
     def places(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, Rows]]:
@@ -279,7 +280,7 @@ class LocalDesk:
             if holding.ready and not self._checked:
                 first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
-                self._store.dram.moved(read=self._nbytes(places))
+                self.store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
             whole, first = {}, {}
             for g in layout.groups:
@@ -300,7 +301,7 @@ class LocalDesk:
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = place[mine]
-        self._store.dram.moved(read=self._nbytes(places))
+        self.store.dram.moved(read=self._nbytes(places))
         return come, first, places
 
     def _nbytes(self, blocks: dict[str, Rows]) -> int:
@@ -319,7 +320,7 @@ class LocalDesk:
         priority: int,
         after: Reservation | None = None,
     ) -> Reservation:
-        now = self._store.sweep()
+        now = self.store.sweep()
         expiry = float("inf") if ttl is None else now + ttl
         with contextlib.ExitStack() as stack:
             for group in groups:
@@ -337,13 +338,13 @@ class LocalDesk:
                         numbers,
                         expiry,
                         priority,
-                        [names.tokens_of(i) for i in numbers] if self._store.config.nvme.token_ids else (),
+                        [names.tokens_of(i) for i in numbers] if self.store.config.nvme.token_ids else (),
                     )
                     for group in groups
                 ]
             )
             if ttl is not None:
-                self._store.expect_expiry(expiry)
+                self.store.expect_expiry(expiry)
             leases = stack.pop_all()
 
         def ended(reservation: Reservation) -> None:
@@ -387,7 +388,7 @@ class LocalDesk:
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
-        return self._store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
+        return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
     def close(self) -> None:
         with self._index.lock:

@@ -8,6 +8,10 @@
     ├── TierError              a tier cannot be opened or used at all
     │   ├── TierLockedError    another process has this directory open
     │   └── TierVersionError   the directory was written by a newer kvtide
+    ├── KeyFileError           the file of wrapped keys cannot be read, written or understood
+    ├── AuditError             the audit log cannot be read or written
+    ├── AccessError            whoever asks has no role, or one that does not suffice
+    ├── HeldError              a tenant's blocks are under a legal hold and cannot be forgotten
     ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
@@ -19,8 +23,12 @@ a miss: the caller computes it, as it would have without us. Errors are for what
 from __future__ import annotations
 
 __all__ = [
+    "AccessError",
+    "AuditError",
     "ClosedError",
     "ConfigError",
+    "HeldError",
+    "KeyFileError",
     "KvtideError",
     "LayoutError",
     "RightError",
@@ -53,6 +61,22 @@ class TierLockedError(TierError):
 
 class TierVersionError(TierError):
     """The directory was written by a newer kvtide and was left untouched. Upgrade, or use another."""
+
+
+class KeyFileError(KvtideError):
+    """The file of wrapped keys cannot be read, written or understood. The text says what to do."""
+
+
+class AuditError(KvtideError):
+    """The audit log cannot be read or written. An act that cannot be written down is not done."""
+
+
+class AccessError(KvtideError):
+    """Whoever asks has no role at the node, or one that does not suffice. The text names the role that is needed."""
+
+
+class HeldError(KvtideError):
+    """A tenant's blocks are under a legal hold. End it with ``kvtide hold --release`` first."""
 
 
 class TraceError(KvtideError):

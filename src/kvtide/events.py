@@ -28,7 +28,8 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """These blocks can no longer be read from ``tier``. ``reason``: evicted, dropped, expired or unreadable."""
+    """These blocks can no longer be read from ``tier``. ``reason``: evicted, dropped, expired, unreadable or
+    forgotten (it may be there; who asks for it finds it)."""
 
     tier: str
     keys: tuple[BlockKey, ...]

@@ -31,7 +31,9 @@ from kvtide.tiers.codec import PLANES, RAW, ZSTD, Scratch
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
-from kvtide.tiers.record import Header, Rejected, parse, verify
+from kvtide.tiers.parcel import check_sections
+from kvtide.tiers.record import Header, Rejected, parse
+from kvtide.tiers.sealing import NO_KEY, OPEN, Sealing
 from kvtide.tiers.segments import place_of, segment_of, slot_of
 
 __all__ = ["Block", "Damage", "Depth", "JournalState", "Kind", "Progress", "Report", "SegmentState", "advice", "look"]
@@ -186,22 +188,24 @@ _Mask = npt.NDArray[np.bool_]
 _KindKey = tuple[bytes, bytes, bytes, bytes, int, int]
 
 
-def look(path: Path, *, verify: bool = False, newest: int = 0, progress: Progress | None = None) -> Report:
+def look(
+    path: Path, *, verify: bool = False, newest: int = 0, progress: Progress | None = None, sealing: Sealing = OPEN
+) -> Report:
     """What the directory ``path`` holds. Raises TierError where it is none of kvtide's.
 
     ``verify`` reads every block and checks every section; ``newest`` lists that many of the newest blocks.
     """
-    return _Look(path, progress or (lambda what, done, total: None)).report(verify, newest)
+    return _Look(path, progress or (lambda what, done, total: None), sealing).report(verify, newest)
 
 
 class _Look:
     """One inspection: the files that are open, and what was found so far."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: Progress, sealing: Sealing) -> None:
         self._path = path
         self._progress = progress
         self._disk = _ReadOnly()
-        self._directory = Directory(path, self._disk)
+        self._directory = Directory(path, self._disk, sealing)
         self._files: dict[int, int] = {}
         self._headers: dict[int, SegmentHeader] = {}
         self._problems: dict[int, str] = {}
@@ -279,7 +283,7 @@ class _Look:
     def _journal(self) -> tuple[JournalState, _Rows]:
         path = self._directory.journal
         for _ in range(5):  # the end of a journal that is being written may look torn for an instant
-            records, doubt = replay(path, boot_id())
+            records, doubt = replay(path, boot_id(), self._directory.sealing)
             if doubt != "torn":
                 break
         size = path.stat().st_size if path.exists() else 0
@@ -395,10 +399,10 @@ class _Look:
             got = self._disk.read(self._files[segment_of(place)], [data], ALIGN + slot_of(place) * header.size)
             if got < extent:
                 return "torn"
-            record = parse(data)
+            record = parse(data, self._directory.sealing.open_header)
             if record.key != row["key"] or record.sequence != row["sequence"]:
                 return "another block"
-            verify(record, range(len(record.sections)), data[int(record.sections["offset"][0]) :])
+            check_sections(record, data[int(record.sections["offset"][0]) :], self._directory.sealing)
         except Rejected as e:
             return str(e)
         except OSError as e:
@@ -581,6 +585,8 @@ def advice(report: Report) -> list[str]:
             f"{len(report.damaged)} damaged blocks ({listed}) are misses: each is dropped when it is first asked for "
             "and computed again, and its slot is reused. Nothing needs to be done."
         )
+        if any(reason.startswith(NO_KEY) for reason in reasons):
+            said.append("Sealed records can be read with their keys alone: see [security] in the configuration.")
         if {"corrupt payload", "corrupt header"} & set(reasons) and report.holder is None:
             said.append(
                 "One or two after a crash or a power loss are what was being written then. If they keep coming, "

@@ -55,7 +55,8 @@ class Match:
     """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
 
     ``tokens`` of the prompt are in the store, in whatever tier; ``ready`` says that all of them are in DRAM, so that
-    ``load`` ends at once. ``pending`` says that the next block is just being written: ask again and get more.
+    ``load`` ends at once. ``pending`` says that the next block is just being written, or looked for in storage that
+    others write to as well: ask again and perhaps get more.
     ``plan`` has the expectations that decided the length.
     """
 
@@ -75,7 +76,7 @@ class Match:
 
     def __repr__(self) -> str:
         where = "in DRAM" if self.ready else "partly colder"
-        more = ", more is being written" if self.pending else ""
+        more = ", more may come" if self.pending else ""
         return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}{'' if self.held else ', released'}>"
 
     @property

@@ -12,10 +12,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.histogram import HistogramStatistics
-from kvtide.store import Statistics
+from kvtide.statistics import Statistics, TenantStatistics
 
 if TYPE_CHECKING:
     from kvtide.node.statistics import NodeStatistics
+    from kvtide.tiers.purse import BudgetStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "render"]
 
@@ -64,6 +65,11 @@ def _lane(read: str, write: str) -> _Source:
     ]
 
 
+def _budget(value: Callable[[BudgetStatistics], float]) -> _Source:
+    """Of every shared storage that has a byte budget."""
+    return lambda store, _: [((name,), value(budget)) for name, budget in store.budgets.items()]
+
+
 def _count(text: str) -> _Source:
     """One of the store's counts for each colder tier."""
     return lambda store, _: [((name,), store.counts.get(text.format(name), 0)) for name in store.lanes]
@@ -87,13 +93,20 @@ def _removed(store: Statistics, _: NodeStatistics | None) -> _Samples:
 def _refused(store: Statistics, _: NodeStatistics | None) -> _Samples:
     for what in ("store", "load"):
         yield (what, "dram", "no room"), store.counts.get(f"{what}s dropped: no room in DRAM", 0)
+        yield (what, "dram", "quota"), store.counts.get(f"{what}s dropped: a tenant's quota of dram is used up", 0)
     for name in store.lanes:
         for reason, text in (
+            ("quota", f"a tenant's quota of {name} is used up"),
             ("queue full", f"the queue of {name} is full"),
             ("write budget", f"the write budget of {name} is used up"),
             ("admission", f"the admission to {name} refused"),
         ):
             yield ("store", name, reason), store.counts.get(f"stores dropped: {text}", 0)
+
+
+def _tenant(values: Callable[[TenantStatistics], dict[str, int]]) -> _Source:
+    """A value for each tier, or reason, of those tenants that have limits of their own."""
+    return lambda store, _: (((tag, name), n) for tag, t in store.tenants.items() for name, n in values(t).items())
 
 
 def _clients(_: Statistics, node: NodeStatistics | None) -> _Samples:
@@ -112,7 +125,7 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
     return found.items()
 
 
-_TIER, _WAY = ("tier",), ("tier", "direction")
+_TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
     # what was asked for
@@ -148,7 +161,12 @@ METRICS = (
     Metric("kvtide_pinned_blocks", "Blocks that are pinned.", _store(lambda s: s.pinned)),
     Metric("kvtide_leases", "Rights to read that are open.", _store(lambda s: s.pipeline.leases)),
     Metric("kvtide_reservations", "Rights to write that are open.", _store(lambda s: s.pipeline.reservations)),
-    Metric("kvtide_tier_blocks", "Blocks in a tier, those being written included.", _tier("blocks"), _TIER),
+    Metric(
+        "kvtide_tier_blocks",
+        "Blocks in a tier, those being written included. Of shared storage with a budget: as its steward last said.",
+        _tier("blocks"),
+        _TIER,
+    ),
     Metric("kvtide_tier_budget_bytes", "What a tier may take.", _tier("budget"), _TIER),
     Metric("kvtide_tier_taken_bytes", "What it has taken from the host.", _tier("bytes_taken"), _TIER),
     Metric("kvtide_tier_used_bytes", "What of that blocks use.", _tier("bytes_used"), _TIER),
@@ -210,6 +228,55 @@ METRICS = (
         ("tier", "reason"),
     ),
     Metric("kvtide_tier_failed", "1 when a tier's disk only answers with errors.", _tier("failed"), _TIER),
+    # the byte budgets of shared storage
+    Metric("kvtide_credit_bytes", "What this process may write now.", _budget(lambda b: b.credit), _TIER),
+    Metric("kvtide_steward_here", "1 if this process keeps the byte budget.", _budget(lambda b: b.here), _TIER),
+    Metric(
+        "kvtide_steward_term",
+        "Grows with every election; who was elected is a label: host and process id.",
+        lambda s, _: (((name, b.steward.who), b.steward.term) for name, b in s.budgets.items()),
+        ("tier", "steward"),
+    ),
+    Metric(
+        "kvtide_steward_silence_seconds",
+        "Since its last sign of life was seen; after files.lease or objects.lease another is elected.",
+        _budget(lambda b: b.silence),
+        _TIER,
+    ),
+    Metric(
+        "kvtide_steward_granted_bytes",
+        "Credit that it has given to all, and that may still be used.",
+        _budget(lambda b: b.steward.bytes_granted),
+        _TIER,
+    ),
+    Metric(
+        "kvtide_steward_unfinished_bytes",
+        "Files that are being written, or were left so by writers that died.",
+        _budget(lambda b: b.steward.bytes_unfinished),
+        _TIER,
+    ),
+    Metric(
+        "kvtide_steward_removed_blocks_total",
+        "Blocks that it removed to make room.",
+        _budget(lambda b: b.steward.blocks_removed),
+        _TIER,
+    ),
+    Metric(
+        "kvtide_steward_removed_leftovers_total",
+        "Unfinished files of dead writers that it removed.",
+        _budget(lambda b: b.steward.leftovers_removed),
+        _TIER,
+    ),
+    # who has what, of tenants with limits of their own
+    Metric("kvtide_tenant_blocks", "Blocks of a tenant, by its tag.", _tenant(lambda t: t.blocks), _TENANT),
+    Metric("kvtide_tenant_used_bytes", "What they use.", _tenant(lambda t: t.bytes_used), _TENANT),
+    Metric("kvtide_tenant_limit_bytes", "What it may use.", _tenant(lambda t: t.limits), _TENANT),
+    Metric(
+        "kvtide_tenant_refused_blocks_total",
+        "Blocks that were not stored for it, or not loaded; see the reasons in docs/glossary.md.",
+        _tenant(lambda t: t.refused),
+        ("tenant", "reason"),
+    ),
     # who is there
     Metric(
         "kvtide_sessions",

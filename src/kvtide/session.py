@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -22,7 +23,7 @@ from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Stored
-from kvtide.tiers.copier import Copier, same_shape
+from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
 __all__ = ["Home", "Session"]
+
+_PAUSE, _LONGEST = 0.001, 0.05
+"""Seconds before it is asked again: the first time, and at most."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,7 +148,6 @@ class Session:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    @_inside
     def match(
         self,
         tokens: Tokens | Chain,
@@ -152,23 +155,36 @@ class Session:
         *,
         have: int = 0,
         prefill: float | None = None,
+        wait: float = 0.0,
     ) -> Match:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
         ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's
         speed in tokens per second (by default the configuration's): what would take longer to load than to
-        compute is left out.
+        compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at most.
         """
         chain = self._chain(tokens, extras)
         if have < 0:
             raise LayoutError(f"have is {have}, not a number of tokens")
+        end, pause = time.monotonic() + wait if wait else 0.0, _PAUSE
+        while (match := self._match(chain, have, prefill)).pending and (left := end - time.monotonic()) > 0:
+            match.release()
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST)
+        return match
+
+    @_inside
+    def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
         match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
         self._rights.add(match)
         return match
 
     @_inside
     def find(self, tokens: Tokens | Chain, extras: Sequence[Extra] = ()) -> list[bool]:
-        """Which blocks of a prompt the store has now, each by itself. Nothing is held: they may leave at once."""
+        """Which blocks of a prompt the store has now, each by itself. Nothing is held: they may leave at once.
+
+        What others have written is looked for meanwhile: ask again.
+        """
         return self._desk.find(self._chain(tokens, extras))
 
     def ended(self, right: Match | Reservation) -> None:
@@ -250,7 +266,8 @@ class Session:
         for name, given in sources.items():
             group, geometry = self.layout.group(name), self.layout.geometry[name]
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
-            # one before, because a part costs something too; none is so large that others could not make room for it.
+            # one before, because a part costs something too, but not by so much that a disk, which is half as fast as
+            # memory, would stand still; none is so large that others could not make room for it.
             most = self._desk.largest // geometry.footprint
             first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
             with contextlib.ExitStack() as parts:
@@ -267,7 +284,7 @@ class Session:
                         ]
                     )
                     stored, refused, last = stored + len(part.keys), refused + part.refused, part
-                    first, step = stop, max(1, min(3 * step, most))
+                    first, step = stop, max(1, min(2 * step, most))
                 if last is not None:
                     last.seal()
         return Stored(stored, total - stored - refused, refused)
@@ -379,16 +396,5 @@ class Session:
         found: dict[str, list[Span]] = {}
         for name, buffers in given.items():
             size = self.layout.geometry[self.layout.group(name).name].nbytes
-            found[name] = [_bytes(b, size, name, i, writable) for i, b in enumerate(buffers)]
+            found[name] = [bytes_of(b, size, name, i, writable) for i, b in enumerate(buffers)]
         return found
-
-
-def _bytes(buffer: Block, size: int, group: str, number: int, writable: bool) -> Span:
-    view = memoryview(buffer)  # type: ignore[arg-type,unused-ignore]
-    if not view.c_contiguous:
-        raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
-    if view.nbytes != size:
-        raise LayoutError(f"buffer {number} of group {group!r} has {view.nbytes} bytes; a block has {size}")
-    if writable and view.readonly:
-        raise LayoutError(f"buffer {number} of group {group!r} is read-only; a load must write into it")
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

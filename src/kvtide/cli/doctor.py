@@ -48,9 +48,9 @@ def vllm(
     """
     import msgspec
 
-    from kvtide.config import parse_size
     from kvtide.doctor.examine import Deployment, examine
     from kvtide.doctor.finding import Level
+    from kvtide.units import parse_size
 
     given = Deployment(
         model=model,

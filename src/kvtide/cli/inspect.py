@@ -28,6 +28,10 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read every block and check every section.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     blocks: Annotated[int, typer.Option("--blocks", min=0, help="List this many of the newest blocks.")] = 0,
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", help="What names the keys of sealed records; else $KVTIDE_CONFIG or ./kvtide.toml."),
+    ] = None,
 ) -> None:
     """Show what is in a tier's directory, offline: nothing is changed, and nothing is locked.
 
@@ -41,7 +45,10 @@ def inspect(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from kvtide import config as configuration
     from kvtide.inspection import advice, look
+    from kvtide.security.ring import open_ring
+    from kvtide.tiers.sealing import Sealing
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
@@ -53,7 +60,8 @@ def inspect(
                 tasks[what] = bars.add_task(what)
             bars.update(tasks[what], completed=done, total=total)
 
-        report = look(directory, verify=verify, newest=blocks, progress=progress)
+        sealing = Sealing(open_ring(configuration.read(file).security))
+        report = look(directory, verify=verify, newest=blocks, progress=progress, sealing=sealing)
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(report), "advice": advice(report)}, indent=2))
     else:

@@ -25,7 +25,8 @@ def node(
         typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
     ] = None,
     http: Annotated[
-        str | None, typer.Option(help="Serve /healthz and /metrics there, 127.0.0.1:9410 say, instead of node.http.")
+        str | None,
+        typer.Option(help="Serve /healthz, /metrics and /status there, 127.0.0.1:9410 say, instead of node.http."),
     ] = None,
     stop_seconds: Annotated[
         float, typer.Option(help="How long a stop may take to write down what is worth keeping.")

@@ -28,7 +28,7 @@ app = typer.Typer()
 
 def _room(text: str, unique: int, slot: int) -> int:
     """A size in bytes, or a percentage of the trace's different blocks."""
-    from kvtide.config import parse_size
+    from kvtide.units import parse_size
 
     if not text.endswith("%"):
         return parse_size(text)
@@ -115,11 +115,11 @@ def replay(
     """
     import msgspec
 
-    from kvtide.config import parse_size
     from kvtide.replay.plot import svg
     from kvtide.replay.run import replay as run
     from kvtide.replay.speeds import measure
     from kvtide.replay.trace import chains, read
+    from kvtide.units import parse_size
 
     if not 0 <= warm < 100:
         raise ConfigError(f"--warm is {warm:g}; it must be at least 0 and below 100")

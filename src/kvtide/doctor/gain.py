@@ -43,16 +43,17 @@ def check(layout: Layout, disk: float, prefill: float | None) -> Iterator[Findin
         yield ok("gain", f"{told}: {compute / load:.1f} times as fast")
 
 
-def storing(config: Config, layout: Layout, pool: int) -> Finding:
-    """What the connector stores of what an engine with room for ``pool`` tokens computes."""
+def storing(config: Config, layout: Layout, pool: int, dram: int) -> Finding:
+    """What the connector stores of what an engine computes: one with room for ``pool`` tokens, and a node with ``dram``
+    bytes."""
     own = nbytes(layout, pool)
     if config.engine.store != "auto":
         return ok("store", f"{config.engine.store}, as set")
-    if config.dram.budget > own:
+    if dram > own:
         return ok("store", f"every block as it is computed: dram.budget is more than the engine's own {size(own)}")
     return warning(
         "store",
-        f"only what is used again: dram.budget is {size(config.dram.budget)}, the engine's own pool {size(own)}",
+        f"only what is used again: dram.budget is {size(dram)}, the engine's own pool {size(own)}",
         'raise dram.budget above that, or set engine.store = "through"',
     )
 

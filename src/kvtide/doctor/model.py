@@ -12,15 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtide.block import Group, Kind, Layout
+from kvtide.block import BLOCK_TOKENS, Group, Kind, Layout
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.index.weights import SHARDS, identify
 from kvtide.show import size
 
-__all__ = ["BLOCK_TOKENS", "check", "folder_of", "layout_of", "nbytes"]
+__all__ = ["check", "folder_of", "layout_of", "nbytes"]
 
-BLOCK_TOKENS = 256
 """As the connector cuts them."""
 _ALIKE = {"half": "float16", "float": "float32"}
 _BYTES = {
@@ -30,7 +29,7 @@ _BYTES = {
     "float16": "float16",
     "bfloat16": "bfloat16",
 }
-_KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW}
+_KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW, "chunked_attention": Kind.WINDOW}
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "hybrid_override_pattern")
 """What configurations of models with states have, where they do not list their layers."""
 
@@ -74,7 +73,8 @@ def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
     groups = []
     for kind in Kind:
         if count := kinds.count(kind):
-            window = int(config["sliding_window"]) if kind is Kind.WINDOW else 0
+            chunks = "chunked_attention" in (config.get("layer_types") or ())
+            window = int(config["attention_chunk_size" if chunks else "sliding_window"]) if kind is Kind.WINDOW else 0
             groups.append(Group(kind.value, kind, count, heads, dim, number, window=window))
     return Layout(tuple(groups), BLOCK_TOKENS)
 

@@ -11,7 +11,6 @@ from kvtide.errors import KvtideError, TierError
 from kvtide.node.auto import home
 from kvtide.node.client import Client, connect
 from kvtide.node.statistics import Status
-from kvtide.show import size
 
 __all__ = ["ask", "check", "sharing"]
 
@@ -36,33 +35,21 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
     except KvtideError as e:
         if not address:
             return None, warning("node", str(e), "the next engine starts another")
+        if not isinstance(e.__cause__, OSError):  # it is there, and will not have us
+            return None, error("node", str(e), "change that, and look again")
         command = f"kvtide node --socket {address.removeprefix('unix:')}"
         return None, error("node", str(e), f"start it with: {command}; see that this user may reach the socket")
     node = status.node
-    if any(client.pid == 0 for client in node.clients):  # so the kernel names a process that it hides
-        return status, error(
-            "node",
-            f"that at {node.path} cannot see processes that connect to it, and will not lend them memory",
-            "let it see all of the host's processes: hostPID: true in Kubernetes, docker run --pid=host",
-        )
     return status, ok("node", f"process {node.pid} answers at {node.path}, {len(node.clients) - 1} other clients")
 
 
 def check(config: Config, status: Status) -> Iterator[Finding]:
     """A node that runs."""
-    tiers = status.store.tiers
-    for name, tier in tiers.items():
+    for name, tier in status.store.tiers.items():
         if tier.failed:
             yield error(
                 name, "the tier answers only with errors", "see the node's log; free space, or replace the disk"
             )
-    dram = tiers["dram"].budget
-    if config.engine.address and config.engine.store == "auto" and dram != config.dram.budget:
-        yield warning(
-            "DRAM",
-            f"the node has {size(dram)}; the engine decides what to store as if it were {size(config.dram.budget)}",
-            f"set dram.budget = {dram} in kv_connector_extra_config too, or choose engine.store",
-        )
     if config.engine.address and config.engine.store == "through":
         yield warning(
             "store",

@@ -6,6 +6,7 @@ time is told to stop, which it does at its next token. Then the store writes dow
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
@@ -30,12 +31,20 @@ _CONNECTIONS = 256
 log = logging.getLogger("kvtide.serve")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Take an address. Raises ConfigError if it cannot be had."""
+def listen(host: str, port: int, keyed: bool = False) -> socket.socket:
+    """Take an address; ``keyed``: whoever asks there must have a key. Raises ConfigError if it cannot be had, or if
+    other hosts reach it and none is asked for."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        at = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error}; give another --host or --port") from error
+    if not keyed and not ipaddress.ip_address(at.getsockname()[0].partition("%")[0]).is_loopback:
+        at.close()
+        raise ConfigError(
+            f"anybody who reaches {host} could use this model, and tell by its speed what others asked: give "
+            "--api-key, or KVTIDE_API_KEY in the environment; or listen at 127.0.0.1"
+        )
+    return at
 
 
 def serve(

@@ -198,6 +198,10 @@ class FaultyDisk(Disk):
                 self._file(fd, path).named = False
             return fd
 
+    def open_to_read(self, path: Path, *, direct: bool) -> int:
+        with self._call("open", path):
+            return super().open_to_read(path, direct=direct)
+
     def close(self, fd: int) -> None:
         super().close(fd)
 
@@ -258,7 +262,7 @@ class FaultyDisk(Disk):
     def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
         with self._call("rename", old):
             self._forget(new)
-            if not durable:
+            if not durable and new.exists():
                 self._replaced.setdefault(new, new.read_bytes())
             super().rename(old, new, durable=durable)
             for file in self._files.values():
@@ -269,6 +273,15 @@ class FaultyDisk(Disk):
         with self._call("unlink", path):
             self._forget(path)
             super().unlink(path)
+
+    def exists(self, path: Path) -> bool:
+        with self._call("exists", path):
+            return super().exists(path)
+
+    def delete(self, path: Path) -> bool:
+        with self._call("unlink", path):
+            self._forget(path)
+            return super().delete(path)
 
     # -- how they go wrong --------------------------------------------------------------------------------
 

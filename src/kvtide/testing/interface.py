@@ -87,7 +87,7 @@ def check(layout: Layout, loaded: Loaded, tokens: Sequence[int], of: str = "") -
 
 def length(session: Session, tokens: Sequence[int], extras: Sequence[Extra] = ()) -> int:
     """How many tokens of a prompt can be had, all of them loaded and checked (unless ``extras`` make them others)."""
-    with session.match(tokens, extras) as match:
+    with session.match(tokens, extras, wait=30) as match:
         loaded = session.load(match).wait(60)
         if not extras:
             check(session.layout, loaded, tokens)
@@ -102,7 +102,7 @@ def held(store: Store) -> int:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what happens in its own time, such as the end of a block's life."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.005)
@@ -149,7 +149,7 @@ class InterfaceContract:
             check(PLAIN, loaded, tokens)
 
     def test_an_empty_store_has_nothing(self, session: Session) -> None:
-        with session.match(prompt(1, 2)) as match:
+        with session.match(prompt(1, 2), wait=30) as match:
             assert (match.tokens, match.ready, match.pending) == (0, True, False)
             loaded = session.load(match).wait()
             assert (loaded.tokens, loaded.blocks) == (0, [])
@@ -505,7 +505,7 @@ class InterfaceContract:
                 other.store(hybrid, everything(HYBRID, hybrid))
         with self.open(tmp_path / "kv") as store:
             session = store.session(MODEL)
-            with session.match(plain) as match:
+            with session.match(plain, wait=30) as match:
                 assert (match.tokens, match.ready) == ((len(plain), False) if self.outlives else (0, True))
                 assert session.prefetch(plain).wait(60)
             with session.match(plain) as match:
