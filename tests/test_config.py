@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide import config
-from kvtide.config import (
-    Config,
-    Dram,
-    explain,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_size,
-)
+from kvtide.config import Config, Dram, explain
 from kvtide.errors import ConfigError
+from kvtide.units import format_duration, format_size, parse_duration, parse_size
 
 MiB, GiB = 1 << 20, 1 << 30
 

@@ -163,9 +163,20 @@ def test_the_words_of_the_public_interface_are_in_the_glossary() -> None:
         assert f"| **{noun}** |" in told, noun
 
 
+def test_every_threat_has_an_answer_that_is_tried() -> None:
+    part = (ROOT / "docs/security.md").read_text().split("\n## Threats and answers\n")[1]
+    threats = [line for line in part.splitlines() if line.startswith("| **")]
+    assert len(threats) >= 8
+    for threat in threats:
+        tests = re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", threat)
+        assert tests, threat
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+
+
 GROUND = {"block", "canonical", "clock", "config", "errors", "events", "histogram"}
 ROOMS = {
-    "tiers": GROUND,
+    "tiers": GROUND | {"security"},
     "index": GROUND,
     "plan": GROUND | {"tiers", "index"},
     "transfer": GROUND | {"tiers", "index", "plan"},

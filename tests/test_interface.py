@@ -139,3 +139,17 @@ class TestNvmeOnEviction(TestNvme):
 
 class TestNvmeCompressed(TestNvme):
     extra: ClassVar[dict[str, object]] = {"codec": "zstd", "token_ids": True, "direct": False}
+
+
+class TestFiles(InterfaceContract):
+    """In shared storage alone: what is not known is looked for, so a question may have to be asked again."""
+
+    outlives = True
+
+    def open(self, folder: Path, **settings: Mapping[str, object]) -> Store:
+        return opened({}, **{"files": {"path": str(folder), "threads": 2}, **settings})
+
+
+class TestFilesBelowNvme(TestNvme):
+    def open(self, folder: Path, **settings: Mapping[str, object]) -> Store:
+        return super().open(folder / "own", **{"files": {"path": str(folder / "shared"), "threads": 2}, **settings})

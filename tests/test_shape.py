@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -27,17 +28,19 @@ LONGER = {
     "node/protocol.py": 520,
     "testing/faults.py": 500,
     "testing/interface.py": 720,
-    "testing/tier.py": 600,
 }
 """Files over the limit, with ceilings. Split them; do not add to them."""
 
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "show", "version"],
+    ["units"],
     ["block", "config", "door"],
+    ["security"],
     ["events", "tiers", "index"],
-    ["plan"],
+    ["plan", "shares", "storages"],
     ["transfer"],
-    ["desk"],
+    ["adoption", "statistics"],
+    ["desk", "forgetting"],
     ["match"],
     ["session"],
     ["store", "inspection"],
@@ -132,7 +135,7 @@ def test_every_module_says_why_it_is_there(file: Path) -> None:
 
 def test_importing_the_base_brings_no_heavy_package() -> None:
     heavy = ["torch", "triton", "pytest", "hypothesis", "matplotlib", "zstandard", "typer", "rich"]
-    heavy += ["transformers", "starlette", "uvicorn"]
+    heavy += ["transformers", "starlette", "uvicorn", "obstore", "cryptography"]
     script = f"import sys, kvtide; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
@@ -154,18 +157,22 @@ def settings() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("setting", settings())
-def test_every_setting_is_used(setting: str) -> None:
-    """As an attribute, somewhere besides its definition: a setting that nobody reads is a lie."""
-    field = setting.partition(".")[2]
-    users = [
-        name(file)
+@cache
+def attributes() -> set[str]:
+    """That are read anywhere but where settings are defined, tried or measured."""
+    return {
+        node.attr
         for file in FILES
         if name(file) != "config.py" and part(file) not in ("testing", "benchmarks")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == field
-    ]
-    assert users, f"nobody reads {setting}"
+        if isinstance(node, ast.Attribute)
+    }
+
+
+@pytest.mark.parametrize("setting", settings())
+def test_every_setting_is_used(setting: str) -> None:
+    """As an attribute, somewhere besides its definition: a setting that nobody reads is a lie."""
+    assert setting.partition(".")[2] in attributes(), f"nobody reads {setting}"
 
 
 def test_every_public_name_is_there_and_documented() -> None:

@@ -15,6 +15,7 @@ from bench.report import FORMS, PAGE, forms, page, read_records
 from kvtide.benchmarks.record import Record, Sample, compare, figure
 from kvtide.cli import app
 from kvtide.errors import ConfigError
+from kvtide.testing.servers import ValkeyServer
 
 
 def test_quick_figures_come_as_records(tmp_path: Path) -> None:
@@ -40,6 +41,26 @@ def test_an_unknown_figure_is_named() -> None:
     assert isinstance(result.exception, ConfigError)
     assert "'memory'" in str(result.exception)
     assert "dram" in str(result.exception)
+
+
+def test_storage_that_is_to_be_measured_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTIDE_OBJECTS_URL", raising=False)
+    result = CliRunner().invoke(app, ["bench", "store", "objects"])
+    assert isinstance(result.exception, ConfigError)
+    assert "KVTIDE_OBJECTS_URL" in str(result.exception)
+
+
+def test_storage_is_measured_beside_a_plain_client(
+    valkey: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_VALKEY_URL", valkey.url)
+    written = tmp_path / "records.json"
+    command = ["bench", "store", "valkey", "--quick", "--json", str(written), "--path", str(tmp_path)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    records = {r.name: r for r in msgspec.json.decode(written.read_bytes(), type=list[Record])}
+    assert {f"valkey-{task}-{size}" for task in ("store", "load") for size in ("2mib", "256kib")} <= set(records)
+    assert all(r.ratio is not None and r.ratio > 0 for r in records.values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -28,7 +28,7 @@ from kvtide.doctor.finding import Level
 from kvtide.index.keys import Tenant
 from kvtide.node.auto import open_node
 from kvtide.node.client import Client
-from tests.node.serving import Process, eventually
+from tests.node.serving import Apart, Process, apart, eventually
 
 LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 FLAGS = {"kv_connector": "KvtideConnector", "kv_connector_module_path": "kvtide.engines.vllm", "kv_role": "kv_both"}
@@ -191,6 +191,9 @@ def test_of_a_window_only_its_last_blocks_count(tmp_path: Path) -> None:
     full, window = (mixed.geometry[name].footprint for name in ("full", "window"))
     assert model.nbytes(mixed, 256) == full + window
     assert model.nbytes(mixed, 2560) == 10 * full + 2 * window
+    types[0] = "chunked_attention"
+    chunks = model.layout_of(saved(tmp_path / "c", layer_types=types, attention_chunk_size=8192))
+    assert chunks.group("window").window == 8192
 
 
 @pytest.mark.parametrize(
@@ -426,12 +429,8 @@ def test_a_node_that_answers_and_one_that_does_not(llama: Path, served: Process,
     assert f"start it with: kvtide node --socket {gone}" in found["node"]["do"]
 
 
-def test_an_engine_that_takes_the_node_for_smaller_than_it_is(llama: Path, served: Process) -> None:
+def test_an_engine_that_wants_all_on_a_disk_that_is_the_nodes(llama: Path, served: Process) -> None:
     address = f"unix:{served.path}"
-    assert "DRAM" not in doctor("--model", llama, engine={"address": address})[1]
-    found = doctor("--model", llama, engine={"address": address}, dram={"budget": "8MiB"})[1]
-    assert found["DRAM"]["level"] == "warning"
-    assert "the node has 16 MiB" in found["DRAM"]["found"]
     found = doctor("--model", llama, engine={"address": address, "store": "through"})[1]
     assert 'nvme.store = "through"' in found["store"]["do"]
 
@@ -466,15 +465,15 @@ def test_engines_that_should_share_and_do_not(llama: Path, served: Process) -> N
     assert said(one, other, tenant=Tenant("a", bytes(32))) == [nobody], "of tenants nothing is told"
 
 
-def test_a_node_that_cannot_see_its_clients(llama: Path, served: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one in a container: it sees no process of another. To make one takes rights that tests need not have."""
-    with Client(served.path) as client:
-        seen = client.status()
-    hidden = replace(seen, node=replace(seen.node, clients=[replace(c, pid=0) for c in seen.node.clients]))
-    monkeypatch.setattr(Client, "status", lambda self: hidden)
-    status, found = doctor("--model", llama, engine={"address": f"unix:{served.path}"})
+@apart
+def test_a_node_that_cannot_see_its_clients(llama: Path, tmp_path: Path) -> None:
+    hidden = Apart(tmp_path)
+    try:
+        status, found = doctor("--model", llama, engine={"address": f"unix:{hidden.path}"})
+    finally:
+        hidden.kill()
     assert (status, found["node"]["level"]) == (1, "error")
-    assert "hostPID" in found["node"]["do"]
+    assert "hostPID" in found["node"]["found"]
 
 
 def test_a_node_that_engines_started_is_found(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.inspection import Report, advice, look
+from kvtide.testing.blocks import keys
+from kvtide.testing.keys import ring_in
+from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.directory import SegmentHeader
+from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.sealing import Sealing
 
 LAYOUT = kvtide.Layout.attention(layers=2, heads=1, head_dim=16, block_tokens=16)  # 4 sections, a page each
 MODEL = kvtide.Model(LAYOUT, weights="given:test")
@@ -449,3 +454,24 @@ def test_any_damage_is_an_error_or_a_report(victim: Path, data: st.DataObject) -
             assert (found.blocks, found.damaged) == (BLOCKS, [])
     finally:
         file.write_bytes(whole)
+
+
+def test_sealed_records_are_verified_with_their_keys_and_told_of_without(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path)
+    tier = Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, threads=1, sealing=Sealing(ring))
+    caller = Caller(tier)
+    caller.write(keys(5), shaped(4, 5000))
+    caller.close()
+    found = look(tmp_path / "tier", verify=True, sealing=Sealing(ring))
+    assert (found.blocks, found.verified_blocks, found.damaged) == (5, 5, [])
+    without = look(tmp_path / "tier", verify=True)
+    assert (without.blocks, without.journal.doubt) == (0, "sealed, and its key is not here")
+    assert {d.reason for d in without.damaged} == {"its key is not here"}
+    assert any("keys alone" in line for line in advice(without))
+    segment = tmp_path / "tier" / "00000.segment"
+    data = bytearray(segment.read_bytes())
+    data[ALIGN + ALIGN + 100] ^= 1
+    segment.write_bytes(data)
+    assert [d.reason for d in look(tmp_path / "tier", verify=True, sealing=Sealing(ring)).damaged] == [
+        "corrupt payload"
+    ]

@@ -22,6 +22,8 @@ from kvtide.errors import TierError
 from kvtide.node.client import Client
 from kvtide.node.statistics import ClientStatistics, NodeStatistics, Status
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
+from kvtide.tiers.purse import BudgetStatistics
+from kvtide.tiers.steward import StewardStatistics
 from tests.node.serving import Process
 
 
@@ -102,6 +104,18 @@ def test_what_is_wrong_stands_out(node: Process) -> None:
     assert "4711 1 d 1 h 1 0 2 3 10 1 0 B gone; 7 slots wait for its death" in text
     assert "node 1 at x, 1 min 1 s, 1 requests, stopping" in text
     assert "3 stores dropped: no room in DRAM" in text
+
+
+def test_who_keeps_the_budget_of_shared_storage_is_shown(node: Process) -> None:
+    with Client(node.path) as client:
+        store = client.status().store
+    told = StewardStatistics("west 12", 3, 1 << 40, 1000, 1 << 39, 1 << 20, 1 << 30, 70_000, 4)
+    store.budgets.update(
+        files=BudgetStatistics(told, True, 1.2, 64 << 20), objects=BudgetStatistics(StewardStatistics(), False, 75.0, 0)
+    )
+    text = "\n".join(" ".join(line) for line in shown(Status(store, NodeStatistics())))
+    assert "files west 12 (this node) 1 s ago 1 GiB 64 MiB 70,000 1 MiB 4" in text
+    assert "objects nobody 1 min 15 s ago 0 B 0 B 0 0 B 0" in text
 
 
 def test_it_goes_on_until_it_is_interrupted(node: Process) -> None:

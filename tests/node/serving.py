@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from kvtide import config as configuration
 from kvtide.node.client import Client
 from kvtide.node.server import Node
@@ -22,7 +25,7 @@ from kvtide.store import Store
 from kvtide.tiers.disk import Disk
 from tests.node import host
 
-__all__ = ["Process", "Served", "Thread", "eventually"]
+__all__ = ["Apart", "Process", "Served", "Thread", "apart", "eventually"]
 
 T = TypeVar("T")
 _SOCKETS = 3
@@ -78,6 +81,9 @@ class Process:
         self._settings = settings
         self.start()
 
+    before: tuple[str, ...] = ()
+    """What its command line begins with."""
+
     def start(self) -> None:
         """Start it, and wait until it serves."""
         environment = {
@@ -94,7 +100,7 @@ class Process:
             at.unlink(missing_ok=True)
             ready.bind(str(at))
             ready.settimeout(60)
-            command = [sys.executable, "-m", "kvtide", "node", "--socket", str(self.path), "--verbose"]
+            command = [*self.before, sys.executable, "-m", "kvtide", "node", "--socket", str(self.path), "--verbose"]
             environment["NOTIFY_SOCKET"] = str(at)
             with (self.folder / "log").open("ab") as log:
                 self.process = subprocess.Popen(command, env=environment, stderr=log)
@@ -127,6 +133,18 @@ class Process:
         """Let it end in good order."""
         self.process.terminate()
         assert self.process.wait(60) == 0, self.log
+
+
+class Apart(Process):
+    """A node that cannot see the processes of others, as in a container."""
+
+    before = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+apart = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*Apart.before, "true"], check=False).returncode != 0,
+    reason="this system lets nobody make a PID namespace",
+)
 
 
 def eventually(condition: Callable[[], T]) -> T:

@@ -14,12 +14,13 @@ import pytest
 import kvtide
 from kvtide import BlockStored, EventsLost, Session
 from kvtide.block import Layout
+from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
-from tests.node.serving import Process, Thread, eventually
+from tests.node.serving import Apart, Process, Thread, apart, eventually
 
 
 @pytest.fixture
@@ -277,6 +278,31 @@ def test_who_closes_while_the_node_hangs_leaves_no_rights_behind(node: Process) 
         client.close()
         node.signal(signal.SIGCONT)
         eventually(lambda: other.connected and other.statistics().held == 0)
+
+
+def test_closing_does_not_wait_for_a_node_that_hangs(node: Process) -> None:
+    client = Client(node.path)
+    node.signal(signal.SIGSTOP)
+    try:
+        assert client.status().node.pid == 0
+        eventually(lambda: client.dialing)
+        client.close()
+        assert client.dialing, "it waited for an attempt to reach the node"
+    finally:
+        node.signal(signal.SIGCONT)
+    eventually(lambda: not client.dialing)
+    with Client(node.path) as other:
+        eventually(lambda: len(other.status().node.clients) == 1)
+
+
+@apart
+def test_a_node_that_could_not_see_when_we_die_refuses_us(tmp_path: Path) -> None:
+    hidden = Apart(tmp_path)
+    try:
+        with pytest.raises(TierError, match="hostPID"):
+            Client(hidden.path)
+    finally:
+        hidden.kill()
 
 
 def test_both_sides_say_their_version(node: Process) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide import errors
-from kvtide.index.keys import DEFAULT_TENANT, Model
+from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.session import Session
@@ -58,8 +58,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     logging.getLogger("kvtide").addHandler(faults)
     node = Thread(tmp_path_factory.mktemp("node") / "node.sock", dram={"budget": "64MiB", "segment": "4MiB"})
     try:
-        # Of another model: what the hostile ones know the names of, they may drop.
-        with Client(node.path) as client, client.session(Model(PLAIN, "given:beside")) as session:
+        # Of another model and tenant: what the hostile ones know the names of, they may drop and forget.
+        beside = Tenant("beside", b"a secret that no hostile one knows")
+        with Client(node.path) as client, client.session(Model(PLAIN, "given:beside"), beside) as session:
             session.store(prompt(1, 2, 3), data(PLAIN, prompt(1, 2, 3)))
             before = open_files()
             world = World(node, session, faults)

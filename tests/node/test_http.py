@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Store, config
 from kvtide.node.client import Client
 from kvtide.node.http import Http
+from kvtide.node.passes import Passes
 from kvtide.node.server import Node
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
@@ -243,7 +244,7 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path, since: st
 
     async def serve(store: Store) -> None:
         node = Node(store, tmp_path / "node.sock")
-        http = Http(node.status)
+        http = Http(node, Passes(settings.node))
         await http.listen("127.0.0.1:0")
         assert (await asyncio.to_thread(health, http))[1]["status"] == "serving"
         with store.session(MODEL) as session:

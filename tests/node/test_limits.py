@@ -145,6 +145,18 @@ def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:
         assert hoard.store(prompt(1), data(PLAIN, prompt(1))).stored == 1
 
 
+def test_a_match_has_the_room_of_what_is_given_back_with_it(node: Thread) -> None:
+    """An engine goes from one prompt to the next in one message, though both together were more than its share."""
+    share = int(node.node.store.config.dram.budget * node.node.store.config.node.client_share)
+    blocks = share * 3 // 5 // PLAIN.geometry["full"].footprint
+    with Client(node.path) as client, client.session(MODEL) as session:
+        whole = prompt(*range(1, blocks + 1))
+        session.store(whole, data(PLAIN, whole))
+        for _ in range(3):
+            with session.match(whole) as found:
+                assert found.tokens == len(whole)
+
+
 def test_a_prompt_has_so_many_blocks(node: Thread) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
         session.match(prompt(1)).release()

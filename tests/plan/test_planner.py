@@ -61,7 +61,7 @@ class Case:
         return self.index.lengths(self.layout, self.rows, whole)
 
     def plan(self, have: int = 0, prefill: float = 0.0, queued: int = 0, limit: int = 1 << 60) -> Plan:
-        return self.planner.plan(self.layout, self.rows, self.usable(have), have, prefill, queued, limit)
+        return self.planner.plan(self.layout, self.rows, self.usable(have), have, prefill, [queued], limit)
 
     # -- the same by counting block by block --------------------------------------------------------------
 
@@ -188,3 +188,27 @@ def test_the_prefill_speed_of_the_call_goes_before_that_of_the_configuration(tmp
             assert match.plan.compute_seconds == 0.0
         with mine.match(prompt(1, 2, 3), prefill=0) as match:
             assert match.blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("queued", "seconds"), [((0, 0), 4.0), ((8 * 8192, 0), 4.0), ((0, 8192), 5.0), ((80 * 8192, 0), 8.4)]
+)
+def test_each_tier_counts_with_its_own_speed_and_queue_and_all_at_the_same_time(
+    queued: tuple[int, int], seconds: float
+) -> None:
+    index = Index(tiers=3)
+    layout = Layout((KINDS["full"],), 1)
+    fast, slow = Speed(), Speed()
+    fast.measured(10 * 8192, 1.0)
+    slow.measured(8192, 1.0)
+    keys = blocks.keys(8)
+    for i, key in enumerate(keys):
+        index.put(index.add(key, bytes(32), i), 1 if i < 4 else 2, SEALED, 1)
+    rows = {"full": index.rows(keys)}
+    planner = Planner(index, [Source(1, "nvme", fast), Source(2, "files", slow)])
+    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, 0.0, queued, 1 << 60)
+    assert plan.blocks == 8
+    assert plan.load_seconds == pytest.approx(seconds)
+    # Two tokens a second: the fast ones are worth it, and the slow ones are quicker to compute.
+    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, 2.0, (0, 0), 1 << 60)
+    assert (plan.blocks, plan.slower) == (4, 4)

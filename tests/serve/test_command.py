@@ -127,6 +127,18 @@ def test_an_empty_key_is_not_no_key(capsys: pytest.CaptureFixture[str], monkeypa
     assert "the API key is empty" in complaint(capsys, monkeypatch, "smollm2", "--api-key", "")
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_hosts_are_not_served_without_a_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    said = complaint(capsys, monkeypatch, "smollm2", "--host", host, "--port", "0")
+    assert f"anybody who reaches {host} could use this model" in said
+    assert "--api-key" in said
+    assert "loading" not in said
+    with listen(host, 0, keyed=True) as at:
+        assert at.getsockname()[0] == host
+
+
 def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

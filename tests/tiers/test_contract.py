@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from kvtide.testing.any_tier import AnyTierContract
 from kvtide.testing.blocks import Bytes, floats
+from kvtide.testing.keys import ring_in
+from kvtide.testing.servers import S3Server, ValkeyServer
 from kvtide.testing.tier import TierContract
 from kvtide.tiers.base import Tier
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.files import Files
 from kvtide.tiers.noop import Noop
 from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.objects import Objects
+from kvtide.tiers.sealing import Sealing
+from kvtide.tiers.shared import Shared
+from kvtide.tiers.steward import StewardStatistics
+from kvtide.tiers.valkey import Valkey
 
 
 class TestNoop(TierContract):
@@ -73,3 +85,89 @@ class TestNvmeIncompressible(TierContract):
 
     def make(self, where: Path, budget: int) -> Tier:
         return Nvme(where, budget, segment=512 << 10, compression="zstd")
+
+
+class Limit:
+    """Credit for blocks of at most so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def take(self, nbytes: int) -> bool:
+        return nbytes <= self._nbytes
+
+    def used(self, names: Sequence[str]) -> None: ...
+
+    def told(self) -> StewardStatistics:
+        return StewardStatistics()
+
+
+class TestFiles(AnyTierContract):
+    persistent = True
+    counts = False
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Files(where), credit=Limit(budget))
+
+
+class TestFilesBuffered(AnyTierContract):
+    persistent = True
+    counts = False
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Files(where, direct=False), credit=Limit(budget))
+
+
+class TestFilesCompressed(AnyTierContract):
+    persistent = True
+    counts = False
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Files(where), compression="zstd", credit=Limit(budget))
+
+    def content(self, key: bytes, nbytes: int) -> Bytes:
+        return floats(key, nbytes)
+
+
+class TestFilesSealed(AnyTierContract):
+    persistent = True
+    counts = False
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Files(where), sealing=Sealing(ring_in(where.parent)), credit=Limit(budget))
+
+
+class TestS3(TestFiles):
+    @pytest.fixture(autouse=True)
+    def server(self, s3: S3Server) -> None:
+        self.endpoint = s3.endpoint
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Objects(f"s3://contract{where}", endpoint=self.endpoint), credit=Limit(budget))
+
+
+class TestValkey(TestFiles):
+    @pytest.fixture(autouse=True)
+    def server(self, valkey: ValkeyServer) -> None:
+        self.url = valkey.url
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Shared(Valkey(self.url, folder=str(where)), credit=Limit(budget))
+
+
+class TestNvmeSealed(TierContract):
+    persistent = True
+
+    def make(self, where: Path, budget: int) -> Tier:
+        return Nvme(where, budget, segment=512 << 10, sealing=Sealing(ring_in(where.parent)))
+
+
+class TestNvmeSealedAndCompressed(TierContract):
+    persistent = True
+
+    def make(self, where: Path, budget: int) -> Tier:
+        sealing = Sealing(ring_in(where.parent))
+        return Nvme(where, budget, segment=512 << 10, compression="zstd", sealing=sealing)
+
+    def content(self, key: bytes, nbytes: int) -> Bytes:
+        return floats(key, nbytes)

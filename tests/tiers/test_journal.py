@@ -196,7 +196,7 @@ def test_it_stays_within_its_share(path: Path) -> None:
 
 def test_compaction_forgets_slots_that_are_no_more(path: Path) -> None:
     journal = started(path)
-    journal.append(b"".join(entry(HOLDS, place, NAMES[0]) for place in range(1000)))
+    journal.append(b"".join(entry(HOLDS, place, NAMES[0]) for place in range(4000)))
     assert journal.full(slots=100)
     journal.compact(lambda records: records["place"] < 100)
     assert not journal.full(slots=100)

@@ -247,7 +247,8 @@ def reseal(record: bytearray) -> bytes:
     [
         ("version 2", 8, b"\2\0"),
         ("version 0", 8, b"\0\0"),
-        ("unknown flags", 12, b"\1\0\0\0"),
+        ("its key is not here", 12, b"\1\0\0\0"),
+        ("unknown flags", 12, b"\2\0\0\0"),
         ("codec 9 is not known here", 144, b"\x09\0"),
         ("another block", 96, b"\x77"),
         ("another layout", 320 + 12, b"\x05"),

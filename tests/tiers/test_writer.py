@@ -10,8 +10,10 @@ import pytest
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.testing.blocks import keys
 from kvtide.testing.faults import Fault, FaultyDisk, How
+from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.sealing import OPEN, Sealing
 
 FOUR = shaped(4, 4100)
 SLOT = ALIGN + FOUR.geometry.footprint
@@ -41,17 +43,22 @@ class Watched(FaultyDisk):
         return count
 
 
-def opened(path: Path, disk: FaultyDisk, threads: int = 2) -> Caller:
-    return Caller(Nvme(path, 4 << 20, segment=1 << 20, threads=threads, disk=disk))
+@pytest.fixture(params=["open", "sealed"])
+def sealing(request: pytest.FixtureRequest, tmp_path: Path) -> Sealing:
+    return OPEN if request.param == "open" else Sealing(ring_in(tmp_path))
+
+
+def opened(path: Path, disk: FaultyDisk, sealing: Sealing, threads: int = 2) -> Caller:
+    return Caller(Nvme(path, 4 << 20, segment=1 << 20, threads=threads, disk=disk, sealing=sealing))
 
 
 def found(caller: Caller) -> dict[BlockKey, int]:
     return {k: p for held in caller.tier.scan() for k, p in zip(held.keys, held.places.tolist(), strict=True)}
 
 
-def test_no_header_is_written_before_its_payload(tmp_path: Path) -> None:
+def test_no_header_is_written_before_its_payload(tmp_path: Path, sealing: Sealing) -> None:
     disk = Watched()
-    caller = opened(tmp_path / "tier", disk)
+    caller = opened(tmp_path / "tier", disk, sealing)
     caller.write(keys(1, start=50), FOUR)  # makes the segment
     disk.forget()
     places = caller.write(keys(COUNT), FOUR)
@@ -67,13 +74,15 @@ def test_no_header_is_written_before_its_payload(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("calls", range(CALLS + 1))
-def test_a_power_loss_after_any_call_leaves_blocks_or_misses(tmp_path: Path, calls: int, seed: int) -> None:
+def test_a_power_loss_after_any_call_leaves_blocks_or_misses(
+    tmp_path: Path, sealing: Sealing, calls: int, seed: int
+) -> None:
     """In slots that held others before, whose headers and payloads may come back piece by piece."""
     disk, path = FaultyDisk(seed), tmp_path / "tier"
-    caller = opened(path, disk)
+    caller = opened(path, disk, sealing)
     old = caller.write(keys(COUNT, start=50), FOUR)
     caller.close()  # by now they are on the medium
-    caller = opened(path, disk)
+    caller = opened(path, disk, sealing)
     found(caller)
     caller.evict(keys(COUNT, start=50), old)
     disk.arm(Fault("write", files="*.segment", after=calls, times=1000))
@@ -83,7 +92,7 @@ def test_a_power_loss_after_any_call_leaves_blocks_or_misses(tmp_path: Path, cal
     disk.die()
     caller.close()
     disk.power_loss()
-    again = opened(path, disk)
+    again = opened(path, disk, sealing)
     held = found(again)
     again.finds(list(held), FOUR, list(held.values()))  # each that is read has its own bytes, or it fails here
     everybody = [*keys(COUNT), *keys(COUNT, start=50)]
@@ -94,9 +103,9 @@ def test_a_power_loss_after_any_call_leaves_blocks_or_misses(tmp_path: Path, cal
 
 @pytest.mark.parametrize("how", [How.FAIL, How.TORN, How.SHORT])
 @pytest.mark.parametrize("after", range(CALLS))
-def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, after: int, how: How) -> None:
+def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, sealing: Sealing, after: int, how: How) -> None:
     disk = FaultyDisk(seed=after)
-    caller = Caller(Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, direct=False, disk=disk))
+    caller = Caller(Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, direct=False, disk=disk, sealing=sealing))
     caller.write(keys(1, start=50), FOUR)
     disk.arm(Fault("write", how, files="*.segment", after=after))
     places = caller.write(keys(COUNT), FOUR)
@@ -106,7 +115,7 @@ def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, after: int, how: 
     caller.close()
 
 
-def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path, sealing: Sealing) -> None:
     class Scratched(FaultyDisk):
         """One page is bad for good."""
 
@@ -120,7 +129,7 @@ def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path) -> 
     for bad in range(COUNT):
         for page in range(SLOT // ALIGN):
             disk = Scratched()
-            caller = opened(tmp_path / f"{bad}-{page}", disk, threads=1)
+            caller = opened(tmp_path / f"{bad}-{page}", disk, sealing, threads=1)
             caller.write(keys(1, start=50), FOUR)
             disk.page = 1 + (1 + bad) * SLOT // ALIGN + page
             places = caller.write(keys(COUNT), FOUR)

@@ -24,8 +24,13 @@ def write(number: int) -> Write:
     return Write(KEYS[number], IDENTITY, blocks.aligned(SIZE), bytes(32), 0, number + 1)
 
 
-def read(number: int, place: int = 1) -> Read:
-    return Read(KEYS[number], IDENTITY, place, blocks.aligned(SIZE))
+def read(number: int) -> Read:
+    return Read(KEYS[number], IDENTITY, number + 1, blocks.aligned(SIZE))
+
+
+def full(count: int = len(KEYS)) -> Gated:
+    """A tier that has the first blocks."""
+    return Gated({number + 1: (KEYS[number], bytes(SIZE)) for number in range(count)})
 
 
 class Driver:
@@ -58,9 +63,9 @@ def test_reads_go_before_writes_that_came_earlier() -> None:
         assert driver.write(write(number))
     for number in range(3):
         driver.read(read(number))
-    assert driver.tier.journal == ["write", "read", "read"], "two reads wait for no write, the rest waits"
+    assert driver.tier.journal == ["write", "write", "read", "read"], "two of a kind are under way, the rest waits"
     driver.tier.let_all()
-    assert driver.tier.journal == ["write", "read", "read", "read", "write", "write"]
+    assert driver.tier.journal == ["write", "write", "read", "read", "read", "write"]
 
 
 def test_only_a_little_is_under_way() -> None:
@@ -179,7 +184,7 @@ def test_many_threads_lose_nothing() -> None:
 
 def test_speed_is_measured_over_the_time_in_which_jobs_overlap() -> None:
     clock = Clock()
-    driver = Driver(Gated(), depth=8, clock=clock)
+    driver = Driver(full(), depth=8, clock=clock)
     for number in range(4):
         driver.read(read(number))
     clock.now += 1.0  # all four took the same second
@@ -192,7 +197,7 @@ def test_speed_is_measured_over_the_time_in_which_jobs_overlap() -> None:
 
 def test_a_steady_flow_is_measured_before_it_ends() -> None:
     clock = Clock()
-    driver = Driver(Gated(), depth=2, clock=clock)
+    driver = Driver(full(), depth=2, clock=clock)
     for number in range(40):
         driver.read(read(number))
     for _ in range(19):
@@ -216,7 +221,7 @@ def test_a_pause_between_jobs_does_not_count() -> None:
 
 def test_short_jobs_are_measured_too() -> None:
     clock = Clock()
-    driver = Driver(Gated(), clock=clock)
+    driver = Driver(full(), clock=clock)
     for number in range(8):
         driver.read(read(number))
         clock.now += 0.0005
@@ -233,3 +238,14 @@ def test_a_write_that_failed_says_nothing_of_speed() -> None:
     driver.tier.let_write(good=False)
     assert driver.places == [[NOWHERE]]
     assert driver.lane.write_speed.statistics().measured == 0
+
+
+def test_blocks_that_are_not_there_say_nothing_of_speed() -> None:
+    clock = Clock()
+    driver = Driver(full(2), clock=clock)
+    for start, found in ((0, [True, True]), (1, [True, False]), (2, [False, False])):
+        driver.read(read(start), read(start + 1))
+        clock.now += 0.5 * sum(found)
+        driver.tier.let_read()
+        assert driver.read_results.pop() == found
+        assert driver.lane.read_speed.statistics().bytes_per_second == pytest.approx(SIZE / 0.5)

@@ -1,0 +1,227 @@
+"""Keys in memory: made once, found by all, confirmed while they live, and gone when they must be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import HeldError, KeyFileError
+from kvtide.security.acts import destroy, hold, release, rotate
+from kvtide.security.keyfile import KeyFile
+from kvtide.security.ring import OWN, Ring
+from kvtide.security.wrapping import LocalWrapper, Unavailable, VaultWrapper
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.keys import WRAPPING, ring_in
+from tests.security.vault import TOKEN, serving
+
+GOLDEN = Path(__file__).with_name("golden_keys_v1.json")
+ONE, OTHER = b"1" * 16, b"2" * 16
+
+
+def file_in(folder: Path) -> KeyFile:
+    return KeyFile(folder / "keys.json")
+
+
+def test_a_tenant_has_one_key_for_all_who_ask(tmp_path: Path) -> None:
+    rings = [ring_in(tmp_path) for _ in range(4)]
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda r=r: found.append(r.of(ONE).secret)) for r in rings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(file_in(tmp_path).read().keys) == 1
+    assert rings[0].of(OTHER).secret not in found
+    key = rings[0].of(ONE)
+    assert ring_in(tmp_path).find(key.id) == key
+    assert key.secret.hex() not in (tmp_path / "keys.json").read_text()
+    assert key.secret.hex() not in repr(key)
+
+
+def test_a_key_is_confirmed_while_it_lives(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ring = ring_in(tmp_path, 60.0, clock)
+    key, gone = ring.of(ONE), list[bytes]()
+    ring.on_gone(gone.append)
+    for _ in range(20):
+        clock.advance(31)
+        ring.tend()
+        assert ring.find(key.id) is key
+    assert gone == []
+
+
+def test_a_destroyed_key_is_gone_when_it_is_next_looked_for_and_its_tenant_is_told_of(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ring, gone = ring_in(tmp_path, 60.0, clock), list[bytes]()
+    ring.on_gone(gone.append)
+    one, other = ring.of(ONE), ring.of(OTHER)
+    assert destroy(file_in(tmp_path), ONE, clock) == 1
+    assert ring.find(one.id) is one  # under its lease
+    clock.advance(31)
+    ring.tend()
+    assert gone == [ONE]
+    with pytest.raises(Unavailable, match="its key was destroyed"):
+        ring.find(one.id)
+    assert ring.find(other.id) is other
+    assert ring.of(ONE).id != one.id
+    assert one.id.hex() in (tmp_path / "keys.json").read_text()
+    assert destroy(file_in(tmp_path), ONE) == 1
+
+
+def test_a_lapsed_lease_ends_a_key_even_if_nobody_tends_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ring = ring_in(tmp_path, 60.0, clock)
+    key = ring.of(ONE)
+    destroy(file_in(tmp_path), ONE, clock)
+    clock.advance(60)
+    with pytest.raises(Unavailable, match="destroyed"):
+        ring.find(key.id)
+
+
+def test_revoked_keys_are_gone_at_once(tmp_path: Path) -> None:
+    ring, gone = ring_in(tmp_path), list[bytes]()
+    ring.on_gone(gone.append)
+    key = ring.of(ONE)
+    destroy(file_in(tmp_path), ONE)
+    ring.revoke(ONE)
+    with pytest.raises(Unavailable, match="destroyed"):
+        ring.find(key.id)
+    ring.tend()
+    assert gone == []  # whoever revokes knows
+
+
+def test_a_key_service_that_goes_away_is_forgiven_within_the_lease_and_not_beyond(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with serving() as vault:
+        ring = Ring(file_in(tmp_path), VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN}), 60.0, clock)
+        gone: list[bytes] = []
+        ring.on_gone(gone.append)
+        key = ring.of(ONE)
+        vault.sealed = True
+        clock.advance(31)
+        ring.tend()
+        assert ring.find(key.id) is key
+        clock.advance(30)
+        ring.tend()
+        assert gone == [ONE]
+        with pytest.raises(Unavailable, match="503"):
+            ring.find(key.id)
+        asked = len(vault.asked)
+        with pytest.raises(Unavailable, match="503"):
+            ring.find(key.id)  # not asked again at once
+        assert len(vault.asked) == asked
+        vault.sealed = False
+        clock.advance(6)
+        assert ring.find(key.id) == key
+
+
+def test_a_dead_key_service_is_waited_for_once_and_not_for_every_key(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with serving() as vault:
+        made = VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN})
+        ids = [Ring(file_in(tmp_path), made, 60.0, clock).of(tenant).id for tenant in (ONE, OTHER)]
+    asked: list[bytes] = []
+    ring = Ring(file_in(tmp_path), made, 60.0, clock)
+    made.unwrap = lambda wrapped: asked.append(wrapped) or VaultWrapper.unwrap(made, wrapped)  # type: ignore[method-assign,func-returns-value]
+    for number in ids:
+        with pytest.raises(Unavailable, match="does not answer"):
+            ring.find(number)
+    assert len(asked) == 1
+
+
+def test_a_moved_entry_is_found_out(tmp_path: Path) -> None:
+    """Somebody who may write the key file gives one tenant the key of another."""
+    ring = ring_in(tmp_path)
+    one, other = ring.of(ONE), ring.of(OTHER)
+    with file_in(tmp_path).change() as keys:
+        wrapped = {e.id: e.wrapped for e in keys.keys}
+        keys.keys = [type(e)(e.id, e.tenant, e.created, wrapped[other.id.hex()]) for e in keys.keys]
+    with pytest.raises(Unavailable, match="another tenant"):
+        ring_in(tmp_path).find(one.id)
+
+
+def test_rotation_keeps_the_keys_and_leaves_nothing_to_the_old_wrapper(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path)
+    key, own = ring.of(ONE), ring.of(OWN)
+    fresh = LocalWrapper(bytes(32))
+    assert rotate(file_in(tmp_path), LocalWrapper(WRAPPING), fresh) == 2
+    assert [Ring(file_in(tmp_path), fresh).find(k.id) for k in (key, own)] == [key, own]
+    with pytest.raises(Unavailable, match="wrapped with another key"):
+        ring_in(tmp_path).find(key.id)
+
+
+def test_a_rotation_that_cannot_be_whole_changes_nothing(tmp_path: Path) -> None:
+    ring = ring_in(tmp_path)
+    ring.of(ONE)
+    before = (tmp_path / "keys.json").read_bytes()
+    with pytest.raises(Unavailable):
+        rotate(file_in(tmp_path), LocalWrapper(bytes(32)), LocalWrapper(WRAPPING))
+    assert (tmp_path / "keys.json").read_bytes() == before
+
+
+def test_a_legal_hold_refuses_until_it_ends(tmp_path: Path) -> None:
+    ring, file = ring_in(tmp_path), file_in(tmp_path)
+    key = ring.of(ONE)
+    hold(file, ONE, "case 17")
+    with pytest.raises(HeldError, match="case 17"):
+        destroy(file, ONE)
+    assert ring_in(tmp_path).find(key.id) == key
+    assert release(file, ONE)
+    assert not release(file, ONE)
+    assert destroy(file, ONE) == 1
+
+
+# -- the file -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [1, 4, 128])
+def test_a_damaged_key_file_is_never_misread(tmp_path: Path, change: int) -> None:
+    """Whichever byte it is; and what is cut off."""
+    file, good = file_in(tmp_path), GOLDEN.read_bytes()
+    said = KeyFile(GOLDEN).read()
+    damaged = [good[:i] + bytes([good[i] ^ change]) + good[i + 1 :] for i in range(len(good))]
+    misread = 0
+    for data in damaged + [good[:i] for i in range(len(good) - 2)]:
+        file.path.write_bytes(data)
+        with contextlib.suppress(KeyFileError):
+            misread += file.read() != said  # white space may change
+    assert misread == 0
+
+
+def test_a_newer_key_file_is_refused_and_not_touched(tmp_path: Path) -> None:
+    from kvtide.security.keyfile import _check
+
+    ring_in(tmp_path).of(ONE)
+    path = tmp_path / "keys.json"
+    body = json.loads(path.read_text())["body"] | {"version": 2}
+    path.write_text(json.dumps({"check": _check(body), "body": body}))
+    before = path.read_bytes()
+    with pytest.raises(KeyFileError, match="version 2"):
+        ring_in(tmp_path)
+    with pytest.raises(KeyFileError, match="version 2"):
+        hold(file_in(tmp_path), ONE)
+    assert path.read_bytes() == before
+
+
+def test_a_change_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    ring_in(tmp_path).of(ONE)
+    before = (tmp_path / "keys.json").read_bytes()
+    with contextlib.suppress(ZeroDivisionError), file_in(tmp_path).change() as keys:
+        keys.keys.clear()
+        raise ZeroDivisionError
+    assert (tmp_path / "keys.json").read_bytes() == before
+    assert (tmp_path / "keys.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_old_key_file_is_read_forever(tmp_path: Path) -> None:
+    """Version 1, as it was first written."""
+    (tmp_path / "keys.json").write_bytes(GOLDEN.read_bytes())
+    keys = file_in(tmp_path).read()
+    assert [bool(e.destroyed) for e in keys.keys] == [False, True]
+    assert keys.held(OTHER) is not None
+    assert ring_in(tmp_path).of(ONE).secret == bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff" * 2)

@@ -1,0 +1,176 @@
+"""Two stores over one folder against a plain model, while files vanish, break and are written by both at once.
+
+Each store knows only what it wrote or found itself, so the other's acts reach it late or never; whatever it believes,
+no byte may be wrong. Every load checks its bytes. The model has what may be returned at all, and, where that is
+certain, what must be: what lies whole in storage is a hit for a store that comes new.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvtide import Session, Store, config
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
+from kvtide.tiers.sealing import OPEN
+
+Numbers = tuple[int, ...]
+"""A prompt: those with one beginning share blocks."""
+
+writers = st.integers(0, 1)
+numbers = st.builds(lambda head, tail: (head, *tail), st.integers(0, 3), st.lists(st.integers(10, 11), max_size=4))
+
+
+class TwoWriters(RuleBasedStateMachine):
+    seen: ClassVar[Counter[str]] = Counter()
+    """What came to pass in all runs together."""
+
+    @initialize(codec=st.sampled_from(["raw", "zstd"]))
+    def begin(self, codec: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvtide-two-"))
+        self.clock = FakeClock()
+        self.codec = codec
+        self.stores = [self.open(), self.open()]
+        self.sessions = [store.session(MODEL) for store in self.stores]
+        self.stored: dict[Numbers, float] = {}
+        """Every block that was ever stored, by the prompt that ends with it, and when the last of it expires."""
+
+    def open(self) -> Store:
+        tree: dict[str, Any] = {
+            "dram": {"budget": "1MiB", "segment": "1MiB"},
+            "files": {"path": str(self.folder), "threads": 2, "codec": self.codec},
+        }
+        return Store(config.read(env={}, **tree), clock=self.clock)
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            for store in self.stores:
+                store.close()
+            shutil.rmtree(self.folder)
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    def files(self) -> list[Path]:
+        return sorted(file for file in self.folder.rglob("*") if file.is_file())
+
+    def names(self, path: Numbers) -> list[str]:
+        """The names of a prompt's blocks in storage."""
+        return [OPEN.name(key) for key in self.sessions[0].chain(prompt(*path)).keys(PLAIN.groups[0].suffix)]
+
+    def check(self, session: Session, path: Numbers) -> int:
+        """The blocks of a prompt that can be had; all bytes are right, and none is of what may not be returned."""
+        blocks = length(session, prompt(*path)) // SIZE
+        now = self.clock.time()
+        for end in range(1, blocks + 1):
+            assert self.stored.get(path[:end], 0.0) > now, f"{path[:end]} was never stored, or has expired"
+        self.seen["found"] += blocks
+        return blocks
+
+    def settle(self) -> None:
+        for store in self.stores:
+            assert store.flush(60)
+
+    @invariant()
+    def nothing_unfinished_is_left(self) -> None:
+        if hasattr(self, "folder"):
+            self.settle()
+            assert [file.name for file in self.files() if file.suffix == ".new"] == []
+
+    # -- rules --------------------------------------------------------------------------------------------
+
+    @rule(who=writers, path=numbers, ttl=st.sampled_from([None, None, 10.0]))
+    def store(self, who: int, path: Numbers, ttl: float | None) -> None:
+        self.put(who, path, ttl)
+
+    def put(self, who: int, path: Numbers, ttl: float | None = None) -> None:
+        self.sessions[who].store(prompt(*path), data(PLAIN, prompt(*path)), ttl=ttl)
+        until = float("inf") if ttl is None else self.clock.time() + ttl
+        for end in range(1, len(path) + 1):
+            self.stored[path[:end]] = max(until, self.stored.get(path[:end], 0.0))
+
+    @rule(path=numbers)
+    def both_store_the_same_at_once(self, path: Numbers) -> None:
+        """The writes are in the background, and meet there."""
+        self.put(0, path)
+        self.put(1, path)
+
+    @rule(who=writers, path=numbers)
+    def load(self, who: int, path: Numbers) -> None:
+        self.check(self.sessions[who], path)
+
+    @rule(who=writers, path=numbers)
+    def drop(self, who: int, path: Numbers) -> None:
+        """What one drops is gone from storage, and from its own memory; the other may have it in memory still."""
+        self.settle()
+        self.sessions[who].drop(prompt(*path))
+        gone = set(self.names(path))
+        assert not gone & {file.name for file in self.files()}
+        assert length(self.sessions[who], prompt(*path)) == 0
+
+    @rule(seconds=st.sampled_from([3.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(which=st.integers(0, 30))
+    def a_file_vanishes(self, which: int) -> None:
+        """As if a steward had removed it, and nobody had heard."""
+        if files := self.files():
+            files[which % len(files)].unlink()
+            self.seen["vanished"] += 1
+
+    @rule(which=st.integers(0, 30), how=st.sampled_from(["cut", "flip", "other", "rubbish"]), where=st.floats(0, 0.999))
+    def a_file_breaks(self, which: int, how: str, where: float) -> None:
+        if files := self.files():
+            file = files[which % len(files)]
+            whole = file.read_bytes()
+            at = int(where * len(whole))
+            spoilt = {
+                "cut": whole[:at],
+                "flip": whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :],
+                "other": files[(which + 1) % len(files)].read_bytes(),
+                "rubbish": os.urandom(len(whole)),
+            }[how]
+            file.write_bytes(spoilt)
+            self.seen["broken"] += 1
+
+    @rule(who=writers)
+    def restart(self, who: int) -> None:
+        self.stores[who].close()
+        self.stores[who] = self.open()
+        self.sessions[who] = self.stores[who].session(MODEL)
+
+    @rule(path=numbers)
+    def a_newcomer_finds_what_one_of_them_has_stored(self, path: Numbers) -> None:
+        """Whatever was there before, broken or expired: after a load has shown so, it can be stored anew."""
+        self.clock.advance(3.0)  # that a block was not there is remembered for a moment
+        for session in self.sessions:
+            self.check(session, path)
+            session.drop(prompt(*path))
+        self.put(0, path)
+        self.settle()
+        assert set(self.names(path)) <= {file.name for file in self.files()}
+        with self.open() as store, store.session(MODEL) as session:
+            assert self.check(session, path) == len(path)
+
+
+def test_two_writers_against_a_model() -> None:
+    TwoWriters.seen.clear()
+    run_state_machine_as_test(
+        TwoWriters,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+    assert min(TwoWriters.seen[what] for what in ("found", "vanished", "broken")) > 3, TwoWriters.seen

@@ -1,0 +1,300 @@
+"""Sealed records: a stranger learns nothing from them, a forger achieves nothing, and a key that is gone is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
+
+from kvtide.block import ALIGN, BlockKey, Layout, Span
+from kvtide.index.keys import DEFAULT_TENANT, Tenant
+from kvtide.security.acts import destroy
+from kvtide.security.keyfile import KeyFile
+from kvtide.security.ring import Ring
+from kvtide.testing.blocks import aligned, content, fill, floats, holds, identity, keys
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.keys import ring_in
+from kvtide.testing.tier import Caller, shaped
+from kvtide.tiers.base import Identity, Read, Write
+from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.parcel import Packer
+from kvtide.tiers.record import Rejected
+from kvtide.tiers.sealing import OPEN, Sealing
+
+FOUR = shaped(4, 5000)
+BUDGET = 4 << 20
+
+
+def opened(path: Path, ring: Ring | None, *, seals: bool = True, accept_open: bool = False) -> Caller:
+    sealing = Sealing(ring, seals=seals, accept_open=accept_open)
+    return Caller(Nvme(path / "tier", BUDGET, segment=1 << 20, threads=2, sealing=sealing))
+
+
+def found(caller: Caller) -> dict[BlockKey, int]:
+    return {k: p for held in caller.tier.scan() for k, p in zip(held.keys, held.places.tolist(), strict=True)}
+
+
+def reasons(caller: Caller) -> dict[str, int]:
+    return dict(caller.tier.statistics().reasons)
+
+
+def on_disk(path: Path) -> bytes:
+    return b"".join(p.read_bytes() for p in sorted((path / "tier").iterdir()))
+
+
+# -- one record -----------------------------------------------------------------------------------------------
+
+
+class Record:
+    """A record in memory, made by one packer and read by another."""
+
+    def __init__(self, ring: Ring, who: Identity, compression: str = "raw", tokens: bytes = b"") -> None:
+        self.ring, self.who = ring, who
+        (self.key,) = keys(1)
+        make = floats if compression == "zstd" else content
+        self.data = make(self.key, who.geometry.nbytes)
+        span = aligned(who.geometry.footprint)
+        fill(span, who.geometry, self.data)
+        packed = Packer(compression, Sealing(ring)).pack(Write(self.key, who, span, bytes(32), 0, 1, tokens=tokens))
+        page = aligned(packed.header)
+        packed.name(page, 7, 1.0)
+        self.header = packed.header
+        self.bytes = bytearray(page) + bytearray(packed.payload)
+        cuts = packed.table[["offset", "stored"]].tolist()
+        self.meant = [*range(self.header), *(i for offset, size in cuts for i in range(offset, offset + size))]
+        """All its bytes but padding."""
+
+    def read(self, sections: range | None = None, sealing: Sealing | None = None) -> bool:
+        """Whether it is read; what is must be right."""
+        geometry = self.who.geometry
+        span = aligned((geometry.sections if sections is None else len(sections)) * geometry.stride)
+        wish = Read(self.key, self.who, 0, span, sections)
+        start = memoryview(self.bytes)[:ALIGN]
+
+        def fetch(into: Sequence[Span], offset: int) -> int:
+            got, data = 0, memoryview(self.bytes)[offset:]
+            for part in into:
+                size = min(len(part), len(data))
+                part[:size], data = data[:size], data[size:]
+                got += size
+            return got
+
+        room = len(self.bytes)
+        got = fetch([aligned(ALIGN), span[: max(0, room - ALIGN) if sections is None else 0]], 0)
+        Packer("raw", sealing or Sealing(self.ring)).unpack(wish, 7, start, got, room, fetch)
+        return holds(span, geometry, self.data, sections)
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    made = ring_in(tmp_path_factory.mktemp("keys"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("compression", ["raw", "zstd"])
+@pytest.mark.parametrize("tokens", [b"", b"token ids!!!" * 500])
+def test_a_record_and_each_of_its_sections_can_be_read(ring: Ring, compression: str, tokens: bytes) -> None:
+    record = Record(ring, FOUR, compression, tokens)
+    assert record.read()
+    for first in range(4):
+        for last in range(first + 1, 5):
+            assert record.read(range(first, last))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_change_of_a_record_passes(ring: Ring, data: st.DataObject) -> None:
+    """Whatever byte of it is changed; with a checksum that is right again too."""
+    record = Record(ring, FOUR, data.draw(st.sampled_from(["raw", "zstd"])))
+    at = data.draw(st.sampled_from(record.meant))
+    record.bytes[at] ^= data.draw(st.integers(1, 255))
+    if at < record.header and at not in range(16, 32) and data.draw(st.booleans()):
+        record.bytes[16:32] = bytes(16)
+        record.bytes[16:32] = xxh3_128_digest(record.bytes[: record.header])
+    with pytest.raises(Rejected):
+        record.read()
+
+
+def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring) -> None:
+    record, again = Record(ring, FOUR), Record(ring, FOUR)
+    assert record.bytes[record.header :] != again.bytes[record.header :]  # the same block, sealed twice
+    stride, first = FOUR.geometry.stride, record.header
+    swapped = Record(ring, FOUR)
+    swapped.bytes[first : first + stride], swapped.bytes[first + stride : first + 2 * stride] = (
+        swapped.bytes[first + stride : first + 2 * stride],
+        swapped.bytes[first : first + stride],
+    )
+    record.bytes[first : first + stride] = again.bytes[first : first + stride]
+    for forged in (record, swapped):
+        with pytest.raises(Rejected, match="corrupt payload"):
+            forged.read()
+
+
+def test_without_the_key_a_record_is_a_miss_with_a_reason(ring: Ring, tmp_path: Path) -> None:
+    record = Record(ring, FOUR)
+    with pytest.raises(Rejected, match="its key is not here"):
+        record.read(sealing=OPEN)
+    with pytest.raises(Rejected, match="its key is not known here"):
+        record.read(sealing=Sealing(ring_in(tmp_path)))
+
+
+# -- a directory ----------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_finds_nothing_on_the_disk(tmp_path: Path) -> None:
+    """Neither bytes of blocks nor keys, parents, namespace, tenant, layout or token ids; in the journal neither."""
+    caller = opened(tmp_path, ring_in(tmp_path))
+    names = keys(8)
+    tokens = np.arange(1000, dtype="<u4").tobytes()
+    batch = [caller.block(k, FOUR) for k in names]
+    caller.start_write([Write(w.key, w.identity, w.span, bytes(range(32)), 3, w.owner, tokens=tokens) for w in batch])
+    caller.close()
+    disk = on_disk(tmp_path)
+    wanted = [k[:16] for k in names] + [content(k, 20000).tobytes()[:16] for k in names]
+    wanted += [bytes(range(32))[:16], FOUR.namespace[:16], FOUR.tenant, FOUR.layout, tokens[400:416]]
+    assert [w for w in wanted if w in disk] == []
+
+
+def test_equal_blocks_of_equal_names_look_different_each_time(tmp_path: Path) -> None:
+    pages = []
+    for name in ("a", "b"):
+        caller = opened(tmp_path / name, ring_in(tmp_path))
+        caller.write(keys(1), FOUR)
+        caller.close()
+        pages.append((tmp_path / name / "tier" / "00000.segment").read_bytes()[ALIGN:])
+    same = sum(pages[0][i : i + 16] == pages[1][i : i + 16] != bytes(16) for i in range(96, 6 * ALIGN, 16))
+    assert same == 0
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_everything_is_found_again_with_the_keys(tmp_path: Path, journal: bool) -> None:
+    caller = opened(tmp_path, ring_in(tmp_path))
+    caller.write(keys(10), FOUR)
+    caller.close()
+    if not journal:
+        (tmp_path / "tier" / "journal").unlink()
+    caller = opened(tmp_path, ring_in(tmp_path))
+    places = found(caller)
+    assert set(places) == set(keys(10))
+    assert all(caller.finds(list(places), FOUR, list(places.values())))
+    caller.close()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_without_the_keys_a_directory_is_free(tmp_path: Path, journal: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """And can be used for others; what was there is not served, and does not come back."""
+    caller = opened(tmp_path, ring_in(tmp_path))
+    caller.write(keys(10), FOUR)
+    caller.close()
+    if not journal:
+        (tmp_path / "tier" / "journal").unlink()
+    caller = opened(tmp_path, ring_in(tmp_path / "other"))
+    assert found(caller) == {}
+    assert reasons(caller) == {"its key is not known here": 10}
+    assert "10 sealed records cannot be read" in caplog.text
+    places = caller.write(keys(20, start=50), FOUR)
+    assert all(caller.finds(keys(20, start=50), FOUR, places))
+    caller.close()
+
+
+def test_what_was_dropped_without_its_key_does_not_come_back_with_it(tmp_path: Path) -> None:
+    caller = opened(tmp_path, ring_in(tmp_path))
+    caller.write(keys(3), FOUR)
+    caller.close()
+    caller = opened(tmp_path, None)
+    assert caller.start_drop([(keys(1)[0], -1)]).wait() == [True]
+    caller.close()
+    (tmp_path / "tier" / "journal").unlink()
+    caller = opened(tmp_path, ring_in(tmp_path))
+    assert keys(1)[0] not in found(caller)
+    caller.close()
+
+
+def test_encryption_can_be_turned_on_and_off_over_the_same_directory(tmp_path: Path) -> None:
+    written: list[BlockKey] = []
+    for start, seals in ((0, False), (10, True), (20, False), (30, True)):
+        caller = opened(tmp_path, ring_in(tmp_path), seals=seals, accept_open=True)
+        places = found(caller)
+        assert set(places) == set(written)
+        assert all(caller.finds(list(places), FOUR, list(places.values())))
+        caller.write(keys(10, start=start), FOUR)
+        written += keys(10, start=start)
+        caller.close()
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_where_records_are_sealed_one_in_the_open_is_a_miss_and_is_written_anew(tmp_path: Path, journal: str) -> None:
+    caller = opened(tmp_path, ring_in(tmp_path), seals=False)
+    caller.write(keys(4), FOUR)
+    caller.close()
+    if journal == "lost":
+        (tmp_path / "tier" / "journal").unlink()
+    caller = opened(tmp_path, ring_in(tmp_path))
+    places = found(caller)
+    for sections in (None, range(1, 2)):
+        batch = [caller.wish(key, FOUR, place, sections) for key, place in places.items()]
+        assert not any(caller.read(batch))
+    assert set(reasons(caller)) <= {"not sealed"}
+    again = caller.write(keys(4), FOUR)
+    assert all(caller.finds(keys(4), FOUR, again))
+    caller.close()
+
+
+def test_a_destroyed_key_is_a_miss_when_its_lease_ends(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ring = ring_in(tmp_path, 60.0, clock)
+    caller = opened(tmp_path, ring)
+    places = caller.write(keys(2), FOUR)
+    destroy(KeyFile(tmp_path / "keys.json"), DEFAULT_TENANT.tag, clock)
+    assert all(caller.finds(keys(2), FOUR, places))
+    clock.advance(61)
+    assert not any(caller.finds(keys(2), FOUR, places))
+    assert reasons(caller) == {"its key was destroyed": 2}
+    again = caller.write(keys(2, start=5), FOUR)  # a new life, with a new key
+    assert all(caller.finds(keys(2, start=5), FOUR, again))
+    caller.close()
+
+
+def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
+    layout = Layout.attention(layers=2, heads=1, head_dim=16, dtype="float32", block_tokens=16)
+    one, other = (identity(layout, tenant=Tenant(n, n.encode() * 32)) for n in ("a", "b"))
+    clock = FakeClock()
+    caller = opened(tmp_path, ring_in(tmp_path, 60.0, clock))
+    mine, theirs = keys(3), keys(3, start=10)
+    here, there = caller.write(mine, one), caller.write(theirs, other)
+    destroy(KeyFile(tmp_path / "keys.json"), one.tenant, clock)
+    clock.advance(61)
+    assert not any(caller.finds(mine, one, here))
+    assert all(caller.finds(theirs, other, there))
+    caller.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=5000)), min_size=1, max_size=8)
+)
+def test_garbage_on_the_disk_is_never_more_than_a_miss(
+    tmp_path_factory: pytest.TempPathFactory, rubbish: list[tuple[float, bytes]]
+) -> None:
+    """Written anywhere, by whoever has the disk but no keys: what is read is right, or is not read."""
+    path = tmp_path_factory.mktemp("garbage")
+    caller = opened(path, ring_in(path))
+    caller.write(keys(6), FOUR)
+    caller.close()
+    files = sorted(p for p in (path / "tier").iterdir() if p.suffix == ".segment" or p.name == "journal")
+    for where, data in rubbish:
+        file = files[len(data) % len(files)]
+        with file.open("r+b") as f:
+            f.seek(int(where * min(file.stat().st_size, 8 * 6 * ALIGN)))
+            f.write(data)
+    caller = opened(path, ring_in(path))
+    places = found(caller)
+    assert set(places) <= set(keys(6))
+    caller.finds(list(places), FOUR, list(places.values()))  # compares every byte of what it finds
+    caller.close()

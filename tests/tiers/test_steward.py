@@ -1,0 +1,371 @@
+"""The byte budget of shared storage, whatever becomes of those who keep it.
+
+Processes are played here, on a clock that is turned by hand: each sees storage through a ``View``, which can stop its
+process before any call, let the others go on for as long as it takes, and then wake it up in the middle of what it did.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvtide.block import Span
+from kvtide.testing.clock import FakeClock
+from kvtide.tiers.purse import Purse
+from kvtide.tiers.steward import Papers, Steward, StewardStatistics, is_block
+
+BUDGET = 1 << 20
+LEASE = 6.0
+
+
+class Storage:
+    """Blobs in memory."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.held: dict[str, tuple[bytes, float]] = {}
+        self.ever: set[str] = set()
+        self.most = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(data) for data, _ in self.held.values())
+
+    @property
+    def blocks(self) -> set[str]:
+        return {name for name in self.held if is_block(name)}
+
+    @property
+    def removed(self) -> set[str]:
+        """Blocks that were there once."""
+        return {name for name in self.ever if is_block(name)} - self.blocks
+
+    def put(self, name: str, data: bytes) -> None:
+        self.held[name] = data, self.clock.time()
+        self.ever.add(name)
+        self.most = max(self.most, self.nbytes)
+
+
+class View:
+    """The same storage, as one process sees it."""
+
+    def __init__(self, storage: Storage, stop: Callable[[], None] = lambda: None) -> None:
+        self.storage = storage
+        self.stop = stop
+
+    def read_part(self, name: str, into: Span, offset: int, timeout: float) -> int:
+        self.stop()
+        if name not in self.storage.held:
+            return -1
+        data = self.storage.held[name][0][offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
+    def create(self, name: str, data: bytes, timeout: float) -> bool:
+        self.stop()
+        if name in self.storage.held:
+            return False
+        self.storage.put(name, data)
+        return True
+
+    def delete(self, names: Sequence[str], timeout: float) -> None:
+        for name in names:
+            self.stop()
+            self.storage.held.pop(name, None)
+
+    def tidy(self, age: float, timeout: float, alive: Callable[[], None]) -> tuple[int, int]:
+        return 0, 0
+
+    def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:
+        raise NotImplementedError
+
+    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
+        raise NotImplementedError
+
+    def find(self, names: Sequence[str], timeout: float) -> list[bool]:
+        raise NotImplementedError
+
+    def list(self, timeout: float, prefix: str = "") -> Iterator[tuple[str, int, float]]:
+        self.stop()
+        found = [(n, len(d), when) for n, (d, when) in self.storage.held.items() if n.startswith(prefix)]
+        return iter(found)
+
+    def close(self) -> None: ...
+
+
+class Process:
+    """A node that writes, reads, and may be steward."""
+
+    def __init__(self, storage: Storage, budget: int = BUDGET, seed: int = 0) -> None:
+        self.view = View(storage)
+        papers = Papers(self.view, LEASE)
+        self.steward = Steward(papers, budget, storage.clock)
+        self.purse = Purse(papers, removed=self.hear, clock=storage.clock)
+        self.heard: set[str] = set()
+        self.times_missed = 0
+        self.storage = storage
+        self.random = Random(seed)
+        self.written = 0
+
+    def hear(self, names: list[str] | None) -> None:
+        self.times_missed += names is None
+        self.heard.update(names or ())
+
+    def step(self) -> None:
+        self.purse.step()
+        self.steward.step()
+
+    def write(self, nbytes: int) -> str | None:
+        if not self.purse.take(nbytes):
+            return None
+        name = self.random.randbytes(32).hex()
+        self.storage.put(name, bytes(nbytes))
+        self.purse.used([name])
+        self.written += 1
+        return name
+
+
+def later(clock: FakeClock, processes: Sequence[Process], seconds: float) -> None:
+    """Let time pass, and everybody take his steps."""
+    for _ in range(round(seconds)):
+        clock.advance(1.0)
+        for process in processes:
+            process.step()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def storage(clock: FakeClock) -> Storage:
+    return Storage(clock)
+
+
+def terms(processes: Sequence[Process]) -> list[int]:
+    return [process.steward.statistics().term for process in processes]
+
+
+def test_one_is_elected_and_the_others_write(storage: Storage, clock: FakeClock) -> None:
+    processes = [Process(storage, seed=n) for n in range(3)]
+    later(clock, processes, 4)
+    assert terms(processes) == [1, 0, 0]
+    assert all(process.write(1000) for process in processes)
+
+
+def test_without_a_steward_nothing_is_written(storage: Storage, clock: FakeClock) -> None:
+    process = Process(storage)
+    assert process.write(1) is None
+    process.purse.step()
+    assert process.write(1) is None
+
+
+@pytest.mark.parametrize("resigns", [False, True])
+def test_another_takes_over_within_a_lease(storage: Storage, clock: FakeClock, resigns: bool) -> None:
+    first, *others = processes = [Process(storage, seed=n) for n in range(3)]
+    later(clock, processes, 4)
+    if resigns:
+        first.steward.resign()
+    later(clock, others, LEASE if not resigns else 2)
+    later(clock, others, 1)
+    assert sorted(terms(others)) == [0, 2]
+    later(clock, others, 2 * LEASE + 3)
+    assert all(process.write(1000) for process in others)
+    first.step()  # it wakes up, and sees that it is over
+    assert terms([first]) == [0]
+    later(clock, processes, 3)
+    assert sorted(terms(processes)) == [0, 0, 2]
+
+
+def test_what_was_used_longest_ago_goes(storage: Storage, clock: FakeClock) -> None:
+    process = Process(storage)
+    names: list[str] = []
+    while len(names) < 80:
+        later(clock, [process], 1)
+        if (name := process.write(BUDGET // 100)) is not None:
+            names.append(name)
+    old = set(names[:10])
+    process.purse.used(list(old))
+    while len(names) < 130:
+        later(clock, [process], 1)
+        if (name := process.write(BUDGET // 100)) is not None:
+            names.append(name)
+    assert old <= storage.blocks, "written first, and read since"
+    assert not set(names[10:40]) & storage.blocks
+    assert storage.most <= BUDGET
+
+
+def test_a_successor_knows_what_was_used(storage: Storage, clock: FakeClock) -> None:
+    first, second = Process(storage), Process(storage, seed=1)
+    later(clock, [first], 3)
+    names: list[str] = []
+    while len(names) < 80:
+        later(clock, [first], 1)
+        if (name := first.write(BUDGET // 100)) is not None:
+            names.append(name)
+    first.purse.used(names[:5])
+    later(clock, [first], 2)
+    more = 0
+    while more < 40:  # the first is dead
+        later(clock, [second], 1)
+        more += second.write(BUDGET // 100) is not None
+    assert set(names[:5]) <= storage.blocks
+    assert not set(names[5:20]) & storage.blocks
+
+
+def fill(clock: FakeClock, process: Process, count: int, others: Sequence[Process] = ()) -> None:
+    """Let a process write so many blocks."""
+    end = process.written + count
+    while process.written < end:
+        later(clock, [process, *others], 1)
+        process.write(BUDGET // 100)
+
+
+def test_everybody_hears_what_was_removed_and_of_nothing_else(storage: Storage, clock: FakeClock) -> None:
+    writer, reader = Process(storage), Process(storage, seed=1)
+    fill(clock, writer, 150, [reader])
+    late = Process(storage, seed=2)
+    later(clock, [late], 1)
+    assert late.heard == set(), "it knew of nothing that it could forget"
+    before = storage.removed
+    fill(clock, writer, 50, [reader, late])
+    later(clock, [writer, reader, late], 1)
+    assert len(before) > 20
+    assert writer.heard == reader.heard == storage.removed
+    assert late.heard == storage.removed - before > set()
+
+
+def test_everybody_knows_how_the_budget_stands(storage: Storage, clock: FakeClock) -> None:
+    writer, reader = Process(storage), Process(storage, seed=1)
+    fill(clock, writer, 150, [reader])
+    later(clock, [writer, reader], 10 * LEASE)
+    told = reader.purse.told()
+    assert told.who
+    assert (told.term, told.budget, told.blocks) == (1, BUDGET, writer.steward.statistics().blocks)
+    assert told.blocks_removed == len(storage.removed) > 0
+    assert 0 < told.bytes_used + told.bytes_granted <= BUDGET
+    assert reader.purse.silence < LEASE
+    writer.steward.resign()
+    later(clock, [reader], 1)
+    assert reader.purse.told().who == ""
+
+
+def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: FakeClock) -> None:
+    reader = Process(storage)
+    for n, rubbish in enumerate((b"", b"\xff" * 5000, b'{"who": 3}', b"[]")):
+        storage.put(f"evictor.0000000001.{n:010d}", rubbish)
+        reader.purse.step()
+    assert reader.purse.told() == StewardStatistics()
+
+
+def test_who_was_away_for_too_long_is_told_so(storage: Storage, clock: FakeClock) -> None:
+    writer, reader = Process(storage), Process(storage, seed=1)
+    fill(clock, writer, 120, [reader])
+    assert reader.times_missed == 0
+    fill(clock, writer, 800)
+    later(clock, [reader], 1)
+    assert reader.times_missed == 1
+    fill(clock, writer, 50, [reader])
+    assert (reader.times_missed, writer.times_missed) == (1, 0)
+
+
+def test_a_storage_that_takes_no_page_is_emptied_all_the_same(storage: Storage, clock: FakeClock) -> None:
+    for n in range(100):
+        storage.put(Random(n).randbytes(32).hex(), bytes(10_000))
+
+    class Full(View):
+        def create(self, name: str, data: bytes, timeout: float) -> bool:
+            if data:
+                raise OSError(errno.ENOSPC, "full")
+            return super().create(name, data, timeout)
+
+    steward = Steward(Papers(Full(storage), LEASE), 300_000, clock)
+    for _ in range(3):
+        clock.advance(1.0)
+        steward.step()
+    assert storage.nbytes <= 300_000
+
+
+def test_slow_deletes_cost_nobody_his_office(storage: Storage, clock: FakeClock) -> None:
+    for n in range(1000):
+        storage.put(Random(n).randbytes(32).hex(), bytes(1000))
+    watcher = Process(storage, seed=1)
+
+    class Slow(View):
+        def delete(self, names: Sequence[str], timeout: float) -> None:
+            for name in names:
+                clock.advance(0.05)
+                super().delete([name], timeout)
+            watcher.step()
+
+    steward = Steward(Papers(Slow(storage), LEASE), 200_000, clock)
+    for _ in range(3):
+        clock.advance(1.0)
+        steward.step()
+    assert len(storage.removed) > 700
+    assert terms([watcher]) == [0]
+
+
+def test_a_lower_budget_is_reached_without_anybody_asking(storage: Storage, clock: FakeClock) -> None:
+    for n in range(100):
+        storage.put(Random(n).randbytes(32).hex(), bytes(10_000))
+    process = Process(storage, budget=300_000)
+    later(clock, [process], 3)
+    assert storage.nbytes <= 300_000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int) -> None:
+    """Any process may be stopped before any call to storage, for any time, while the others go on."""
+    random = Random(seed)
+    clock = FakeClock()
+    storage = Storage(clock)
+    processes = [Process(storage, seed=100 * seed + n) for n in range(4)]
+    running: list[Process] = []
+
+    def go_on(seconds: float) -> None:
+        for _ in range(round(2 * seconds)):
+            clock.advance(0.5)
+            for process in random.sample(processes, len(processes)):
+                if process in running:
+                    continue  # it is stopped
+                running.append(process)
+                process.step()
+                for _ in range(random.randrange(6)):
+                    process.write(random.randrange(1, BUDGET // 20))
+                running.remove(process)
+
+    def maybe_stop() -> None:
+        if len(running) < 3 and random.random() < 0.004:
+            go_on(random.choice([1, LEASE, 3 * LEASE, 6 * LEASE]))
+
+    go_on(1)  # whoever has not looked yet knows of nothing that he could forget
+    for process in processes:
+        process.view.stop = maybe_stop
+    go_on(90)
+    for process in processes:
+        process.view.stop = lambda: None
+        process.purse.step()
+    assert storage.most <= BUDGET
+    for process in processes:
+        assert process.times_missed or storage.removed <= process.heard, "nothing goes untold"
+    assert sum(process.written for process in processes) > 20
+    assert sum(process.steward.statistics().terms_served for process in processes) >= 1
+
+
+def test_papers_do_not_pile_up(storage: Storage, clock: FakeClock) -> None:
+    processes = [Process(storage, seed=n) for n in range(3)]
+    for _ in range(200):
+        later(clock, processes, 1)
+        for process in processes:
+            process.write(BUDGET // 200)
+    papers = [name.partition(".")[0] for name in storage.held if not is_block(name)]
+    counts = dict(zip(*np.unique(papers, return_counts=True), strict=True))
+    assert counts.pop("used") <= 300
+    assert 10 < counts.pop("evicted") <= 64
+    assert sum(counts.values()) <= 12, counts
