@@ -65,6 +65,31 @@ def test_staging_may_be_smaller_than_a_block(staging: int | None) -> None:
             ours.store(pages, [])
 
 
+@pytest.mark.parametrize("staging", [300_000, None])
+def test_pages_that_are_joined_may_change_while_their_copies_are_under_way(staging: int | None) -> None:
+    """An engine gives the pages of a request that leaves to others in its next step."""
+    order = np.random.default_rng(0).permutation(20 * 16).reshape(20, 16)
+    caches = engine(20 * 16)
+    true = [cache.clone() for cache in caches]
+    with kvtide.open(dram={"budget": "512MiB"}, nvme={"path": ""}) as store:
+        session = store.session(kvtide.Model(LAYOUT, "gpu"))
+        ours = mover(torch.device("cuda"), staging)
+        with session.reserve(np.arange(20 * 256, dtype=np.uint32)) as held:
+            copies = [Copy(v, p) for v, p in zip(held.views, order, strict=True)]
+            pages = Pages.of(LAYOUT, "full", caches, "k p t h d")
+            moves = [ours.store(pages, copies[i : i + 5]) for i in range(0, 20, 5)]
+            for move in moves:
+                move.join()
+            for cache in caches:
+                cache.zero_()
+            for move in moves:
+                move.wait()
+            after = engine(20 * 16, fill=0)
+            ours.load(Pages.of(LAYOUT, "full", after, "k p t h d"), copies).wait()
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(true, after, strict=True))
+        ours.close()
+
+
 _WRITER = """
 import mmap, sys, torch, kvtide
 from kvtide.engines.paged import Copy, Pages, mover

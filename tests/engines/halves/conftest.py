@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from kvtide.block import Group, Kind, Layout
 from kvtide.engines.halves import errands
 from kvtide.node.client import Client
-from tests.engines.halves.toy import Toy
+from tests.engines.halves.toy import LAYOUT, Toy
 from tests.node.serving import Process, eventually
 
 Engines = Callable[..., Toy]
+
+
+def windows(*sizes: int) -> Layout:
+    """Full attention, and groups with windows of these sizes."""
+    near = [Group(f"window{n}", Kind.WINDOW, 1, 4, 8, "bfloat16", window=n) for n in sizes]
+    return Layout((*LAYOUT.groups, *near), LAYOUT.block_tokens)
 
 
 @pytest.fixture(autouse=True)

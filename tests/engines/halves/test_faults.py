@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -331,13 +331,13 @@ one.close()
 
 
 def test_while_an_answer_is_late_nobody_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+    waits, result = [], Future.result
 
-    def counted(answers: list[Future[bool]], timeout: float) -> object:
+    def counted(answer: Future[bool], timeout: float | None = None) -> bool:
         waits.append(timeout)
-        return wait(answers, timeout)
+        return result(answer, timeout)
 
-    monkeypatch.setattr(errands, "wait", counted)
+    monkeypatch.setattr(Future, "result", counted)
     monkeypatch.setattr(errands, "_MOMENT", 0.001)
     thread, back = Errands("late"), threading.Event()
     first = thread.ask(back.wait, False)

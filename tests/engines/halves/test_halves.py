@@ -3,19 +3,21 @@ every byte that a request has with what it should be."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvtide.block import Layout
+from kvtide.block import Group, Kind, Layout
 from kvtide.engines import packing
 from kvtide.engines.halves import tenancy, worker
 from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.wishes import Wishes
-from kvtide.index.keys import Tenant
+from kvtide.index.keys import Model, Tenant
 from kvtide.node.client import Client
-from tests.engines.halves.conftest import Engines
+from tests.engines.halves.conftest import Engines, windows
 from tests.engines.halves.toy import Request, Toy
 from tests.node.serving import Process, eventually
 
@@ -93,12 +95,18 @@ def test_generated_tokens_are_stored_too(engines: Engines) -> None:
     assert serve(toy, "next turn", prompt(1, 70) + prompt(2, 80) + prompt(3)).cached == 128
 
 
-def test_otherwise_a_block_is_stored_when_the_engine_has_used_it_again(engines: Engines) -> None:
-    toy, other = engines(through=False, prefix_cache=True), engines()
+def test_where_the_node_has_less_memory_a_block_is_stored_when_the_engine_has_used_it_again(
+    node: Process, engines: Engines
+) -> None:
+    with Client(node.path) as client:
+        budget = client.statistics().tiers["dram"].budget
+    toy, other = engines(pool=budget, prefix_cache=True), engines(pool=budget - 1)
     serve(toy, "first", prompt(1))
     assert serve(other, "early", prompt(1), Wishes(no_store=True)).cached == 0
     serve(toy, "second", prompt(1, 256) + prompt(2))
     assert serve(other, "late", prompt(1)).cached == 256
+    serve(other, "once", prompt(3))
+    assert serve(other, "again", prompt(3)).cached == 256, "this one's own pool is smaller than the node's"
 
 
 def test_a_preempted_request_is_resumed_from_the_store(engines: Engines) -> None:
@@ -154,8 +162,103 @@ def test_packings_are_converted_on_load(engines: Engines) -> None:
     for layout in layouts:
         toy = engines(layout=layout, others=[other for other in layouts if other != layout], ranks=2)
         assert [serve(toy, f"of {name}", prompt(name)).cached for name in packing.names()] == [256] * len(layouts)
+
+
+def test_a_converted_prefix_is_stored_again_only_for_what_follows_it(node: Process, engines: Engines) -> None:
+    layouts = [
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
+    ]
+    serve(engines(layout=layouts[0]), "writer", prompt(1))
+    toy = engines(layout=layouts[1], others=layouts[:1])
+    with Client(node.path) as client:
+        before = client.statistics().tiers["dram"].blocks
+        assert [serve(toy, f"reader {i}", prompt(1)).cached for i in range(2)] == [256, 256]
+        assert client.statistics().tiers["dram"].blocks == before
+    assert serve(toy, "next turn", prompt(1) + prompt(2)).cached == 256
+    assert serve(toy, "turn after it", prompt(1) + prompt(2) + prompt(3)).cached == 576
+
+
+def test_a_packing_that_cannot_be_converted_is_a_miss(engines: Engines) -> None:
+    layouts = [
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
+    ]
     serve(engines(layout=layouts[-1]), "writer", prompt(1))
     assert serve(engines(layout=layouts[0]), "reader that cannot convert", prompt(1)).cached == 0
+
+
+# -- what a prefix needs --------------------------------------------------------------------------------------
+
+
+WINDOWS = {
+    "a few tokens": windows(10),
+    "a page and one": windows(17),
+    "less than a block": windows(48),
+    "a block": windows(64),
+    "more than a block": windows(100),
+    "several": windows(20, 130),
+    "no full attention": Layout((Group("window", Kind.WINDOW, 2, 4, 8, "bfloat16", window=40),), BLOCK),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("chunk", [50, 300])
+def test_a_window_is_there_wherever_a_later_prompt_may_branch_off(engines: Engines, kind: str, chunk: int) -> None:
+    """However the first prompt was computed, its generated tokens too."""
+    toy = engines(layout=WINDOWS[kind], chunk=chunk)
+    toy.run(Request("first", prompt(1, 200), new=prompt(2, 130)))
+    toy.flush()
+    said = prompt(1, 200) + prompt(2, 130)
+    for same in range(60, 330, 30):
+        later = serve(toy, f"{same}", said[:same] + prompt(same, 30), Wishes(no_store=True))
+        assert later.cached == same // BLOCK * BLOCK
+
+
+def test_of_a_prompt_that_is_all_there_a_window_leaves_the_last_block(engines: Engines) -> None:
+    """Its last token is computed, and may see one that the window after it does not."""
+    toy = engines(layout=windows(17))
+    serve(toy, "first", prompt(1, 256))
+    assert serve(toy, "same", prompt(1, 256)).cached == 192
+    assert serve(toy, "longer", [*prompt(1, 256), 1]).cached == 256
+
+
+@pytest.mark.parametrize(("reused", "kept"), [(256, 320), (208, 256), (144, 192)])
+def test_a_window_that_the_engine_has_used_again_is_stored_at_the_next_border(
+    engines: Engines, reused: int, kept: int
+) -> None:
+    """It has passed over the pages before the border that came first."""
+    toy, other = engines(layout=windows(100), pool=math.inf, prefix_cache=True), engines(layout=windows(100))
+    serve(toy, "first", prompt(1))
+    assert serve(other, "early", prompt(1), Wishes(no_store=True)).cached == 0
+    second = serve(toy, "second", prompt(1, reused) + prompt(2, 100))
+    assert second.own == reused
+    assert serve(other, "late", prompt(1, reused) + prompt(2, 100)).cached == kept
+
+
+def test_what_a_window_has_passed_over_is_stored_as_zeros(node: Process, engines: Engines) -> None:
+    """And not as what some other block left in its slot."""
+    layout = windows(10)
+    serve(engines(layout=layout, chunk=16), "first", prompt(1, 70))
+    with (
+        Client(node.path) as client,
+        client.session(Model(layout, "given:toy")) as session,
+        session.match(prompt(1, 70)) as match,
+    ):
+        (block,) = session.load(match).wait().views["window10"]
+        sections = np.frombuffer(block, np.int16).reshape(2, 4, BLOCK // 16, -1)  # of 4 heads, without padding
+        assert not sections[:, :, :2].any()
+        assert sections[:, :, 2:].all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_latent_is_written_by_one_rank_and_read_by_all(engines: Engines, ranks: int) -> None:
+    layout = Layout((Group("mla", Kind.MLA, 3, 1, 36, "bfloat16"),), BLOCK)
+    serve(engines(layout=layout, ranks=ranks), "writer", prompt(1))
+    for readers in (1, 2, 4):
+        found = serve(engines(layout=layout, ranks=readers), "reader", prompt(1) + prompt(2), Wishes(no_store=True))
+        assert found.cached == 256
+
+
+# -- tenants --------------------------------------------------------------------------------------------------
 
 
 def test_tenants_never_share(engines: Engines) -> None:
@@ -214,6 +317,24 @@ def test_what_is_wanted_more_outlasts_the_rest(tmp_path: Path, wishes: Wishes, k
     for i in range(60):
         serve(toy, f"flood {i}", prompt(i))
     assert serve(toy, "again", prompt("wanted")).cached == kept
+    toy.close()
+    node.kill()
+
+
+def test_pins_leave_most_of_the_memory_to_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Process(tmp_path, KVTIDE_DRAM_BUDGET="2MiB", KVTIDE_DRAM_SEGMENT="1MiB", KVTIDE_NVME_PATH="")
+    toy = Toy(lambda: Client(node.path))
+    most = (2 << 20) // 4 // toy.layout.geometry["full"].footprint
+    for i in range(most // 4):
+        serve(toy, f"pinned {i}", prompt(i), Wishes(pin=True))
+        serve(toy, f"again {i}", prompt(i), Wishes(pin=True))
+    assert "pins" not in caplog.text, "who pins twice takes no more"
+    with Client(node.path) as client:
+        assert client.statistics().pinned == most
+        longer = prompt(0)[:256] + prompt("more")
+        serve(toy, "too much", longer, Wishes(pin=True))
+        assert f"pins 4 of the {len(longer) // BLOCK} blocks of request too much" in caplog.text
+        assert client.statistics().pinned == most
     toy.close()
     node.kill()
 

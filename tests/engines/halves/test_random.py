@@ -6,6 +6,7 @@ page of the engine's, no block of the node's.
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from pathlib import Path
@@ -15,11 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvtide.block import Layout
 from kvtide.engines.halves import errands
 from kvtide.engines.halves.wishes import Wishes
 from kvtide.index.keys import DEFAULT_TENANT, Tenant
 from kvtide.node.client import Client
-from tests.engines.halves.toy import Request, Toy
+from tests.engines.halves.conftest import windows
+from tests.engines.halves.toy import LAYOUT, Request, Toy
 from tests.node.serving import Thread, eventually
 
 TEXTS = [random.Random(i).choices(range(50_000), k=400) for i in range(3)]
@@ -38,9 +41,15 @@ class Engine(RuleBasedStateMachine):
         self._node: Thread | None = None
         self.start()
 
-    @initialize(ranks=st.sampled_from([1, 2]), prefix_cache=st.booleans(), through=st.booleans())
-    def begin(self, **options: Any) -> None:
-        self.toy = Toy(lambda: Client(self._path), pages=48, chunk=70, idle=0.01, **options)
+    @initialize(
+        ranks=st.sampled_from([1, 2]),
+        prefix_cache=st.booleans(),
+        pool=st.sampled_from([0, math.inf]),
+        layout=st.sampled_from([LAYOUT, windows(40), windows(20, 100)]),
+    )
+    def begin(self, layout: Layout, **options: Any) -> None:
+        pages = 48 * len(layout.groups)
+        self.toy = Toy(lambda: Client(self._path), pages=pages, chunk=70, idle=0.01, layout=layout, **options)
 
     @rule(
         text=st.sampled_from(TEXTS),

@@ -2,7 +2,8 @@
 
 It computes no attention: what it writes into its pages follows from the tokens before, so that every byte that a
 request ends with can be checked. Pages are handed out at random. Without a prefix cache they are overwritten as soon as
-they are free; with one, when they are handed out again. Time stands still but for ``idle`` seconds in each step that
+they are free; with one, when they are handed out again. Groups have pages of their own, and one with a window gives
+back what the window has passed over, before each step. Time stands still but for ``idle`` seconds in each step that
 computes nothing, so that patience ends only where a test wants it to.
 """
 
@@ -18,7 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvtide.block import Layout
+from kvtide.block import Group, Layout
 from kvtide.engines.halves.request import Cut, Prompt, Source, Work
 from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.tenancy import Tenancies
@@ -43,7 +44,8 @@ class Request:
     """Tokens that it generates, one in a step."""
     wishes: Wishes = field(default_factory=Wishes)
     tenant: Tenant = DEFAULT_TENANT
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
+    """Of each group; -1: a window has passed over it."""
     computed: int = 0
     loading: bool = False
     cached: int = 0
@@ -66,35 +68,44 @@ class Toy:
         layout: Layout = LAYOUT,
         others: Sequence[Layout] = (),
         prefix_cache: bool = False,
-        through: bool = True,
+        pool: float = 0,
         idle: float = 0.0,
         device: str = "cpu",
     ) -> None:
         self.page, self.chunk, self.layout, self.idle = 16, chunk, layout, idle
         self.clock = FakeClock()
         self.clock.advance(1)
-        self._free = list(range(1, pages))
+        self._count, self._free = pages, list(range(1, pages))
         self._users: Counter[int] = Counter()
-        self._cached: dict[tuple[int, ...], int] | None = {} if prefix_cache else None
-        """By the tokens up to its end: a page."""
+        self._cached: dict[tuple[str, tuple[int, ...]], int] | None = {} if prefix_cache else None
+        """By group and the tokens up to its end: a page."""
         self._random = random.Random(1)
         models = [Model(one, "given:toy") for one in (layout, *others)]
         tenancies = Tenancies(dial, models, ranks, self.clock)
-        self.scheduler = Scheduler(tenancies, Cut(["full"], [self.page], layout.block_tokens), through=through)
-        self.workers, self.memory = [], []
-        group = layout.group("full")
+        names = [group.name for group in layout.groups]
+        cut = Cut(names, [self.page] * len(names), layout.block_tokens, [group.window for group in layout.groups])
+        self.scheduler = Scheduler(tenancies, cut, pool=pool)
+        self.workers: list[WorkerHalf] = []
+        self.memory: list[dict[str, torch.Tensor]] = []
+        """Of each rank and group: ``[section, page, head, token, dim]``."""
         for rank in range(ranks):
-            share = group.share(rank, ranks)
-            heads = share.stop - share.start
-            shape = (2 * group.layers, pages, heads, self.page, group.head_dim)
-            tensor = torch.zeros(shape, dtype=torch.int16, device=device).view(torch.bfloat16)
-            self.memory.append((share, tensor.view(torch.int16)))
+            mine = {}
+            for group in layout.groups:
+                share = group.share(rank, ranks)
+                heads = share.stop - share.start
+                shape = (group.layers * group.parts, pages, heads, self.page, group.head_dim)
+                mine[group.name] = torch.zeros(shape, dtype=torch.int16, device=device)
+            self.memory.append(mine)
 
-            def see(one: Layout, tensor: torch.Tensor = tensor, rank: int = rank) -> dict[str, Pages]:
-                mine = one.group("full").share(rank, ranks)
-                return {"full": Pages(one, "full", tensor.unbind(0), mine, group.packing)}
+            def see(one: Layout, mine: dict[str, torch.Tensor] = mine, rank: int = rank) -> dict[str, Pages]:
+                seen = {}
+                for g in one.groups:
+                    sections = mine[g.name].view(torch.bfloat16).unbind(0)
+                    seen[g.name] = Pages(one, g.name, sections, g.share(rank, ranks), layout.group(g.name).packing)
+                return seen
 
-            half = WorkerHalf(dial, rank, see, {"full": self.page}, mover(torch.device(device)), self.clock)
+            tokens = dict.fromkeys(names, self.page)
+            half = WorkerHalf(dial, rank, see, tokens, mover(torch.device(device)), self.clock)
             self.workers.append(half)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -117,41 +128,41 @@ class Toy:
 
     # -- what KV is -----------------------------------------------------------------------------------------
 
-    def truth(self, tokens: Sequence[int]) -> torch.Tensor:
+    def truth(self, group: Group, tokens: Sequence[int]) -> torch.Tensor:
         """The KV of a prompt: ``[section, head, token, dim]``."""
-        group = self.layout.group("full")
         prefix = np.cumsum(np.asarray(tokens, np.int64) * 7919 + 13) * np.arange(1, len(tokens) + 1)
-        shape = (2 * group.layers, group.heads, len(tokens), group.head_dim)
+        shape = (group.layers * group.parts, group.heads, len(tokens), group.head_dim)
         section, head, _, dim = np.ogrid[tuple(slice(n) for n in shape)]
-        mixed = prefix[None, None, :, None] * 31 + section * 101 + head * 17 + dim * 3
+        mixed = prefix[None, None, :, None] * 31 + section * 101 + head * 17 + dim * 3 + len(group.name) * 7
         return torch.from_numpy((mixed % 32000).astype(np.int16))
 
-    def held(self, request: Request) -> torch.Tensor:
-        """What the pages of a request hold: ``[section, head, token, dim]``, of all ranks."""
-        group = self.layout.group("full")
-        whole = torch.zeros(2 * group.layers, group.heads, len(request.pages) * self.page, group.head_dim).to(
-            torch.int16
-        )
-        for share, memory in self.memory:
-            packed = memory[:, request.pages].transpose(1, 2)
+    def held(self, group: Group, pages: Sequence[int]) -> torch.Tensor:
+        """What pages hold: ``[section, head, token, dim]``, of all ranks."""
+        shape = (group.layers * group.parts, group.heads, len(pages) * self.page, group.head_dim)
+        whole = torch.zeros(shape).to(torch.int16)
+        for rank, mine in enumerate(self.memory):
+            share, memory = group.share(rank, len(self.memory)), mine[group.name]
+            packed = memory[:, pages].transpose(1, 2)
             for section in range(len(memory)):
                 plain = unpack(packed[section], group.packing, bool(section % 2))
                 whole[section, share.start : share.stop] = plain.reshape(len(plain), -1, group.head_dim).cpu()
-        return whole[:, :, : request.computed]
+        return whole
 
     def _compute(self, request: Request, stop: int) -> None:
         """Write the KV of tokens that the request has pages for, page by page, in the layout's packing."""
-        group, truth = self.layout.group("full"), self.truth(request.tokens[:stop])
-        for first in range(request.computed // self.page * self.page, stop, self.page):
-            start, last = max(first, request.computed), min(first + self.page, stop)
-            page = request.pages[first // self.page]
-            for share, memory in self.memory:
-                for section in range(len(memory)):
-                    value = bool(section % 2)
-                    plain = unpack(memory[section, page], group.packing, value)
-                    fresh = truth[section, share.start : share.stop, start:last]
-                    plain[:, start - first : last - first] = fresh.to(memory.device)
-                    memory[section, page] = pack(plain, group.packing, value)
+        for group, pages in zip(self.layout.groups, request.pages, strict=True):
+            truth = self.truth(group, request.tokens[:stop])
+            for first in range(request.computed // self.page * self.page, stop, self.page):
+                start, last = max(first, request.computed), min(first + self.page, stop)
+                page = pages[first // self.page]
+                for rank, mine in enumerate(self.memory):
+                    share, memory = group.share(rank, len(self.memory)), mine[group.name]
+                    for section in range(len(memory)):
+                        value = bool(section % 2)
+                        plain = unpack(memory[section, page], group.packing, value)
+                        fresh = truth[section, share.start : share.stop, start:last]
+                        plain[:, start - first : last - first] = fresh.to(memory.device)
+                        memory[section, page] = pack(plain, group.packing, value)
         request.computed = stop
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -162,8 +173,10 @@ class Toy:
 
     def step(self) -> None:
         self._admit()
+        for request in self._running:
+            self._pass_over(request)
         work = {r.id: min(len(r.tokens), r.computed + self.chunk) for r in self._running}
-        orders = self.scheduler.step([Work(r.id, work[r.id], partial(self._table, r)) for r in self._running])
+        orders = self.scheduler.step([Work(r.id, work[r.id], partial(getattr, r, "pages")) for r in self._running])
         for worker in self.workers:
             worker.begin(orders)
         for request in self._running:
@@ -180,26 +193,16 @@ class Toy:
             time.sleep(0.0005)  # as an idle engine does
         self._update()
 
-    def _table(self, request: Request) -> list[list[int]]:
-        return [request.pages]
-
     def _admit(self) -> None:
         for request in [r for r in self._waiting if not r.loading]:
-            own = self._known(request) if not request.pages else []
             count = 0
-            if not request.computed:
-                found = self.scheduler.matched(request.id, len(own) * self.page)
-                if found is None:
+            if not request.pages:
+                own, known = self._known(request)
+                found = self.scheduler.matched(request.id, own)
+                if found is None or not self._place(request, known, own + found):
                     continue
-                count = found
-            need = -(-len(request.tokens) // self.page) - len(request.pages) - len(own)
-            if need > len([page for page in self._free if page not in own]):
-                continue
-            if not request.computed:
-                request.own = request.computed = len(own) * self.page
-            self._take(own)
-            request.pages += own + self._allocate(need)
-            self.scheduler.bind(request.id, [request.pages], count)
+                count, request.own, request.computed = found, own, own
+            self.scheduler.bind(request.id, request.pages, count)
             if count:
                 request.loading, request.cached = True, count
             else:
@@ -225,17 +228,28 @@ class Toy:
             if id_ in self._aborted:
                 self._scrap(self._aborted.pop(id_))
         for request in list(self._running):
+            if request not in self._running:
+                continue  # preempted for one before it
             self._remember(request)
             if request.computed < len(request.tokens):
                 continue
-            if request.new and (request.computed % self.page or self._free):
-                if not request.computed % self.page:
-                    request.pages += self._allocate(1)
-                request.tokens.append(request.new.pop(0))
-            elif request.new:
-                self.preempt(request)
-            else:
+            if not request.new:
                 self._finish(request)
+            elif self._room(request):
+                if not request.computed % self.page:
+                    for table in request.pages:
+                        table += self._allocate(1)
+                request.tokens.append(request.new.pop(0))
+            else:
+                self.preempt(request)
+
+    def _room(self, request: Request) -> bool:
+        """Whether there is a page for its next token, if need be of those that came last: so the first gets on."""
+        if request.computed % self.page:
+            return True
+        while self.free < len(request.pages) and self._running[-1] is not request:
+            self.preempt(self._running[-1])
+        return self.free >= len(request.pages)
 
     def _finish(self, request: Request) -> None:
         self._check(request)
@@ -245,8 +259,12 @@ class Toy:
         self._scrap(request)
 
     def _check(self, request: Request) -> None:
-        """Every byte that a request has is right."""
-        assert torch.equal(self.held(request), self.truth(request.tokens[: request.computed])), request.id
+        """Every byte that a request has is right, as far as the next token sees."""
+        for group, pages in zip(self.layout.groups, request.pages, strict=True):
+            first = self._seen(group, request.computed)
+            held = self.held(group, pages[first : -(-request.computed // self.page)])
+            true = self.truth(group, request.tokens[: request.computed])[:, :, first * self.page :]
+            assert torch.equal(held[:, :, : true.shape[2]], true), (request.id, group.name)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages away."""
@@ -268,19 +286,54 @@ class Toy:
 
     # -- pages ----------------------------------------------------------------------------------------------
 
-    def _known(self, request: Request) -> list[int]:
-        """Pages that the engine has of a prompt, but for its last token, which is always computed."""
-        found: list[int] = []
-        for stop in range(self.page, len(request.tokens), self.page):
-            if self._cached is None or (page := self._cached.get(tuple(request.tokens[:stop]))) is None:
-                break
-            found.append(page)
-        return found
+    def _seen(self, group: Group, computed: int) -> int:
+        """The first page of a group that the next token sees."""
+        return max(0, computed - group.window + 1) // self.page if group.window else 0
+
+    def _known(self, request: Request) -> tuple[int, list[list[int]]]:
+        """How many tokens the engine has of a prompt, but for its last, which is always computed; and where."""
+        for count in range((len(request.tokens) - 1) // self.page, 0, -1) if self._cached else ():
+            first = [self._seen(group, count * self.page) for group in self.layout.groups]
+            tables = [
+                [-1] * start + [self._find(group, request.tokens[: i * self.page]) for i in range(start + 1, count + 1)]
+                for group, start in zip(self.layout.groups, first, strict=True)
+            ]
+            if all(min(t[start:], default=0) >= 0 for t, start in zip(tables, first, strict=True)):
+                return count * self.page, tables
+        return 0, [[] for _ in self.layout.groups]
+
+    def _find(self, group: Group, tokens: Sequence[int]) -> int:
+        assert self._cached is not None
+        return self._cached.get((group.name, tuple(tokens)), -1)
 
     def _remember(self, request: Request) -> None:
         if self._cached is not None:
-            for stop in range(self.page, request.computed + 1, self.page):
-                self._cached.setdefault(tuple(request.tokens[:stop]), request.pages[stop // self.page - 1])
+            for group, pages in zip(self.layout.groups, request.pages, strict=True):
+                for stop in range(self.page, request.computed + 1, self.page):
+                    if (page := pages[stop // self.page - 1]) >= 0:
+                        self._cached.setdefault((group.name, tuple(request.tokens[:stop])), page)
+
+    def _place(self, request: Request, known: list[list[int]], computed: int) -> bool:
+        """Pages for all of a request, with those that are ``known``; none for what windows have passed over when so
+        many tokens are there. False if there are too few."""
+        tables = []
+        for group, table in zip(self.layout.groups, known, strict=True):
+            first = self._seen(group, computed)
+            tables.append([-1] * first + table[first:])
+        own = [page for table in tables for page in table if page >= 0]
+        need = [-(-len(request.tokens) // self.page) - len(table) for table in tables]
+        if sum(need) > len([page for page in self._free if page not in own]):
+            return False
+        self._take(own)
+        request.pages = [table + self._allocate(count) for table, count in zip(tables, need, strict=True)]
+        return True
+
+    def _pass_over(self, request: Request) -> None:
+        """Give back what no token to come will see."""
+        for group, pages in zip(self.layout.groups, request.pages, strict=True):
+            first = self._seen(group, request.computed)
+            self._release(pages[:first])
+            pages[:first] = [-1] * first
 
     def forget(self) -> None:
         """Lose what is cached."""
@@ -297,21 +350,27 @@ class Toy:
         pages = self._free[:count]
         self._take(pages)
         if self._cached is not None:
-            self._cached = {tokens: page for tokens, page in self._cached.items() if page not in pages}
+            self._cached = {key: page for key, page in self._cached.items() if page not in pages}
         self._overwrite(pages)
         return pages
 
     def _scrap(self, request: Request) -> None:
-        self._users.subtract(request.pages)
-        mine = [page for page in request.pages if not self._users[page]]
+        for pages in request.pages:
+            self._release(pages)
+        request.pages, request.computed = [], 0
+
+    def _release(self, pages: Sequence[int]) -> None:
+        mine = [page for page in pages if page >= 0]
+        self._users.subtract(mine)
+        mine = [page for page in mine if not self._users[page]]
         self._free += mine
         if self._cached is None:
             self._overwrite(mine)
-        request.pages, request.computed = [], 0
 
     def _overwrite(self, pages: Sequence[int]) -> None:
-        for _, memory in self.memory:
-            memory[:, pages] = -1
+        for mine in self.memory:
+            for memory in mine.values():
+                memory[:, pages] = -1
 
     # -- serving --------------------------------------------------------------------------------------------
 
@@ -333,7 +392,7 @@ class Toy:
     def at_rest(self) -> None:
         """No request is left, and nothing of any that there was."""
         assert not self.requests
-        assert sorted(self._free) == list(range(1, self.memory[0][1].shape[1])), "pages are lost"
+        assert sorted(self._free) == list(range(1, self._count)), "pages are lost"
         self.flush()
         half = self.scheduler
         assert not half._requests

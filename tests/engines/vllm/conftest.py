@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvtide.node.client import Client
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Engine, engine
+from tests.engines.vllm.kept import Node, at_rest
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,3 +24,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """SmolLM2 in an engine without a connector: what all others are compared with."""
     with engine(checkpoint(), tmp_path_factory.mktemp("plain") / "engine.log") as running:
         yield running
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A node of a test's own, in which nothing is left over."""
+    running = Node(tmp_path)
+    yield running
+    with Client(running.path) as client:
+        at_rest(client)
+    running.kill()

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 __all__ = ["Answer", "Engine", "engine"]
 
 START_SECONDS = 300
-"""An engine starts in about half a minute on an idle core."""
+"""An engine starts in about half a minute on an idle core, for each of its ranks."""
 
 
 class Answer(NamedTuple):
@@ -81,9 +81,9 @@ class Engine:
     def logged(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self) -> None:
+    def wait(self, seconds: float) -> None:
         """Until it answers. Raises RuntimeError with its log if it does not."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if self._client.get("/health", timeout=5).is_success:
@@ -94,7 +94,7 @@ class Engine:
                 if time.monotonic() < deadline:
                     continue
                 code = None
-            said = "ended with " + str(code) if code is not None else f"did not answer in {START_SECONDS} s"
+            said = "ended with " + str(code) if code is not None else f"did not answer in {seconds} s"
             raise RuntimeError(f"the engine {said}; its log ends:\n{self.logged()[-6000:]}")
 
     def terminate(self) -> None:
@@ -163,7 +163,7 @@ def engine(
         )
     running = Engine(process, port, log)
     try:
-        running.wait()
+        running.wait(START_SECONDS * ranks)
         yield running
     except BaseException as error:
         error.add_note(f"the engine's log ends:\n{running.logged()[-6000:]}")

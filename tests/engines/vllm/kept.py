@@ -18,6 +18,7 @@ from tests.node.serving import Process, eventually
 
 __all__ = [
     "BLOCK",
+    "READING",
     "TOLD",
     "Node",
     "Reference",
@@ -30,11 +31,14 @@ __all__ = [
     "reference",
     "same",
     "source",
+    "stored",
 ]
 
 BLOCK = 256
 TOLD: dict[str, Any] = {"kv_transfer_params": {"priority": 0}}
 """Of a request whose answer is to say where its tokens came from."""
+READING: dict[str, Any] = {"kv_transfer_params": {"no_store": True}}
+"""Of a request that leaves what is kept as it is, and whose answer says so too."""
 
 
 class Node(Process):
@@ -54,9 +58,10 @@ class Node(Process):
 
 
 def connector(node: Process | None = None, **settings: Any) -> dict[str, Any]:
-    """vLLM's kv-transfer-config. Without a node the engine starts its own."""
+    """vLLM's kv-transfer-config. Without a node the engine starts its own. Every block is stored: the nodes of tests
+    have less memory than their engines."""
     if node is not None:
-        settings["engine"] = {"address": f"unix:{node.path}", **settings.get("engine", {})}
+        settings["engine"] = {"address": f"unix:{node.path}", "store": "through", **settings.get("engine", {})}
     return {
         "kv_connector": "KvtideConnector",
         "kv_connector_module_path": "kvtide.engines.vllm",
@@ -96,11 +101,29 @@ def ask(engine: Engine, tokens: Sequence[int], max_tokens: int = 8, **extra: Any
 
 
 def hit(engine: Engine, tokens: Sequence[int], **extra: Any) -> Answer:
-    """The first answer with tokens from the store. Where several engines share two cores, a node may answer later than
-    an engine waits for it; what is computed then is stored, unless ``extra`` says otherwise."""
-    for _ in range(4):
-        if (found := ask(engine, tokens, **extra)).cached:
+    """The first answer with every whole block from the store. Where an engine's own processes spin on all cores, its
+    question to the node may come back later than it waits for that; what is computed then is stored, unless ``extra``
+    says otherwise."""
+    for _ in range(12):
+        if (found := ask(engine, tokens, **extra)).cached >= len(tokens) // BLOCK * BLOCK:
             break
+    return found
+
+
+def stored(
+    engine: Engine, client: Client, tokens: Sequence[int], blocks: int = 0, max_tokens: int = 8, **extra: Any
+) -> Answer:
+    """The answer to a prompt that is not there, and then is: so many blocks of it, or all that are whole. An engine
+    answers before its worker has told the node; and of a node that answers late, pages may be gone by then, so that the
+    prompt is computed again."""
+    blocks = blocks or len(tokens) // BLOCK
+    before = client.statistics().counts.get("blocks stored", 0)
+    for _ in range(6):
+        found = ask(engine, tokens, max_tokens, kv_transfer_params={"no_load": True}, **extra)
+        at_rest(client)
+        if client.statistics().counts.get("blocks stored", 0) - before >= blocks:
+            break
+    assert client.statistics().counts["blocks stored"] - before == blocks
     return found
 
 

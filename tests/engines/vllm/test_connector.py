@@ -12,16 +12,19 @@ import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtide.node.client import Client
+from kvtide.replay.trace import read
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Answer, Engine, engine
 from tests.engines.vllm.kept import (
     BLOCK,
+    READING,
     TOLD,
     Node,
     ask,
@@ -33,7 +36,9 @@ from tests.engines.vllm.kept import (
     reference,
     same,
     source,
+    stored,
 )
+from tests.engines.vllm.published import Follower
 from tests.node import host
 from tests.node.serving import eventually
 
@@ -57,9 +62,15 @@ def client(node: Node) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def first(node: Node) -> Iterator[Engine]:
-    with engine(checkpoint(), node.folder / "first.log", connector(node)) as running:
-        running.complete(DURABLE)
+def follower(node: Node) -> Iterator[Follower]:
+    with Follower(node.folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def first(node: Node, client: Client, follower: Follower) -> Iterator[Engine]:
+    with engine(checkpoint(), node.folder / "first.log", connector(node), options=follower.options) as running:
+        stored(running, client, DURABLE)
         yield running
 
 
@@ -109,22 +120,23 @@ def _counted(running: Engine, name: str, before: dict[str, float]) -> dict[str, 
     return found if found[f"vllm:{name}"] > before[f"vllm:{name}"] else {}
 
 
-def test_prompts_at_borders(plain: Engine, first: Engine) -> None:
+def test_prompts_at_borders(plain: Engine, first: Engine, client: Client) -> None:
     for length in (1, 127, 128, 129, 255, 256, 257):  # a page has 128 tokens
         tokens = prompt(length, length)
         plain.reset_prefix_cache()
         true = plain.complete(tokens)
         same(ask(first, tokens), true)
-        found = ask(first, tokens)
+        at_rest(client)
+        found = hit(first, tokens)
         assert (found.tokens, found.logprobs) == (true.tokens, true.logprobs), length
         assert found.cached == length // BLOCK * BLOCK
 
 
-def test_what_an_engine_has_itself_is_not_loaded(plain: Engine, first: Engine) -> None:
+def test_what_an_engine_has_itself_is_not_loaded(plain: Engine, first: Engine, client: Client) -> None:
     """Its pages end in the middle of a block of ours."""
     tokens = prompt(3, 600)
     true = reference(plain, tokens)
-    same(first.complete(tokens), true.cold)
+    same(stored(first, client, tokens), true.cold)
     first.reset_prefix_cache()
     first.complete(tokens[:400], kv_transfer_params={"no_load": True})
     found = first.complete(tokens, **TOLD)
@@ -136,16 +148,17 @@ def test_generated_blocks_are_stored(plain: Engine, first: Engine) -> None:
     tokens = prompt(4, 200)
     said = first.complete(tokens, 100).tokens
     follow_up = tokens + said + prompt(5, 20)
-    same(ask(first, follow_up), reference(plain, follow_up).warm)
+    same(hit(first, follow_up), reference(plain, follow_up).warm)
 
 
-def test_salts_share_nothing(plain: Engine, first: Engine) -> None:
+def test_salts_share_nothing(plain: Engine, first: Engine, client: Client) -> None:
     tokens = prompt(6, 300)
     true = reference(plain, tokens)
-    same(ask(first, tokens, cache_salt="a"), true.cold)
-    same(ask(first, tokens, cache_salt="b"), true.cold)
-    same(ask(first, tokens), true.cold)
-    same(ask(first, tokens, cache_salt="a"), true.warm)
+    salts: list[dict[str, Any]] = [{"cache_salt": "a"}, {"cache_salt": "b"}, {}]
+    for salt in salts:
+        same(ask(first, tokens, **salt, **READING), true.cold)
+        same(stored(first, client, tokens, **salt), true.cold)
+    same(hit(first, tokens, cache_salt="a"), true.warm)
 
 
 def test_what_a_request_may_wish(plain: Engine, first: Engine, client: Client) -> None:
@@ -167,6 +180,38 @@ def test_what_a_request_may_wish(plain: Engine, first: Engine, client: Client) -
     assert eventually(lambda: client.statistics().pinned) == 1
     same(wish(no_load=True), true.cold)
     same(wish(), true.warm)
+
+
+def test_who_follows_the_engines_events_knows_what_is_kept(
+    first: Engine, node: Node, client: Client, follower: Follower
+) -> None:
+    """In DRAM and on disk, by the names that vLLM's own pages have; and when a node was away, that it may be gone."""
+    tokens = prompt(8, 600)
+    ask(first, tokens)
+
+    def told(medium: str) -> dict[Any, dict[str, Any]]:
+        """Of that prompt. Events come with the engine's steps."""
+        first.complete([1], 1)
+        return {page: e for page, e in follower.pages(medium).items() if set(e["token_ids"]) <= set(tokens)}
+
+    def all_told(medium: str) -> bool:
+        return told(medium).keys() == own.keys()
+
+    own = eventually(lambda: told("GPU"))
+    assert len(own) == 4
+    for medium in ("CPU", "STORAGE"):
+        eventually(partial(all_told, medium))
+        found = told(medium)
+        assert [e["block_size"] for e in found.values()] == [128] * 4
+        assert [t for e in list(found.values())[::2] for t in e["token_ids"]] == tokens[:512]
+    node.restart()
+    joined(client)
+    eventually(lambda: not told("CPU") and not told("STORAGE"))
+    assert hit(first, tokens).cached == 512
+    eventually(partial(all_told, "CPU"))
+    capture = node.folder / "events.msgpack"
+    capture.write_bytes(b"".join(follower.raw))
+    assert tuple(own) in [request.blocks for request in read(capture)], "it cannot be replayed"
 
 
 def test_a_killed_engine_leaves_nothing(node: Node, client: Client, first: Engine) -> None:
@@ -203,7 +248,7 @@ def _members(group: int) -> list[int]:
 
 def test_from_disk_after_engine_and_node_were_killed(plain: Engine, second: Engine) -> None:
     true = reference(plain, DURABLE)
-    found = second.complete(DURABLE, **TOLD)
+    found = hit(second, DURABLE, **READING)
     same(found, true.warm)
     assert source(found) == (0, 512)
     assert second.metrics()["vllm:kvtide_loads_total"] == 1
@@ -223,27 +268,27 @@ def test_many_at_once_with_too_few_pages(plain: Engine, second: Engine) -> None:
         forced = [true[len(tokens) + i][str(token)]["logprob"] for i, token in enumerate(found.tokens)]
         assert found.logprobs == pytest.approx(forced, abs=1e-3)
     for tokens in prompts[:2]:
-        same(ask(second, tokens), reference(plain, tokens).warm)
+        same(hit(second, tokens), reference(plain, tokens).warm)
 
 
 def test_a_node_that_is_killed(plain: Engine, second: Engine, node: Node, client: Client) -> None:
     tokens = prompt(40, 300)
     true = reference(plain, tokens)
-    same(ask(second, tokens), true.cold)
+    same(stored(second, client, tokens), true.cold)
     assert client.flush(60)
     node.kill()
     same(ask(second, tokens), true.cold)
     node.start()
     joined(client)
-    found = ask(second, tokens, **TOLD)
+    found = hit(second, tokens, **READING)
     same(found, true.warm)
     assert source(found) == (0, BLOCK)
 
 
-def test_a_node_that_hangs(plain: Engine, second: Engine, node: Node) -> None:
+def test_a_node_that_hangs(plain: Engine, second: Engine, node: Node, client: Client) -> None:
     tokens = prompt(41, 300)
     true = reference(plain, tokens)
-    same(ask(second, tokens), true.cold)
+    same(stored(second, client, tokens), true.cold)
     node.signal(signal.SIGSTOP)
     try:
         same(ask(second, tokens), true.cold)
@@ -251,13 +296,13 @@ def test_a_node_that_hangs(plain: Engine, second: Engine, node: Node) -> None:
     finally:
         node.signal(signal.SIGCONT)
     # The node does not know at once that it was given up, so that nothing tells when all have come back.
-    same(hit(second, tokens, kv_transfer_params={"no_store": True}), true.warm)
+    same(hit(second, tokens, **READING), true.warm)
 
 
 def test_blocks_that_are_corrupt_on_disk(plain: Engine, second: Engine, node: Node, client: Client) -> None:
     tokens = prompt(42, 600)
     true = reference(plain, tokens)
-    same(ask(second, tokens), true.cold)
+    same(stored(second, client, tokens), true.cold)
     assert client.flush(60)
     node.kill()
     for file in (node.folder / "tier").glob("*.segment"):
@@ -273,7 +318,7 @@ def test_blocks_that_are_corrupt_on_disk(plain: Engine, second: Engine, node: No
     same(ask(second, tokens), true.cold)
     assert client.statistics().tiers["nvme"].failed_reads > 0
     assert second.metrics()["vllm:kvtide_failed_total"] == before, "what could not be read was promised"
-    same(ask(second, tokens), true.warm)  # what was computed is stored again
+    same(hit(second, tokens), true.warm)  # what was computed is stored again
 
 
 def test_a_disk_and_memory_without_room(plain: Engine, second: Engine, node: Node, client: Client) -> None:
@@ -289,14 +334,14 @@ def test_a_disk_and_memory_without_room(plain: Engine, second: Engine, node: Nod
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
     assert client.statistics().tiers["nvme"].failed_writes > 0
     ask(second, tokens)
-    same(ask(second, tokens), true.warm)
+    same(hit(second, tokens), true.warm)
 
 
 def test_a_load_that_takes_longer_than_it_may(plain: Engine, second: Engine, node: Node, client: Client) -> None:
     tokens = prompt(44, 300)
     true = reference(plain, tokens)
-    same(ask(second, tokens), true.cold)
+    same(stored(second, client, tokens), true.cold)
     node.restart()
     joined(client)
-    same(ask(second, tokens, kv_transfer_params={"max_load_ms": 0}), true.cold)
-    same(ask(second, tokens), true.warm)
+    same(ask(second, tokens, kv_transfer_params={"max_load_ms": 0, "no_store": True}), true.cold)
+    same(hit(second, tokens, **READING), true.warm)

@@ -160,6 +160,12 @@ def test_groups_of_a_hybrid_model_are_told_apart(config: Any) -> None:
     assert Model(swapped.own, *identity(config, swapped, "w")) != Model(found.own, *identity(config, found, "w"))
 
 
+def test_a_chunk_is_kept_as_a_window_as_long(config: Any) -> None:
+    chunk = ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=8192, **HEADS)
+    found = layouts(config, caches((layers(3), FULL), (layers(0, 1, 2), chunk))).own.groups[1]
+    assert (found.kind, found.window, found.layers) == (Kind.WINDOW, 8192, 3)
+
+
 def test_heads_are_the_models_not_the_ranks(config: Any) -> None:
     for ranks, mine in ((2, 1), (4, 1)):
         config.parallel_config.tensor_parallel_size = ranks
@@ -189,7 +195,6 @@ def test_a_deployment_that_cannot_be_followed_is_refused(config: Any, change: Ca
 
 
 REFUSED: dict[str, tuple[KVCacheSpec, str]] = {
-    "chunked": (ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=256, **HEADS), "ChunkedLocalAttention"),
     "state": (MambaSpec(block_size=128, shapes=((4, 4),), dtypes=(torch.float32,)), "MambaSpec"),
     "gaps": (RSWASpec(block_size=128, rswa_window=64, **HEADS), "RSWASpec"),
     "packed": (FullAttentionSpec(block_size=128, state_content_bytes=100, **HEADS), "packed form"),
@@ -220,6 +225,15 @@ def test_a_group_that_cannot_be_kept_is_refused_by_name(config: Any, case: str) 
     spec, why = REFUSED[case]
     with pytest.raises(LayoutError, match=rf"cache group 1 of vLLM .*model\.layers\.7\..*{why}"):
         layouts(config, caches((layers(0), FULL), (layers(7), spec)))
+
+
+def test_mla_is_refused_where_vllm_cannot_go_on_from_a_prefix(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(config.model_config), "use_mla", True)
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    assert layouts(config, caches((layers(0), spec))).groups == ("mla",)
+    config.scheduler_config.enable_chunked_prefill = False
+    with pytest.raises(LayoutError, match="with MLA on this processor"):
+        layouts(config, caches((layers(0), spec)))
 
 
 def test_a_model_without_kv_is_refused(config: Any) -> None:

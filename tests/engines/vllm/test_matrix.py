@@ -9,7 +9,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,23 +30,25 @@ from kvtide.node.auto import open_node
 from kvtide.node.client import Client
 from tests.engines.vllm.checkpoints import random_llama
 from tests.engines.vllm.engines import Answer, Engine, engine
-from tests.engines.vllm.kept import BLOCK, TOLD, Node, ask, at_rest, connector, hit, joined, prompt, same, source
+from tests.engines.vllm.kept import (
+    BLOCK,
+    READING,
+    TOLD,
+    Node,
+    ask,
+    at_rest,
+    connector,
+    hit,
+    joined,
+    prompt,
+    same,
+    source,
+)
 from tests.node.serving import eventually
 
 pytestmark = pytest.mark.long
-READING: dict[str, Any] = {"kv_transfer_params": {"no_store": True}}
-"""Of a request that is to find what another engine stored."""
 LAYERS, HEADS, DIM = 4, 2, 64
 """Of the random Llama."""
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    running = Node(tmp_path)
-    yield running
-    with Client(running.path) as client:
-        at_rest(client)
-    running.kill()
 
 
 def alone(running: Engine, tokens: Sequence[int], **extra: Any) -> Answer:

@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 import urllib.request
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,25 +223,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.name == "test_fs_tier.py":
             item.module.os = SimpleNamespace(path=SimpleNamespace(exists=_File.exists))
             item.module.open = _open
-        for pattern, why in APART.items():
-            if fnmatch.fnmatchcase(item.name, pattern):
-                item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+        set_apart(item, APART)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for suite in SUITES:
+    tell(terminalreporter, SUITES, _made)
+
+
+def set_apart(item: pytest.Item, apart: Mapping[str, str]) -> None:
+    """Expect a test to fail whose name is among those set apart, by pattern and with the reason."""
+    for pattern, why in apart.items():
+        if fnmatch.fnmatchcase(item.name, pattern):
+            item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+
+
+def tell(terminalreporter: Any, suites: Iterable[str], made: Collection[str]) -> None:
+    """A row for each suite: how many passed, in how many of them ours was ``made``, and how many are set apart."""
+    for suite in suites:
         passed, apart = (
             {report.nodeid for report in terminalreporter.stats.get(outcome, ()) if suite in report.nodeid}
             for outcome in ("passed", "xfailed")
         )
-        terminalreporter.write_line(f"| `{suite}` | {len(passed)} | {len(passed & _made)} | {len(apart)} |")
+        terminalreporter.write_line(f"| `{suite}` | {len(passed)} | {len(passed & set(made))} | {len(apart)} |")
 
 
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def fetch(folder: Path) -> None:
-    """Get vLLM's source package from the index, and unpack its tests of tiers."""
+def fetch(folder: Path, parts: Sequence[str]) -> None:
+    """Get vLLM's source package from the index, and unpack files that have one of these in their paths."""
     with urllib.request.urlopen("https://pypi.org/simple/vllm/") as answer:
         page = answer.read().decode()
     found = re.search(rf'href="([^"]*/vllm-{re.escape(VERSION)}\.tar\.gz)#sha256=([0-9a-f]{{64}})"', page)
@@ -249,7 +260,7 @@ def fetch(folder: Path) -> None:
         package = answer.read()
     assert hashlib.sha256(package).hexdigest() == found[2], "the package came damaged"
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
-        wanted = [m for m in archive.getmembers() if "/tests/v1/kv_offload/tiering/test_" in m.name]
+        wanted = [m for m in archive.getmembers() if any(part in m.name for part in parts)]
         archive.extractall(folder, wanted, filter="data")
 
 
@@ -257,7 +268,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(arguments[0] if arguments else made)
         if not arguments:
-            fetch(folder)
+            fetch(folder, ["/tests/v1/kv_offload/tiering/test_"])
         suites = [str(folder / f"vllm-{VERSION}/tests/v1/kv_offload/tiering" / name) for name in SUITES]
         command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]
         options = ["-p", __spec__.name, "--import-mode=importlib", "-q", "-rxfE", "--timeout=120", *suites]
