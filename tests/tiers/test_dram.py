@@ -6,11 +6,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import queue
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from kvtide.testing.interface import until
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.memory import Memory
 
 MIB = 1 << 20
 SMALL, LARGE = shaped(4, 16 << 10), shaped(5, 100 << 10)
@@ -219,6 +222,30 @@ def test_blocks_come_while_memory_is_still_being_taken() -> None:
     assert caller.statistics().bytes_taken <= 64 * MIB
     assert all(caller.finds(names, LARGE, places))
     caller.close()
+
+
+def test_who_needs_memory_waits_for_one_segment_and_not_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node would answer nobody meanwhile."""
+    taken, may = queue.SimpleQueue[int](), threading.Semaphore(0)
+    allocate = Dram._allocate
+
+    def slowly(dram: Dram, nbytes: int) -> Memory:
+        taken.put(nbytes)
+        may.acquire()
+        return allocate(dram, nbytes)
+
+    monkeypatch.setattr(Dram, "_allocate", slowly)
+    dram = Dram(64 * MIB, segment=MIB, prefault=True)
+    taken.get()
+    with ThreadPoolExecutor(1) as pool:
+        grown = pool.submit(dram.grow, SMALL.geometry.footprint)
+        until(lambda: dram._next.locked() or grown.done())
+        may.release()  # the first segment, and no more
+        assert grown.result(60)
+    taken.get()
+    assert dram.grow(LARGE.geometry.footprint), "while the next one is under way, the first can be cut anew"
+    may.release(1000)
+    dram.close()
 
 
 def huge_pages_free() -> int:

@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of
+from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of, size_of
 
 __all__ = ["Dram", "copy"]
 
@@ -70,7 +71,10 @@ class Dram:
         self.removals = 0
         """How often memory was given back to the system."""
         self._lock = threading.Lock()
-        self._grow_lock = threading.Lock()
+        self._next = threading.Lock()
+        self._growing = threading.Lock()
+        self._new: Segment | None = None
+        """That is in the book, but has no memory yet."""
         self._read = self._written = self._failed_reads = self._failed_writes = 0
         self._ahead = ahead and not prefault
         self._scarce: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -112,7 +116,7 @@ class Dram:
 
     def _stay_ahead(self) -> None:
         while kind := self._scarce.get():
-            with self._grow_lock:
+            with self._turn():
                 with self._lock:
                     slots = self._segments.fit(kind) if self._segments.scarce(kind) else 0
                     segment = self._add(kind, slots) if slots else None
@@ -124,23 +128,17 @@ class Dram:
         """Whether ``grow`` could make room for a block of that footprint."""
         kind = ladder(nbytes) | domain
         with self._lock:
-            return bool(self._segments.fit(kind)) or self._segments.spare(kind) is not None
+            return bool(self._segments.fit(kind)) or self._segments.spare(kind, self._new) is not None
 
     def grow(self, nbytes: int, domain: int = 0) -> bool:
         """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock."""
-        size = ladder(nbytes)
-        kind = size | domain
-        with self._grow_lock:
+        kind = ladder(nbytes) | domain
+        with self._lock:
+            if self._make_do(kind):
+                return True  # and whoever takes memory from the system just now need not be waited for
+        with self._turn():
             with self._lock:
-                if self._segments.free(kind):
-                    return True
-                spare = self._segments.spare(kind)
-                if spare is not None:
-                    wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
-                    if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain:
-                        self._segments.recut(spare, kind)
-                        return True
-                    self._remove(spare)
+                if self._make_do(kind):
                     return True
                 slots = self._segments.fit(kind)
                 if not slots:
@@ -148,9 +146,35 @@ class Dram:
                 segment = self._add(kind, slots)
             return self._fill(segment)
 
+    def _make_do(self, kind: int) -> bool:
+        """Make room with the memory that there is: recut an empty segment or, if it does not suit, give it back."""
+        if self._segments.free(kind):
+            return True
+        spare = self._segments.spare(kind, self._new)
+        if spare is None:
+            return False
+        size = size_of(kind)
+        wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
+        if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain_of(kind):
+            self._segments.recut(spare, kind)
+        else:
+            self._remove(spare)
+        return True
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """To take memory from the system, one after another, and each in turn: a plain lock would go to the thread that
+        takes the whole budget again and again, and a node that waits for it answers nobody."""
+        with self._next:
+            self._growing.acquire()
+        try:
+            yield
+        finally:
+            self._growing.release()
+
     def _add(self, kind: int, slots: int) -> Segment:
-        """A segment that is in the book, but has no memory yet."""
-        segment = self._segments.add(kind, slots)
+        """A segment that has no memory yet."""
+        segment = self._new = self._segments.add(kind, slots)
         self._segments.drain(segment)
         return segment
 
@@ -176,7 +200,7 @@ class Dram:
     def _prefault(self) -> None:
         """Take segments until the budget is used up. They are cut when their first block comes."""
         while not self._closed:
-            with self._grow_lock:
+            with self._turn():
                 with self._lock:
                     if not self._segments.fit(ladder(self._segments.nominal)):
                         return
@@ -191,9 +215,11 @@ class Dram:
         except OSError as e:
             log.warning("cannot take %d bytes of memory: %s", nbytes, e.strerror)
             with self._lock:
+                self._new = None
                 self._segments.remove(segment)
             return False
         with self._lock:
+            self._new = None
             self._memory[segment.number] = memory
             segment.draining = False
             self._segments.settle(segment)

@@ -231,9 +231,10 @@ class Segments:
         self.taken += sign * (segment.nbytes + segment.slots * self.per_slot)
         self.slots += sign * segment.slots
 
-    def spare(self, kind: int) -> Segment | None:
+    def spare(self, kind: int, unless: Segment | None = None) -> Segment | None:
         """An empty segment of another kind, or one that was emptied for a kind which then found room elsewhere."""
-        return next((s for s in self._all.values() if s.empty and (s.kind != kind or s.draining)), None)
+        found = (s for s in self._all.values() if s.empty and (s.kind != kind or s.draining) and s is not unless)
+        return next(found, None)
 
     def others(self, kind: int) -> list[Segment]:
         """Segments of other kinds that could be emptied."""
