@@ -35,6 +35,8 @@ __all__ = ["connector"]
 _PAGE = 16
 _BLOCKS = 32
 """Of a prompt that is moved: 8,192 tokens, 1 GiB for a Llama-3-8B."""
+_STEPS = 1000
+"""That a store is waited for."""
 _BETWEEN = 0.0002
 """Seconds between two steps: an engine does something else then, and leaves the interpreter to others."""
 
@@ -80,8 +82,13 @@ class _Engine:
             assert not self.offered(request)
             self.scheduler.bind(request, [self._tables[0]], 0)
             work = Work(request, len(tokens), lambda: [self._tables[0]])
-            while not (orders := self.scheduler.step([work])).stores:
+            for _ in range(_STEPS):
+                if (orders := self.scheduler.step([work])).stores:
+                    break
                 time.sleep(_BETWEEN)
+            else:
+                self.scheduler.finished(request)  # the node did not answer in time, and it is not asked again
+                continue
             if sample := self._move(orders, request):
                 return sample
 

@@ -25,6 +25,7 @@ from kvtide.benchmarks.crowd import Crowd
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
 from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings
 from kvtide.block import BLOCK_TOKENS
+from kvtide.config import Dram
 
 __all__ = ["node", "running"]
 
@@ -36,7 +37,8 @@ _PROMPTS = 8
 
 @contextmanager
 def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
-    """A node in a process of its own: its socket and its process number. ``settings`` are for its environment."""
+    """A node in a process of its own that has taken all its memory: its socket and its process number. ``settings`` are
+    for its environment."""
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
         path = Path(folder) / "node.sock"
         environment = {**os.environ, "KVTIDE_DRAM_BUDGET": str(budget), "KVTIDE_DRAM_PREFAULT": "true"}
@@ -50,6 +52,9 @@ def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
             try:
                 ready.settimeout(60)
                 ready.recv(100)
+                with kvtide.connect(f"unix:{path}") as store:
+                    while (dram := store.statistics().tiers["dram"]).budget - dram.bytes_taken >= Dram().segment:
+                        time.sleep(0.05)
                 yield path, process.pid
             finally:
                 process.terminate()

@@ -263,8 +263,7 @@ class _Lane:
         blocks = max(1, min(_AT_ONCE, self._nbytes // (section * sections)))
         at_once = max(1, min(sections, self._nbytes // section))
         word = word_of(pages)
-        for i in range(0, len(copies), blocks):
-            some = copies[i : i + blocks]
+        for some in parts(copies, blocks):
             places = np.array([driver.REGISTRY.find(c.block) for c in some])
             order = np.argsort(places)  # neighbours in memory go together
             some, places = [some[k] for k in order], places[order]
@@ -383,6 +382,14 @@ def word_of(pages: Pages) -> int:
     sizes = [s * pages.itemsize for s in strides] + [pages.group.head_dim * pages.itemsize]
     starts = [s.data_ptr() for s in pages.sections]
     return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
+
+
+def parts(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
+    """So many at a time at most. The first are few: the bus waits while they are looked up and gathered."""
+    start, stop = 0, max(1, most // 4)
+    while start < len(copies):
+        yield copies[start:stop]
+        start, stop = stop, stop + most
 
 
 def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from kvtide.block import Layout, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.halves.errands import Errands
@@ -33,6 +35,8 @@ from kvtide.node.crew import Filling, Step, Worker
 __all__ = ["Moved", "WorkerHalf"]
 
 log = logging.getLogger("kvtide.engines")
+
+_Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _CREWS = 256
 """That a worker belongs to at a time, at most. Those of tenants that are gone are not heard of again."""
@@ -195,7 +199,7 @@ class WorkerHalf:
                 for name, pages in views.items():
                     wanted = self._wide(load.pages[name], name, pages)
                     copies = list(_into(load.start // pages.tokens, wanted, loaded, name, pages))
-                    if sum(len(c.pages) for c in copies) != sum(page >= 0 for page in wanted):
+                    if sum(len(c.pages) for c in copies) != np.count_nonzero(wanted >= 0):
                         raise KvtideError("blocks that are there leave some pages out")
                     visit.nbytes += _nbytes(copies, pages)
                     visit.moves.append(self._mover.load(pages, copies))
@@ -214,10 +218,11 @@ class WorkerHalf:
         except Exception as e:  # noqa: BLE001 - whatever it is, the engine computes instead
             self._end(visit, e)
 
-    def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> Sequence[int]:
-        """The scheduler's pages as those in memory."""
+    def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> _Numbers:
+        """The scheduler's pages as those in memory; -1 for one that is not there."""
+        found = np.array(numbers, np.int64)
         n = self._tokens[group] // pages.tokens
-        return numbers if n == 1 else [n * p + i if p >= 0 else -1 for p in numbers for i in range(n)]
+        return found if n == 1 else np.where(found >= 0, n * found + np.arange(n)[:, None], -1).T.ravel()
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call: all of them, and those that failed."""
@@ -287,33 +292,35 @@ class WorkerHalf:
         self._reach.close()
 
 
-def _into(first: int, wanted: Sequence[int], loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:
+def _into(first: int, wanted: _Numbers, loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:
     """The copies of a load whose first page is number ``first`` of the prompt: of each block the pages wanted."""
+    whole = wanted.min(initial=0) >= 0
     for depth, view in enumerate(loaded.views[group], loaded.first[group]):
         begin, end = max(depth * pages.each, first), min((depth + 1) * pages.each, first + len(wanted))
         if begin < end:
-            yield from _there(view, wanted[begin - first : end - first], begin - depth * pages.each)
+            yield from _there(view, wanted[begin - first : end - first], begin - depth * pages.each, whole)
 
 
-def _out_of(start: int, given: Sequence[int], filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
+def _out_of(start: int, given: _Numbers, filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
     """The copies of a store. A slot may still have what was there before, so pages that are gone become zeros."""
+    whole = given.min(initial=0) >= 0
     for name, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
         if name == group:
             begin = (depth - start) * pages.each
             some = given[begin : begin + pages.each]
-            if gone := [i for i, page in enumerate(some) if page < 0]:
-                pages.block(view)[:, :, gone] = 0
-            yield from _there(view, some, 0)
+            if not whole:
+                pages.block(view)[:, :, np.flatnonzero(some < 0)] = 0
+            yield from _there(view, some, 0, whole)
 
 
-def _there(view: Span, pages: Sequence[int], at: int) -> Iterator[Copy]:
-    """Runs of pages that are there: a window has none for what it has passed over."""
-    begin = 0
-    for i, page in enumerate([*pages, -1]):
-        if page < 0:
-            if i > begin:
-                yield Copy(view, pages[begin:i], at + begin)
-            begin = i + 1
+def _there(view: Span, pages: _Numbers, at: int, whole: bool) -> Iterator[Copy]:
+    """Runs of pages that are there: a window has none for what it has passed over. All are there if it is ``whole``."""
+    if whole:
+        yield Copy(view, pages, at)
+        return
+    edges = np.flatnonzero(np.diff(pages >= 0, prepend=False, append=False))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        yield Copy(view, pages[begin:end], at + begin)
 
 
 def _nbytes(copies: Sequence[Copy], pages: Pages) -> int:
