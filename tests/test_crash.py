@@ -166,7 +166,7 @@ def resources() -> tuple[int, int, set[str]]:
     """Descriptors, mappings of arenas, and shared memory, of this process or of none."""
     maps = Path("/proc/self/maps").read_text().count("memfd:kvtide")
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    return descriptors, maps, {path.name for path in Path("/dev/shm").iterdir() if "kvtide" in path.name}
+    return descriptors, maps, {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("kvtide")}
 
 
 def kill_again_and_again(zygote: Zygote, folder: Path, times: int, seed: int) -> None:

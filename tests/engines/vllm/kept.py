@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 BLOCK = 256
-TOLD: dict[str, Any] = {"kv_transfer_params": {"priority": 0}}
-"""Of a request whose answer is to say where its tokens came from."""
-READING: dict[str, Any] = {"kv_transfer_params": {"no_store": True}}
-"""Of a request that leaves what is kept as it is, and whose answer says so too."""
+TOLD: dict[str, Any] = {"kv_transfer_params": {"max_load_ms": 30_000}}
+"""Of a request that rather waits than computes, however busy the machine is; its answer says where tokens came from."""
+READING: dict[str, Any] = {"kv_transfer_params": {"max_load_ms": 30_000, "no_store": True}}
+"""Of one that leaves what is kept as it is, too."""
 
 
 class Node(Process):
@@ -102,10 +102,10 @@ def ask(engine: Engine, tokens: Sequence[int], max_tokens: int = 8, **extra: Any
 
 def hit(engine: Engine, tokens: Sequence[int], **extra: Any) -> Answer:
     """The first answer with every whole block from the store. Where an engine's own processes spin on all cores, its
-    question to the node may come back later than it waits for that; what is computed then is stored, unless ``extra``
-    says otherwise."""
+    question to the node may come back later than any request waits for that; what is computed then is stored, unless
+    ``extra`` says otherwise."""
     for _ in range(12):
-        if (found := ask(engine, tokens, **extra)).cached >= len(tokens) // BLOCK * BLOCK:
+        if (found := ask(engine, tokens, **TOLD | extra)).cached >= len(tokens) // BLOCK * BLOCK:
             break
     return found
 
