@@ -5,8 +5,6 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 VLLM = .venv-vllm/stamp.json
-BESIDE = .venv-vllm/last-test.log
-MODELS = tests/engines tests/serve
 
 .PHONY: demo test test-all check bench format clean
 
@@ -14,14 +12,7 @@ demo: $(READY)  ## store, restart, reload and verify a realistic session
 	$(BIN)/kvtide demo
 
 test: check $(VLLM)  ## everything that must hold, in under 25 minutes on 2 cores
-	@# Side by side: the one waits for disks and sockets half the time, the other for one core.
-	@.venv-vllm/bin/pytest -m "not long" tests/engines/vllm >$(BESIDE) 2>&1 & vllm=$$!; \
-	$(BIN)/pytest -m "not long" $(MODELS:%=--ignore=%) & here=$$!; models=; \
-	trap 'kill $$vllm $$here $$models; exit 130' INT TERM; \
-	wait $$vllm; failed=$$?; \
-	$(BIN)/pytest -m "not long" $(MODELS) >>$(BESIDE) 2>&1 & models=$$!; \
-	wait $$here || failed=1; wait $$models || failed=1; \
-	echo "== with vLLM, then other engines"; cat $(BESIDE); exit $$failed
+	@bash tests/every-change.sh
 
 test-all: check $(VLLM)  ## the full matrix: long runs, and every Python version that is here
 	bash tests/all.sh
