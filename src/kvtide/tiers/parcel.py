@@ -135,6 +135,7 @@ class Packer:
         if size != guess:
             start = self._payload.get(size)  # other records' headers may lie beside it
             got = fetch([start, item.span[: max(0, room - size) if whole else 0]], 0)
+            self._sealing.check(start)  # it need not be what came the first time
         header = parse(start[:got], self._sealing.open_header)
         _check_names(header, item, sequence)
         check_table(header, size, geometry, room)
