@@ -262,6 +262,19 @@ def test_a_storage_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     again.open()
 
 
+def test_one_blob_that_hangs_does_not_hold_up_what_was_asked_for_with_it(tmp_path: Path) -> None:
+    with sessions(tmp_path) as (session,):
+        keep(session, prompt(1, 2))
+    disk = FaultyDisk()
+    with opened(tmp_path, disk, timeout=TIMEOUT) as store, store.session(MODEL) as session:
+        with session.match(prompt(1, 2), wait=30) as match:
+            gate = disk.gate("read", blobs(tmp_path)[0].name)
+            assert session.load(match).wait(30).tokens < 2 * SIZE
+            assert gate.wait_for(1)
+        gate.open()
+        until(lambda: length(session, prompt(1, 2)) == 2 * SIZE)
+
+
 def test_memory_that_a_hung_read_may_fill_is_given_to_nobody(tmp_path: Path) -> None:
     with sessions(tmp_path) as (session,):
         keep(session, prompt(1))

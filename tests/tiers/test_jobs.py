@@ -65,6 +65,21 @@ def test_a_job_that_hangs_with_memory_is_late_and_answered_when_it_ends(jobs: Jo
     answer.check()
 
 
+def test_when_one_of_a_batch_hangs_all_of_it_is_late(jobs: Jobs[int]) -> None:
+    """They are answered together: whoever waits for another of them would wait as long."""
+    go, answer = threading.Event(), Answer[bool](2)
+    late: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+
+    def run(items: Sequence[int], worker: int) -> list[bool]:
+        assert items[0] != 7 or go.wait(30)
+        return [True] * len(items)
+
+    jobs.submit(Batch("read", [7, 8], run, False, answer, late.put), 1)
+    assert late.get(timeout=30) == [7, 8]
+    go.set()
+    assert answer.wait() == [True, True]
+
+
 def test_while_one_is_late_everything_else_fails_at_once(jobs: Jobs[int]) -> None:
     hanging, first, second, third = Hanging(), Answer[bool](1), Answer[bool](8), Answer[bool](1)
     told = threading.Event()

@@ -38,7 +38,8 @@ _FEW = 64
 class Batch(Generic[T, R, W]):
     """Items, what to do with some of them (``run``), what to say of one that failed, and whom to tell in the end.
 
-    ``late`` is told of items that hang; None: they use nobody's memory, and simply fail.
+    ``late`` is told of all items when one hangs, since all are answered together; None: they use nobody's memory, and
+    those that hang simply fail.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Jobs(Generic[W]):
                 if job.batch.late is None:
                     self._give_up(job)
                 else:
-                    job.batch.late(job.items)
+                    job.batch.late(job.batch.items)
             for job in lost:
                 self._give_up(job)
 
