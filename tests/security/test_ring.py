@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from http.client import BadStatusLine
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,29 @@ def test_a_key_service_that_goes_away_is_forgiven_within_the_lease_and_not_beyon
         vault.sealed = False
         clock.advance(6)
         assert ring.find(key.id) == key
+
+
+def test_whatever_a_key_service_does_a_lease_ends(tmp_path: Path) -> None:
+    class Mad(LocalWrapper):
+        error: Exception | None = None
+
+        def unwrap(self, wrapped: bytes) -> bytes:
+            if self.error is not None:
+                raise self.error
+            return super().unwrap(wrapped)
+
+    clock, wrapper = FakeClock(), Mad(bytes(32))
+    ring = Ring(file_in(tmp_path), wrapper, 60.0, clock)
+    gone: list[bytes] = []
+    ring.on_gone(gone.append)
+    keys = [ring.of(tenant) for tenant in (ONE, OTHER)]
+    wrapper.error = BadStatusLine("SSH-2.0")
+    for _ in range(5):
+        clock.advance(15)
+        ring.tend()
+    assert sorted(gone) == sorted([ONE, OTHER])
+    with pytest.raises(Unavailable):
+        ring.find(keys[0].id)
 
 
 def test_a_dead_key_service_is_waited_for_once_and_not_for_every_key(tmp_path: Path) -> None:

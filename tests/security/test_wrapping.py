@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,32 @@ def test_the_token_may_be_in_a_file_that_is_renewed(tmp_path: Path) -> None:
             made.wrap(SECRET)
         (tmp_path / "token").write_text(TOKEN + "\n")
         assert made.unwrap(made.wrap(SECRET)) == SECRET
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{",
+        b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"data": {"plaintext": "abcde"}}',
+        b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"data": {"plaintext": 5}}',
+        b"",
+    ],
+)
+def test_whatever_answers_in_its_place_is_a_reason_and_no_error(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as line:
+                line.recv(1 << 16)
+                line.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        made = VaultWrapper(f"http://127.0.0.1:{server.getsockname()[1]}/transit/kvtide", {"VAULT_TOKEN": TOKEN})
+        with pytest.raises(Unavailable, match="does not answer"):
+            made.unwrap(b"vault:v1:abcd")
+        thread.join()
 
 
 def test_a_key_service_that_is_away_is_a_reason_and_no_error() -> None:

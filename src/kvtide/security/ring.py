@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Security
-from kvtide.errors import AuditError, ConfigError, KeyFileError
+from kvtide.errors import ConfigError, KeyFileError
 from kvtide.security.audit import Audit, audit_of
 from kvtide.security.keyfile import Entry, KeyFile, Keys
 from kvtide.security.wrapping import Away, Unavailable, Wrapper, wrapper
@@ -110,8 +110,8 @@ class Ring:
             since = self._clock.monotonic()
             try:
                 key = fetch()
-            except (Unavailable, KeyFileError, AuditError) as e:
-                why = str(e) if isinstance(e, Unavailable) else "the key file or the audit log cannot be used"
+            except Exception as e:
+                why = str(e) if isinstance(e, Unavailable) else "the key file, audit log or service cannot be used"
                 self._missing[_ALL if isinstance(e, Away) else what] = why, self._clock.monotonic() + _PAUSE
                 raise Unavailable(why) from e
             self._missing.pop(what, None)
@@ -197,7 +197,7 @@ class Ring:
                 if self._stop.is_set():
                     return
                 self._unwrap(_entry(keys, key.id))
-            except Unavailable as e:
+            except Exception as e:  # noqa: BLE001 - whatever a key service does, a lease ends
                 away = e if isinstance(e, Away) else away  # it is not asked for every key
                 if self._here(key.id) is None:
                     log.warning("key %s is dropped: %s", key.id.hex(), e)

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,7 +114,10 @@ class VaultWrapper:
 
     def unwrap(self, wrapped: bytes) -> bytes:
         text = self._ask("decrypt", "ciphertext", wrapped.decode("ascii", "replace"), "plaintext")
-        return base64.b64decode(text)
+        try:
+            return base64.b64decode(text, validate=True)
+        except ValueError as e:
+            raise Away("the key service does not answer in good order") from e
 
     def rewrap(self, wrapped: bytes) -> bytes:
         return self._ask("rewrap", "ciphertext", wrapped.decode("ascii", "replace"), "ciphertext").encode()
@@ -130,7 +134,7 @@ class VaultWrapper:
         except urllib.error.HTTPError as e:
             e.close()
             raise Unavailable(f"the key service refused to {verb}: {e.code}") from e
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
             raise Away("the key service does not answer") from e
         if not isinstance(found, str):
             raise Away("the key service does not answer")
