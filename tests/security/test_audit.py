@@ -97,6 +97,17 @@ def test_a_full_file_is_put_aside_and_the_chain_goes_on(path: Path) -> None:
     assert verify(path).problem
 
 
+def test_nothing_is_written_over_when_the_oldest_were_taken_elsewhere(path: Path) -> None:
+    log = written(path, lines=20, largest=600)
+    old = sorted(path.parent.glob("audit.jsonl.0*"))
+    old[0].unlink()
+    kept = {file: file.read_bytes() for file in old[1:]}
+    for _ in range(20):
+        log.record("hold", "held")
+    assert len(list(path.parent.glob("audit.jsonl.0*"))) > len(kept) + 3
+    assert all(file.read_bytes() == data for file, data in kept.items())
+
+
 def test_many_may_write_at_once(path: Path) -> None:
     logs = [Audit(path, largest=2000) for _ in range(4)]
     threads = [threading.Thread(target=lambda log=log: [log.record("hold", "held") for _ in range(10)]) for log in logs]

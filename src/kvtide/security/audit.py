@@ -108,7 +108,8 @@ class Audit:
         """Begin a new file if this one is full; answers the files before it."""
         old = _files(self.path)[:-1]
         if self.path.exists() and self.path.stat().st_size >= self._largest:
-            old.append(self.path.with_name(f"{self.path.name}.{len(old) + 1:06}"))
+            number = int(old[-1].suffix[1:]) + 1 if old else 1  # the oldest may have been taken elsewhere
+            old.append(self.path.with_name(f"{self.path.name}.{number:06}"))
             self.path.rename(old[-1])
         return old
 
