@@ -311,6 +311,37 @@ def test_slow_deletes_cost_nobody_his_office(storage: Storage, clock: FakeClock)
     assert terms([watcher]) == [0]
 
 
+def test_much_to_read_and_many_who_ask_cost_nobody_his_office(storage: Storage, clock: FakeClock) -> None:
+    for n in range(256):
+        storage.put(f"used.aa.{n:010}", bytes(32))
+    watcher = Process(storage, seed=1)
+
+    class Slow(View):
+        def read_part(self, name: str, into: Span, offset: int, timeout: float) -> int:
+            if name.startswith("used."):
+                clock.advance(0.1)
+                watcher.step()
+            return super().read_part(name, into, offset, timeout)
+
+        def create(self, name: str, data: bytes, timeout: float) -> bool:
+            if name.startswith("grant"):
+                clock.advance(0.1)
+                watcher.step()
+            return super().create(name, data, timeout)
+
+    steward = Steward(Papers(Slow(storage), LEASE), BUDGET, clock)
+    steward.step()
+    steward.step()
+    asking = [Process(storage, seed=2 + n) for n in range(100)]
+    for _ in range(30):
+        clock.advance(1.0)
+        for process in asking:
+            process.purse.step()
+        steward.step()
+    assert sum(name.startswith("grant") for name in storage.ever) >= 100
+    assert terms([watcher]) == [0]
+
+
 def test_a_lower_budget_is_reached_without_anybody_asking(storage: Storage, clock: FakeClock) -> None:
     for n in range(100):
         storage.put(Random(n).randbytes(32).hex(), bytes(10_000))

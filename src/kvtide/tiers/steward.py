@@ -291,6 +291,7 @@ class Steward:
                 self._grants.append((self._clock.monotonic(), nbytes))
                 self._papers.say("grant", self._term, ask.who, ask.number, nbytes)
                 self._papers.burn([ask])
+            self._live()
 
     @property
     def _free(self) -> int:
@@ -349,6 +350,8 @@ class Steward:
             if name not in self._folded:
                 for used in names_in(self._blobs, name, nbytes, self._papers.timeout) or ():
                     self._used[used] = max(when, self._used.get(used, 0.0))
-        self._folded = {name for name, _, _ in logs}
+                self._folded.add(name)
+                self._live()
+        self._folded &= {name for name, _, _ in logs}
         if len(logs) > _LOGS:
             self._blobs.delete([name for name, _, _ in logs[:-_LOGS]], self._papers.timeout)
