@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtide.testing.any_tier import AnyTierContract
-from kvtide.testing.blocks import Bytes, floats
+from kvtide.testing.blocks import Bytes, floats, keys
 from kvtide.testing.keys import ring_in
 from kvtide.testing.servers import S3Server, ValkeyServer
-from kvtide.testing.tier import TierContract
-from kvtide.tiers.base import Tier
+from kvtide.testing.tier import Caller, TierContract, shaped
+from kvtide.tiers.base import NOWHERE, Tier
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.files import Files
 from kvtide.tiers.noop import Noop
@@ -93,8 +94,8 @@ class Limit:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
 
-    def take(self, nbytes: int) -> bool:
-        return nbytes <= self._nbytes
+    def take(self, nbytes: int) -> float | None:
+        return math.inf if nbytes <= self._nbytes else None
 
     def used(self, names: Sequence[str]) -> None: ...
 
@@ -171,3 +172,15 @@ class TestNvmeSealedAndCompressed(TierContract):
 
     def content(self, key: bytes, nbytes: int) -> Bytes:
         return floats(key, nbytes)
+
+
+def test_credit_that_ended_before_the_write_began_is_not_used(tmp_path: Path) -> None:
+    class Over(Limit):
+        def take(self, nbytes: int) -> float | None:
+            return 0.0
+
+    caller = Caller(Shared(Files(tmp_path), credit=Over(1 << 30)))
+    assert caller.write(keys(2), shaped(4, 5000)) == [NOWHERE] * 2
+    assert dict(caller.statistics().reasons) == {"its credit ended before it was written": 2}
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+    caller.close()

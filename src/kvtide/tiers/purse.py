@@ -68,7 +68,7 @@ class Purse:
         self.low = threading.Event()
         """Set when it is time for a step."""
 
-    def take(self, nbytes: int) -> bool:
+    def take(self, nbytes: int) -> float | None:
         # What is begun must be done before the credit ends.
         now = self._clock.monotonic() + self._papers.lifetime / 3
         with self._lock:
@@ -76,11 +76,11 @@ class Purse:
             for credit in self._credits:
                 if credit[1] > now and credit[0] >= nbytes:
                     credit[0] -= nbytes
-                    return True
+                    return credit[1]
             self._refused = True
         if not self._asked:
             self.low.set()
-        return False
+        return None
 
     def used(self, names: Sequence[str]) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ so the caller is told that it is late, and keeps that memory aside until the ans
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -64,8 +65,8 @@ def place_of(name: str) -> int:
 class Credit(Protocol):
     """What a process may write into a storage with a byte budget, and what it tells and hears of it."""
 
-    def take(self, nbytes: int) -> bool:
-        """Whether so many bytes may be written now."""
+    def take(self, nbytes: int) -> float | None:
+        """Until when so many bytes may be written, on the clock's monotonic time; None: not now."""
 
     def used(self, names: Sequence[str]) -> None:
         """These blobs were read or written."""
@@ -253,6 +254,7 @@ class Shared:
         pages = packer.header.get(sum(sizes))
         kept: set[str] = set()
         ready: list[tuple[str, list[Span]]] = []
+        until = math.inf
         try:
             names = [self._sealing.name(item.key) for item in run]
             there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
@@ -268,8 +270,11 @@ class Shared:
                     kept.add(name)
                     continue
                 packed = packer.pack(item)
-                if self._credit is not None and not self._credit.take(packed.nbytes):
-                    raise Rejected("no credit to write")
+                if self._credit is not None:
+                    credit = self._credit.take(packed.nbytes)
+                    if credit is None:
+                        raise Rejected("no credit to write")
+                    until = min(until, credit)
                 page = pages[end - size : end]
                 packed.name(page, _SEQUENCE, self._clock.time())
             except Exception as e:  # noqa: BLE001 - see Tally
@@ -277,9 +282,9 @@ class Shared:
                 continue
             ready.append((name, [page, packed.payload]))
             if packed.payload is not item.span:
-                kept.update(self._send(ready))
-                ready = []
-        kept.update(self._send(ready))
+                kept.update(self._send(ready, until))
+                ready, until = [], math.inf
+        kept.update(self._send(ready, until))
         for item, name in zip(run, names, strict=True):
             if name in kept:
                 self._absent.pop(item.key, None)
@@ -287,16 +292,18 @@ class Shared:
             self._credit.used(list(kept))
         return [place_of(name) if name in kept else NOWHERE for name in names]
 
-    def _send(self, batch: Sequence[tuple[str, list[Span]]]) -> list[str]:
-        """Write records; the names of those that are there now."""
+    def _send(self, batch: Sequence[tuple[str, list[Span]]], until: float) -> list[str]:
+        """Write records, for which there is credit until then; the names of those that are there now."""
         if not batch:
             return []
         try:
             with self._writes:
+                if self._clock.monotonic() >= until:
+                    raise Rejected("its credit ended before it was written")
                 self._blobs.write(batch, self._timeout)
         except Exception as e:  # noqa: BLE001 - see Tally
             if len(batch) > 1 and not isinstance(e, TimeoutError):
-                return [name for one in batch for name in self._send([one])]
+                return [name for one in batch for name in self._send([one], until)]
             self._failed("write", e, len(batch))
             return []
         self._tally.moved(written=sum(len(span) for _, spans in batch for span in spans))
