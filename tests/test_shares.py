@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import kvtide
 from kvtide import BlockRemoved, BlockStored, Layout, Model, Session, Store, Tenant
 from kvtide import config as configuration
-from kvtide.errors import ConfigError
+from kvtide.block import BlockKey
+from kvtide.errors import ConfigError, LayoutError, TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.metrics import render
@@ -156,6 +157,28 @@ def test_forgetting_a_tenant_empties_its_share_and_what_it_had_before(tmp_path: 
         assert store.forget(QUIET.tag) == 5
         assert length(session, prompt(3, 4, 5)) == 0
     assert not any(b"KVTIDE\r\n" in file.read_bytes() for file in (tmp_path / "kv").rglob("*.segment"))
+
+
+def test_a_part_that_cannot_forget_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvtide.open(None, **layout(tmp_path)) as store, store.session(MODEL, QUIET) as session:
+        put(session, prompt(3, 4, 5))
+        assert store.flush(60)
+        drop = Store.drop
+
+        def dropped(part: Store, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+            if part is store:
+                raise TierError("storage does not answer")
+            return drop(part, keys, timeout)
+
+        monkeypatch.setattr(Store, "drop", dropped)
+        with pytest.raises(TierError, match="does not answer"):
+            store.forget(QUIET.tag)
+        assert length(session, prompt(3, 4, 5)) == 0
+
+
+def test_the_stores_own_key_is_no_tenants(tmp_path: Path) -> None:
+    with kvtide.open(None, **layout(tmp_path)) as store, pytest.raises(LayoutError, match="not all zero"):
+        store.forget(bytes(16))
 
 
 def test_a_tenant_with_a_share_uses_no_shared_storage(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvtide.index.index import SEALED
 from kvtide.security.acts import destroy
 from kvtide.security.audit import audit_of
 from kvtide.security.keyfile import KeyFile
+from kvtide.security.ring import OWN
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.record import belongs
 
@@ -25,8 +26,8 @@ __all__ = ["forget"]
 
 def forget(store: Store, tenant: bytes, who: str) -> int:
     """See ``Store.forget``."""
-    if len(tenant) != 16:
-        raise LayoutError(f"a tenant's tag has 16 bytes, not {len(tenant)}")
+    if len(tenant) != 16 or tenant == OWN:
+        raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
     settings = store.config.security
     audit = audit_of(settings, store.clock)
     mine: set[bytes] = set()
@@ -41,11 +42,16 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
         if store.ring is not None:
             store.ring.revoke(tenant)
-        found = 0
+        found, errors = 0, []
         # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
         for part, before in zip(store.parts, known, strict=True):
-            keys = _keys_of(part, tenant, mine)
-            found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
+            try:
+                keys = _keys_of(part, tenant, mine)
+                found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
+            except KvtideError as e:
+                errors.append(e)  # the others forget it all the same
+        if errors:
+            raise errors[0]
         result = f"done: {found} blocks"
         return found
     except KvtideError as e:

@@ -29,6 +29,7 @@ from kvtide.node.team import Team
 from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
+from kvtide.security.ring import OWN
 
 __all__ = ["LARGEST_PART", "Guest"]
 
@@ -153,8 +154,8 @@ class Guest:
             layout = p.layout_of(o.groups, o.block_tokens)
         except ValueError as e:
             raise LayoutError(str(e)) from e
-        if (len(o.namespace), len(o.tenant)) != (32, 16):
-            raise LayoutError("a namespace has 32 bytes and a tenant's tag 16")
+        if (len(o.namespace), len(o.tenant)) != (32, 16) or o.tenant == OWN:
+            raise LayoutError("a namespace has 32 bytes and a tenant's tag 16, not all zero")
         if len(layout.groups) > _GROUPS or any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
             raise LayoutError(
                 f"a layout has at most {_GROUPS} groups, and a group's name at most {_SUFFIX - len(self._trust.tag)} "
