@@ -386,10 +386,9 @@ def word_of(pages: Pages) -> int:
 
 def parts(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
     """So many at a time at most. The first are few: the bus waits while they are looked up and gathered."""
-    start, stop = 0, max(1, most // 4)
-    while start < len(copies):
-        yield copies[start:stop]
-        start, stop = stop, stop + most
+    first = max(1, most // 4)
+    for stop in range(first, len(copies) + most, most):
+        yield copies[max(0, stop - most) : stop]
 
 
 def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:

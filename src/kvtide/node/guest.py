@@ -157,16 +157,14 @@ class Guest:
         if (len(o.namespace), len(o.tenant)) != (32, 16) or o.tenant == OWN:
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16, not all zero")
         if len(layout.groups) > _GROUPS or any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
-            raise LayoutError(
-                f"a layout has at most {_GROUPS} groups, and a group's name at most {_SUFFIX - len(self._trust.tag)} "
-                "letters in this trust domain"
-            )
+            most = _SUFFIX - len(self._trust.tag)
+            raise LayoutError(f"a layout has at most {_GROUPS} groups, whose names have at most {most} letters here")
         if any(geometry.footprint >= _LARGEST for geometry in layout.geometry.values()):
             raise LayoutError(f"a block has less than {_LARGEST} bytes")
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
-        number = next(self._numbers)
-        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, self._trust.domain, self._trust.tag)
+        number, trust = next(self._numbers), self._trust
+        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, trust.domain, trust.tag)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
         return number

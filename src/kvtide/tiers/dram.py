@@ -73,8 +73,7 @@ class Dram:
         self._lock = threading.Lock()
         self._next = threading.Lock()
         self._growing = threading.Lock()
-        self._new: Segment | None = None
-        """That is in the book, but has no memory yet."""
+        self._new: Segment | None = None  # it is in the book, but has no memory yet
         self._read = self._written = self._failed_reads = self._failed_writes = 0
         self._ahead = ahead and not prefault
         self._scarce: queue.SimpleQueue[int] = queue.SimpleQueue()
