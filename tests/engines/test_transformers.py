@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,27 @@ def test_sampling_draws_the_same(llama: PreTrainedModel, store: Store) -> None:
         for _ in range(2):
             torch.manual_seed(7)
             assert torch.equal(attached.generate(**batch, **(MORE | how)).output, expected)
+
+
+@pytest.mark.parametrize("where", ["call", "settings", "model"])
+def test_who_asks_for_the_usual_cache_gets_ours(
+    llama: PreTrainedModel, store: Store, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    batch, settings = padded(prompt(300)), copy(llama.generation_config)
+    settings.update(cache_implementation="dynamic", **MORE)
+    how: dict[str, Any] = {
+        "call": MORE | {"cache_implementation": "dynamic"},
+        "settings": {"generation_config": settings},
+    }
+    if where == "model":
+        monkeypatch.setattr(llama, "generation_config", settings)
+    expected = own(llama, **batch, **how.get(where, {}))
+    with attach(llama, store) as attached:
+        for cached in (0, 256):
+            answer = attached.generate(**batch, **how.get(where, {}))
+            assert answer.report.cached == (cached,)
+            assert torch.equal(answer.output, expected)
+    assert settings.cache_implementation == "dynamic", "it is the caller's"
 
 
 @pytest.mark.parametrize(

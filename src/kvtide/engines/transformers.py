@@ -31,6 +31,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple, Self, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvtide
 from kvtide.block import BLOCK_TOKENS, LOSSY
@@ -169,8 +170,7 @@ class Attached:
                     session, chains, cache, border, loads = self._reuse(tenant, prompts, use)
             except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
                 return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
-            if call.get("cache_implementation"):
-                call["cache_implementation"] = None  # it is ours
+            _with_our_cache(call, self.model.generation_config)
             watch = self.prefill.watch(call, loads.close)
             output = self._original(**call | {"past_key_values": cache})
             self.prefill.seen(watch, len(chains) * (prompts.length - border))
@@ -362,6 +362,15 @@ class Attached:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.detach()
+
+
+def _with_our_cache(call: Call, defaults: GenerationConfig) -> None:
+    """A call that asks for the usual cache, by itself or by its settings, gets ours: both together are refused."""
+    if (given := call.get("generation_config")) is not None and given.cache_implementation:
+        call["generation_config"] = given = copy(given)
+        given.cache_implementation = None
+    if call.get("cache_implementation") or (given is None and defaults.cache_implementation):
+        call["cache_implementation"] = None
 
 
 def _trimmed(tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
