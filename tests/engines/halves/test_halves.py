@@ -292,6 +292,20 @@ def test_tenants_that_are_not_in_use_make_room(
     assert [r.cached for r in together] == [256] * 5, "those that are in use all stay"
 
 
+def test_tenants_with_pins_make_room_at_last(
+    node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tenancy, "_TENANTS", 1)
+    monkeypatch.setattr(tenancy, "_MOST", 2)
+    toy = engines(pages=200)
+    for i in range(4):
+        toy.run(Request(f"r{i}", prompt(1), tenant=tenant(i), wishes=Wishes(pin=True)))
+        toy.flush()
+    with Client(node.path) as client:
+        eventually(lambda: sum(c.sessions for c in client.status().node.clients) == 2)
+    assert caplog.text.count("unpins the blocks of the tenant that came longest ago") == 2
+
+
 # -- wishes ---------------------------------------------------------------------------------------------------
 
 

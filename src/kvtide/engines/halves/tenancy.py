@@ -28,8 +28,8 @@ log = logging.getLogger("kvtide.engines")
 
 _PINNED = 4
 """One in so many bytes of the node's DRAM may be pinned: else a few requests could leave no room for all others."""
-_TENANTS = 64
-"""That have sessions at a time, at most, but for those that are in use."""
+_TENANTS, _MOST = 64, 512
+"""That have sessions at a time: more only if they are in use or have pins, and still more only if they are in use."""
 
 
 @dataclass(slots=True)
@@ -130,8 +130,13 @@ class Tenancies:
             tenancy.pinned.update(chain.digests[:stop])
 
     def _make_room(self) -> None:
-        idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests and not tenancy.pinned]
-        for tag in idle[: max(0, len(self._tenancies) + 1 - _TENANTS)]:
+        idle = [tag for tag, tenancy in self._tenancies.items() if not tenancy.requests]
+        free = [tag for tag in idle if not self._tenancies[tag].pinned]
+        for tag in free[: max(0, len(self._tenancies) + 1 - _TENANTS)]:
+            self._tenancies.pop(tag).close()
+        pinned = [tag for tag in idle if tag in self._tenancies]
+        for tag in pinned[: max(0, len(self._tenancies) + 1 - _MOST)]:
+            log.warning("kvtide unpins the blocks of the tenant that came longest ago: %d have pins", len(pinned))
             self._tenancies.pop(tag).close()
 
     def renew(self) -> None:
