@@ -70,6 +70,8 @@ LOSSY = {"fp8": (8, 8), "k8v4": (8, 4), "r4": (4, 4)}
 
 _RUN, _SHORTEST = 64, 16
 """How many codes share a scale, at most and at least."""
+_PACKING = 64
+"""Letters of a packing's name, at most."""
 
 
 def run_of(head_dim: int) -> int:
@@ -167,6 +169,8 @@ class Group:
             raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
         if self.kind is Kind.MLA and self.heads != 1:
             raise LayoutError(f"group {self.name!r}: MLA has one latent head, not {self.heads}")
+        if len(self.packing) > _PACKING:
+            raise LayoutError(f"group {self.name!r}: the packing's name has {len(self.packing)} letters of {_PACKING}")
         if self.lossy:
             self._check_lossy()
 

@@ -8,6 +8,7 @@ process; a node's client has another, with the store behind a socket.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
 
-
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
-
 _FIRST_PART = 8 << 20
 
 
@@ -182,6 +181,7 @@ class LocalDesk:
         self._checked = store.config.dram.checksum
         self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
+        self.pinned = 0  # bytes, each block once
         self._recent = Recent(self._index)
         self._more = partial(store.search.pending, layout, self._identities)
 
@@ -225,10 +225,7 @@ class LocalDesk:
         return LocalHolding(plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
-        """The usual answer, at little cost: every block of every group is in DRAM. Under the lock.
-
-        What has expired is not: it was swept.
-        """
+        """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
         blocks = names.blocks
         have = min(have, blocks)
         part = resident.after.get(have)
@@ -319,12 +316,19 @@ class LocalDesk:
         ttl: float | None,
         priority: int,
         after: Reservation | None = None,
+        keep: int = sys.maxsize,
     ) -> Reservation:
-        now = self.store.sweep()
-        expiry = float("inf") if ttl is None else now + ttl
+        """``keep``: bytes of blocks before ``stop`` that may stay for it, at most."""
+        expiry = self.store.sweep() + (float("inf") if ttl is None else ttl)
         with contextlib.ExitStack() as stack:
+            kept: list[tuple[Rows, int]] = []
             for group in groups:
-                stack.push(self._keep(names, group, stop, priority))
+                size = self.layout.geometry[group.name].footprint
+                with self._index.lock:
+                    rows = self._raised(names, group, stop, priority)
+                    rows = stack.enter_context(self._pipeline.keep(rows, keep // size)).rows
+                    kept.append((rows[self._index.state[DRAM][rows] == SEALED], size))
+                keep -= len(kept[-1][0]) * size
             if after is not None:
                 after.followed = True
                 after.seal()
@@ -346,6 +350,7 @@ class LocalDesk:
             if ttl is not None:
                 self.store.expect_expiry(expiry)
             leases = stack.pop_all()
+        reservation.kept = kept
 
         def ended(reservation: Reservation) -> None:
             if reservation.sealed and not reservation.followed:
@@ -368,23 +373,18 @@ class LocalDesk:
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
         return rows
 
-    def _keep(self, names: Names, group: Group, stop: int, priority: int) -> Lease:
-        with self._index.lock:
-            return self._pipeline.keep(self._raised(names, group, stop, priority))
-
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        index = self._index
-        count = 0
+        index, count = self._index, 0
         with index.lock:
             for group in self.layout.groups:
-                rows = self._rows(names, group, stop)
+                rows, size = self._rows(names, group, stop), self.layout.geometry[group.name].footprint
                 if step < 0:
-                    count += index.unpin(rows, self)
+                    ended, last = index.unpin(rows, self)
+                    count, self.pinned = count + ended, self.pinned - last * size
                 else:
-                    index.pin(rows, self)
-                    count += len(rows)
+                    count, self.pinned = count + len(rows), self.pinned + index.pin(rows, self) * size
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:

@@ -279,8 +279,15 @@ def test_pins_are_their_owners_and_any_number_counts() -> None:
         index.pin(row, "many")
     index.pin(row, "one")
     assert index.pins[row] == 65_535
-    assert [index.unpin(row, owner) for owner in ("one", "one", "nobody")] == [1, 0, 0]
+    assert [index.unpin(row, owner) for owner in ("one", "one", "nobody")] == [(1, 1), (0, 0), (0, 0)]
     assert index.pins[row] > 0
     index.unpin_all("many")
     assert index.pins[row] == 0
-    assert index.unpin(row, "many") == 0
+    assert index.unpin(row, "many") == (0, 0)
+
+
+def test_a_pin_is_new_and_ended_once() -> None:
+    index = Index(tiers=1)
+    row = np.array([index.add(BlockKey(b"a" * 36), bytes(32), 0)])
+    assert [index.pin(row, "me"), index.pin(row, "me"), index.pin(row, "you")] == [1, 0, 1]
+    assert [index.unpin(row, "me"), index.unpin(row, "me")] == [(1, 0), (1, 1)]

@@ -7,17 +7,20 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtide.errors import RightError, TierError
+from kvtide import Layout
+from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node import ledger, server
+from kvtide.node import guest, ledger, server
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.store import Statistics
-from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
+from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Process, Thread, eventually
 
@@ -89,12 +92,13 @@ def test_a_process_has_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyP
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "another process does not suffer"
 
 
-def test_a_client_has_so_many_sessions(node: Thread) -> None:
+def test_a_client_has_so_many_sessions(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "_SESSIONS", 16)
     with Client(node.path) as client:
-        sessions = [client.session(MODEL) for _ in range(256)]
+        sessions = [client.session(MODEL) for _ in range(16)]
         for session in sessions:
             assert length(session, prompt(1)) == 0
-        with client.session(MODEL) as more, pytest.raises(RightError, match="256 sessions"):
+        with client.session(MODEL) as more, pytest.raises(RightError, match="16 sessions"):
             more.match(prompt(1))
         sessions[0].close()
         with client.session(MODEL) as more:
@@ -155,6 +159,76 @@ def test_a_match_has_the_room_of_what_is_given_back_with_it(node: Thread) -> Non
         for _ in range(3):
             with session.match(whole) as found:
                 assert found.tokens == len(whole)
+
+
+def test_a_prefix_that_is_pinned_again_and_again_costs_its_client_nothing_more(node: Thread) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        shared, others = prompt(*range(1, 65)), prompt(*range(1000, 1065))
+        session.store(shared, data(PLAIN, shared))
+        for _ in range(100):
+            assert session.pin(shared) == 64
+        assert length(session, shared) == len(shared)
+        assert session.store(others, data(PLAIN, others)).dropped == 0
+        for _ in range(100):
+            assert session.unpin(shared) == 64
+        assert session.unpin(shared) == 0
+
+
+def test_reservations_that_grant_nothing_hold_no_more_than_a_share(tmp_path: Path) -> None:
+    """Each keeps the blocks before its own, and that is memory too."""
+    settings: Any = {"dram": {"budget": "8MiB", "segment": "1MiB"}, "node": {"client_share": 0.25}}
+    node = Thread(tmp_path / "node.sock", **settings)
+    some = (1 << 20) // PLAIN.geometry["full"].footprint
+    with Client(node.path) as first, Client(node.path) as second:
+        greedy, modest = first.session(MODEL), second.session(MODEL)
+        prompts = [prompt(*range(1000 * n, 1000 * n + some)) for n in range(1, 9)]
+        for tokens in prompts:
+            greedy.store(tokens, data(PLAIN, tokens))
+        held = [greedy.reserve(tokens) for tokens in prompts if length(greedy, tokens) == len(tokens)]
+        assert len(held) > 6
+        assert not any(r.keys for r in held)
+        for n in range(20, 25):
+            tokens = prompt(*range(1000 * n, 1000 * n + some))
+            assert modest.store(tokens, data(PLAIN, tokens)).dropped == 0
+            with modest.match(tokens) as found:
+                assert found.tokens == len(tokens)
+        for reservation in held:
+            reservation.abort()
+        assert greedy.store(prompt(1, 2), data(PLAIN, prompt(1, 2))).stored == 2
+    node.close()
+
+
+def test_a_prompt_in_parts_is_stored_though_its_beginning_is_kept(tmp_path: Path) -> None:
+    node = Thread(tmp_path / "node.sock", dram={"budget": "8MiB", "segment": "1MiB"}, node={"client_share": 0.5})
+    some = (1 << 18) // PLAIN.geometry["full"].footprint
+    with Client(node.path) as client, client.session(MODEL) as session:
+        tokens = prompt(*range(1, 14 * some + 1))
+        blocks = data(PLAIN, tokens)
+        for n in range(14):
+            part = session.reserve(tokens, start=n * some, stop=(n + 1) * some)
+            assert (len(part.keys), part.refused) == (some, 0)
+            for view, block in zip(part.views, blocks[n * some :], strict=False):
+                view[: block.nbytes] = block.tobytes()
+            part.seal()
+        assert length(session, tokens) == len(tokens)
+    node.close()
+
+
+def test_one_group_is_reserved_once_in_a_message(node: Thread) -> None:
+    """Many times would keep the others waiting."""
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.match(prompt(1)).release()
+        (answered,) = client.line.ask([p.Reserve(1, [0, 0], bytes(32), 0, 1, None, 0)])
+        assert isinstance(answered, p.Failure)
+        assert "are not in this prompt" in answered.text
+
+
+def test_what_a_node_keeps_of_a_client_is_short(node: Thread) -> None:
+    with dialled(node.path) as sock:
+        greet(sock, p.frame(p.Hello(1, 1, "test", "", "n" * 300)))
+        assert sock.recv(1) == b"", "it is sent away"
+    with Client(node.path) as client, pytest.raises(LayoutError, match="65 letters of 64"):
+        client.session(replace(MODEL, layout=Layout((replace(PLAIN.groups[0], packing="x" * 65),), SIZE)))
 
 
 def test_a_prompt_has_so_many_blocks(node: Thread) -> None:

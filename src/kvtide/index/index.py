@@ -306,22 +306,27 @@ class Index:
 
     # -- pins ---------------------------------------------------------------------------------------------
 
-    def pin(self, rows: Rows, owner: object) -> None:
-        """Keep distinct rows from eviction until ``owner`` unpins them as often."""
+    def pin(self, rows: Rows, owner: object) -> int:
+        """Keep distinct rows from eviction until ``owner`` unpins them as often; answers how many it had not pinned."""
+        new = 0
         for row in rows.tolist():
-            self._pinned.setdefault(row, Counter())[owner] += 1
+            counts = self._pinned.setdefault(row, Counter())
+            new += owner not in counts
+            counts[owner] += 1
             self._count_pins(row)
+        return new
 
-    def unpin(self, rows: Rows, owner: object) -> int:
-        """End one pin of distinct rows, of those that ``owner`` has pinned; answers how many."""
-        mine = [row for row in rows.tolist() if owner in self._pinned.get(row, ())]
+    def unpin(self, rows: Rows, owner: object) -> tuple[int, int]:
+        """End one pin of distinct rows that ``owner`` has pinned; answers of how many, and of how many the last."""
+        mine, last = [row for row in rows.tolist() if owner in self._pinned.get(row, ())], 0
         for row in mine:
             counts = self._pinned[row]
             counts[owner] -= 1
             if not counts[owner]:
                 del counts[owner]
+                last += 1
             self._count_pins(row)
-        return len(mine)
+        return len(mine), last
 
     def unpin_all(self, owner: object) -> None:
         """``owner`` is gone, and so are its pins."""

@@ -34,6 +34,10 @@ class Lease:
     def __repr__(self) -> str:
         return f"<Lease {len(self._rows)} blocks>"
 
+    @property
+    def rows(self) -> Rows:
+        return self._rows
+
     def release(self) -> None:
         """Give the right back. Views made under it must not be used any more."""
         rows, self._rows = self._rows, _NONE
@@ -61,6 +65,7 @@ class Reservation:
         "door",
         "followed",
         "generations",
+        "kept",
         "keys",
         "on_end",
         "refused",
@@ -88,6 +93,8 @@ class Reservation:
         self.sealed = False
         self.followed = False
         """Whether another one goes on with the same prompt."""
+        self.kept: list[tuple[Rows, int]] = []
+        """Earlier blocks that stay as long, with the bytes of each."""
         self.refused = 0
         """Blocks that are not here, and for which there was no room."""
         self.on_end: list[Callable[[Reservation], None]] = []

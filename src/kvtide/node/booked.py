@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -62,12 +63,33 @@ class Account:
     It outlives them: what workers still use when a session has ended is lost to others as before.
     """
 
-    __slots__ = ("_enough", "room")
+    __slots__ = ("_enough", "_kept", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
         """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
         self._enough = room // 2
+        self._kept: Counter[int] = Counter()
+        """How many of its reservations keep a row: those of one prompt keep the same."""
+
+    def reserved(self, made: Reservation, nbytes: int) -> None:
+        """It has those slots, and keeps those blocks, until the reservation ends."""
+        kept = [(rows.tolist(), size) for rows, size in made.kept]
+        self.room -= nbytes
+        for rows, size in kept:
+            self.room -= size * sum(row not in self._kept for row in rows)
+            self._kept.update(rows)
+
+        def let_go(_: Reservation) -> None:
+            self.room += nbytes
+            for rows, size in kept:
+                for row in rows:
+                    self._kept[row] -= 1
+                    if not self._kept[row]:
+                        del self._kept[row]
+                        self.room += size
+
+        made.on_end.append(let_go)
 
     @property
     def ample(self) -> bool:
@@ -86,8 +108,6 @@ class Booked:
         self._account = account
         self.holdings: dict[int, LocalHolding] = {}
         self.reservations: dict[int, Reservation] = {}
-        self._pinned = 0
-        """Bytes."""
         self.team: Team | None = None
 
     @property
@@ -120,20 +140,15 @@ class Booked:
         self.holdings[number] = holding
         self._account.room -= holding.part.nbytes
 
-    def pin(self, nbytes: int) -> None:
-        """So many bytes were pinned; less than 0: unpinned."""
-        self._pinned += nbytes
-        self._account.room -= nbytes
+    def pin(self, names: Names, stop: int | None, step: int) -> int:
+        before = self.desk.pinned
+        count = self.desk.pin(names, stop, step)
+        self._account.room -= self.desk.pinned - before
+        return count
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Slots to be written, by the client or by workers of its team."""
-        size = sum(len(view) for view in made.views)
-        self._account.room -= size
-
-        def let_go(_: Reservation) -> None:
-            self._account.room += size
-
-        made.on_end.append(let_go)
+        self._account.reserved(made, sum(len(view) for view in made.views))
         if writers:
             assert self.team is not None
             self.team.delegate(number, made, writers)
@@ -167,4 +182,4 @@ class Booked:
                 log.exception("a right could not be given back")
         self.reservations.clear()
         self.desk.close()
-        self.pin(-self._pinned)
+        self._account.room += self.desk.pinned

@@ -35,7 +35,7 @@ __all__ = ["LARGEST_PART", "Guest"]
 
 log = logging.getLogger("kvtide.node")
 
-_SESSIONS = 256
+_SESSIONS = 4096
 LARGEST_PART = 1 << 30
 """Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
 _GROUPS = 64
@@ -243,7 +243,8 @@ class Guest:
         session.check_rights()
         layout = session.layout
         names = self._names(session, o.digests, o.tokens)
-        if not 0 <= o.start <= o.stop <= names.blocks or any(not 0 <= g < len(layout.groups) for g in o.groups):
+        known = set(o.groups) <= set(range(len(layout.groups))) and len(set(o.groups)) == len(o.groups)
+        if not 0 <= o.start <= o.stop <= names.blocks or not known:
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
         if not -100 <= o.priority <= 100 or (o.ttl is not None and not o.ttl > 0):
             raise LayoutError(f"priority {o.priority} or ttl {o.ttl} is out of range")
@@ -254,7 +255,8 @@ class Guest:
         each = sum(layout.geometry[g.name].footprint for g in groups)
         room = min(self._account.room, LARGEST_PART)
         stop = min(o.stop, o.start + max(0, room) // max(1, each))
-        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after)
+        keep = max(0, self._account.room - (stop - o.start) * each) // 2  # what follows needs room too
+        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
             del session.reservations[o.after]
@@ -290,9 +292,7 @@ class Guest:
         most = max(g.footprint for g in session.layout.geometry.values())
         if step > 0 and names.blocks * len(session.layout.groups) * most > self._account.room:
             return 0
-        count = session.desk.pin(names, o.stop, step)
-        session.pin(step * count * most)
-        return count
+        return session.pin(names, o.stop, step)
 
     def _drop(self, o: p.Drop) -> int:
         session = self._session(o.session)

@@ -81,6 +81,8 @@ LARGEST: Final = 16 << 20
 """A longer frame closes the connection."""
 OPERATIONS: Final = 1000
 """So does one with more operations."""
+Word = Annotated[str, msgspec.Meta(max_length=256)]
+"""What a node keeps of a client must not be long."""
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):
@@ -95,10 +97,10 @@ class Hello(_Message, tag="hello"):
 
     oldest: int
     newest: int
-    version: str
-    token: str = ""
+    version: Word
+    token: Word = ""
     """Empty for a new client; that of its client for a connection for notices."""
-    client: str = ""
+    client: Word = ""
     """What the client calls itself, at this node and its successors: something random."""
     mapped: list[str] = []
     """Memory of earlier nodes that it still has, by name."""
@@ -289,7 +291,7 @@ class Invite(_Message, tag="invite"):
     """Let workers with this token, which the client has chosen, join a session of ``ranks`` ranks. Answer: nil."""
 
     session: int
-    token: str
+    token: Word
     ranks: int
 
 

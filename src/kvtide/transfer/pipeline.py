@@ -10,6 +10,7 @@ to a colder tier while it stays readable in DRAM. Out: a drop is answered when n
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,10 +155,11 @@ class Pipeline:
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
                 self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
 
-    def keep(self, rows: Rows) -> Lease:
-        """Blocks of one chain, head first, are about to get children: hold those that only DRAM has. Under the lock."""
+    def keep(self, rows: Rows, most: int = sys.maxsize) -> Lease:
+        """Blocks of one chain, head first, are about to get children: hold those that only DRAM has, so many at most.
+        Under the lock."""
         self._uses.touch(rows)
-        return self.lease(rows[~self._descent.saved(rows)])
+        return self.lease(rows[~self._descent.saved(rows)][:most])
 
     def asked(self, rows: Rows, length: int) -> None:
         """The first blocks of a prompt of ``length`` blocks, head first, were asked for. Under the index's lock."""
