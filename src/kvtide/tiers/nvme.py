@@ -164,14 +164,27 @@ class Nvme:
         used: not for the threads that serve.
         """
         page, places, keys = Scratch().get(ALIGN), [], []
-        for place, key, (fd, offset, size, _) in self._shelves.traces():
-            with contextlib.suppress(OSError):
-                if self._shelves.read(fd, [page], offset) < ALIGN or not mine(page):
+        shelves = self._shelves
+
+        def is_mine(fd: int, offset: int) -> bool:
+            return shelves.read(fd, [page], offset) == ALIGN and mine(page)
+
+        for place, key, (fd, offset, size, _) in shelves.traces():
+            gone = False
+            with contextlib.suppress(OSError, Rejected):
+                if not is_mine(fd, offset):
                     continue
-                self._disk.discard(fd, offset, size)
-            if key is None:
+                with shelves.erasing():  # from here on the slot does not become another's
+                    with shelves.lock:
+                        coming = place in shelves.coming
+                    if gone := is_mine(fd, offset) and not coming:
+                        self._disk.discard(fd, offset, size)
+                    elif coming and mine(page):  # another's payload may be there already, but not its header
+                        page[:] = bytes(ALIGN)
+                        shelves.write(fd, [page], offset)
+            if gone and key is None:
                 places.append(place)
-            else:
+            elif gone and key is not None:
                 keys.append(key)
         return places, keys
 

@@ -5,7 +5,7 @@ slots, adding and recutting segments, and erases blocks so that they do not come
 directory is opened stands in opening.py; how a block becomes a record, and who does it on which thread, in nvme.py.
 
 A dropped block must not come back, whatever happens. So three things are remembered besides what is where: free slots
-whose header still names a block (``_stale``), slots whose header is just being written (``_coming``), and segments
+whose header still names a block (``_stale``), slots whose header is just being written (``coming``), and segments
 that were written to since they were last synced (``_dirty``), because until then a power loss may bring back what was
 overwritten.
 
@@ -55,16 +55,15 @@ class Shelves:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
         self._disk = directory.disk
-        # A queue of turns is a semaphore without a line of Python in it.
-        self._turns: SimpleQueue[None] = SimpleQueue()
+        self._turns: SimpleQueue[None] = SimpleQueue()  # a semaphore without a line of Python in it
         for _ in range(writes):
             self._turns.put(None)
         self._directory = directory
         self._directory.create()
         self._directory.lock()
         self._files: dict[int, int] = {}
-        self._coming: dict[int, BlockKey] = {}
-        """Slots that are being written: which block the header may name by now."""
+        self.coming: dict[int, BlockKey] = {}
+        """Slots that are, or will be, written: which block the header may name by now."""
         self._dirty: set[int] = set()
         """Segments that were written to since they were last synced."""
         self._nameless: set[int] = set()
@@ -90,8 +89,7 @@ class Shelves:
             self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
             found = Opening(directory, self._direct, self.segments)
             self._files = found.files
-            self.held: Held | None = found.run(self._journal)
-            """What was here before."""
+            self.held: Held | None = found.run(self._journal)  # what was here before
         except OSError as e:
             self._let_go()
             raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
@@ -106,11 +104,7 @@ class Shelves:
         """Slots that hold nothing but whose header still names a block: where, and which."""
         self.reasons = found.reasons
         """Why blocks and segments were refused."""
-        # What a predecessor wrote may not be on the medium yet.
-        self._dirty.update(self._files)
-
-    def __repr__(self) -> str:
-        return f"<Shelves {self._directory.path}: {self.segments.used} of {self.budget} bytes>"
+        self._dirty.update(self._files)  # what a predecessor wrote may not be on the medium yet
 
     @property
     def taken(self) -> int:
@@ -155,15 +149,14 @@ class Shelves:
         with self.lock:
             first = self._sequence
             self._sequence += len(keys)
-            self._coming.update(zip(places, keys, strict=True))
+            self.coming.update(zip(places, keys, strict=True))
             return [(self._files[segment_of(p)], self.segments.offset(p), first + i) for i, p in enumerate(places)]
 
     def name(self, place: int, page: Span, sequence: int, record: bytes, before: Span | None = None) -> None:
         """Write a record's header, its payload being written: if it goes well, the record is kept.
 
         ``record`` is then for the journal, which ``note`` tells. ``before`` is the payload of the slot before, which
-        ends where this header begins: it is written in the same call.
-        Not while headers are erased: the slot of a block that is being dropped may be another's by now.
+        ends where this header begins. Not while headers are erased: a slot may be another's by now.
         """
         number = segment_of(place)
         with self.lock:
@@ -187,14 +180,14 @@ class Shelves:
                 if self._erasing:
                     self._headers.notify_all()
                 if written:
-                    del self._stale[place], self._coming[place]
+                    del self._stale[place], self.coming[place]
                     self._dirty.add(number)
                     self._unnoted.append(record)
 
     def failed(self, place: int) -> None:
         """The record could not be written."""
         with self.lock:
-            self._coming.pop(place, None)
+            self.coming.pop(place, None)
             self.segments.release(place)
 
     def free(self, key: BlockKey, place: int) -> None:
@@ -221,8 +214,10 @@ class Shelves:
         """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
         left = np.array(owners, np.int64)
         for _ in range(1000 * len(owners)):
-            with self.lock:
+            with self._headers:
+                self._headers.wait_for(lambda: not self._erasing)
                 places = self.segments.take_many(size, len(left), left)
+                self.coming.update(dict.fromkeys(places, ANY))
             yield from places
             left = left[len(places) :]
             if not len(left) or not (self._grow(size) or (make_room and make_room(size))):
@@ -310,26 +305,31 @@ class Shelves:
 
     def drop(self, items: Sequence[tuple[BlockKey, int]]) -> list[bool]:
         """Erase blocks, so that they do not come back; False for those that may."""
-        # While a segment is cut anew, it can be said neither what its headers name nor where they lie.
+        with self.erasing():
+            failed = self._overwrite(items)
+            self.note()
+        return [key not in failed for key, _ in items]
+
+    @contextlib.contextmanager
+    def erasing(self) -> Iterator[None]:
+        """No header is written meanwhile, no slot given away, no segment cut: what headers name does not change."""
         with self._grow_lock:
             with self._headers:
                 self._erasing = True
                 self._headers.wait_for(lambda: not self._naming)
             try:
-                failed = self._overwrite(items)
+                yield
             finally:
                 with self._headers:
                     self._erasing = False
                     self._headers.notify_all()
-            self.note()
-        return [key not in failed for key, _ in items]
 
     def _overwrite(self, items: Sequence[tuple[BlockKey, int]]) -> set[BlockKey]:
         """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
         keys = {key for key, _ in items}
         with self.lock:
             wanted = keys | {ANY}
-            named = [(k, p) for names in (self._stale, self._coming) for p, k in names.items() if k in wanted]
+            named = [(k, p) for names in (self._stale, self.coming) for p, k in names.items() if k in wanted]
             live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p)]
             generations = [self.segments.generation(p) for _, p in live]
             targets = [(k, p, self._files[segment_of(p)], self.segments.offset(p)) for k, p in named + live]
