@@ -19,7 +19,8 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.testing.blocks import keys
+from kvtide.errors import TierError
+from kvtide.testing.blocks import aligned, keys
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.tier import Answer, Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
@@ -935,3 +936,44 @@ def test_an_answer_does_not_wait_for_other_batches(path: Path) -> None:
         assert not slow._calls
     assert NOWHERE not in [p for answer in (slow, *queued) for p in answer.wait()]
     caller.close()
+
+
+def test_what_is_shredded_is_not_what_another_has_just_written(tmp_path: Path) -> None:
+    """A slot with a payload still has the header of the block before it."""
+    tier = Nvme(tmp_path / "tier", BUDGET, segment=1 << 20, threads=2)
+    caller = Caller(tier)
+    old, new = keys(2)
+    (place,) = caller.write([old], SMALL)
+    tier.evict(old, place)
+    shelves = tier._shelves
+    size = shelves.find([place])[0][2] or shelves.segments[segment_of(place)].size
+    assert list(shelves.take(size, [1], None)) == [place]
+    ((fd, offset, _),) = shelves.begin([new], [place])
+    payload = aligned(ALIGN)
+    payload[:] = b"new!" * (ALIGN // 4)
+    shelves.write(fd, [payload], offset + ALIGN)
+    assert tier.shred(lambda page: bytes(page[:8]) == MAGIC) == ([], [])
+    found = aligned(2 * ALIGN)
+    assert shelves.read(fd, [found], offset) == 2 * ALIGN
+    assert bytes(found[:ALIGN]) == bytes(ALIGN), "the old one is named no more"
+    assert found[ALIGN:] == payload
+    shelves.failed(place)
+    (place,) = caller.write([old], SMALL)
+    assert tier.shred(lambda page: bytes(page[:8]) == MAGIC) == ([place], [])
+    caller.close()
+
+
+def test_a_segment_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    caller = Caller(Nvme(tmp_path / "tier", BUDGET, segment=1 << 20, threads=2))
+    names = keys(3)
+    caller.write(names, SMALL)
+    caller.close()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "tier").glob("*.segment")}
+    disk = FaultyDisk()
+    disk.arm(Fault("read", How.FAIL, errno.EIO, files="*.segment"))
+    with pytest.raises(TierError, match=r"Input/output error\. Nothing was touched"):
+        Nvme(tmp_path / "tier", BUDGET, segment=1 << 20, threads=2, disk=disk)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "tier").glob("*.segment")} == before
+    again = Caller(Nvme(tmp_path / "tier", BUDGET, segment=1 << 20, threads=2))
+    assert sum(len(held.keys) for held in again.tier.scan()) == 3
+    again.close()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey
-from kvtide.errors import TierVersionError
+from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.base import Held
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.journal import FREED, HOLDS, PER_SLOT, RECORD, WRITING, Journal, entry, latest, replay
@@ -88,7 +88,10 @@ class Opening:
         try:
             return self._directory.segment_header(fd)
         except OSError as e:
-            return e.strerror or str(e)
+            raise TierError(
+                f"{path} cannot be read: {e.strerror or e}. Nothing was touched. Mend the disk, or take that file away "
+                "if its blocks may be lost"
+            ) from e
         except Rejected as e:
             kind, _, version = str(e).partition(" ")
             if kind == "version" and int(version) > FORMAT:
