@@ -14,20 +14,19 @@ class Learner:
 
     def __init__(self, uses: Uses) -> None:
         self._uses = uses
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtide-learner", daemon=True)
         if uses.learns:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():  # to learn ends what is due, so that it is looked at before each wait too
             self._uses.due.wait()
-            if self._closed:
-                return
-            self._uses.learn()
+            if not self._closed.is_set():
+                self._uses.learn()
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._uses.due.set()
         if self._thread.ident is not None:
             self._thread.join()
