@@ -28,6 +28,7 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.interface import HYBRID, MODEL, PLAIN, SIZE, data, everything, length, prompt, until
 from kvtide.tiers.disk import Disk
+from kvtide.transfer import search
 from tests.pairs import run_both
 
 TIMEOUT = 0.2
@@ -273,6 +274,30 @@ def test_one_blob_that_hangs_does_not_hold_up_what_was_asked_for_with_it(tmp_pat
             assert gate.wait_for(1)
         gate.open()
         until(lambda: length(session, prompt(1, 2)) == 2 * SIZE)
+
+
+def test_nobody_joins_a_load_that_was_given_up(tmp_path: Path) -> None:
+    with sessions(tmp_path) as (session,):
+        keep(session, prompt(1))
+    disk = FaultyDisk()
+    with opened(tmp_path, disk, timeout=TIMEOUT) as store, store.session(MODEL) as session:
+        with session.match(prompt(1), wait=30) as match:
+            gate = disk.gate("read", "*")
+            assert session.load(match).wait(30).tokens == 0
+            assert session.load(match).wait(30).tokens == 0, "though it still hangs"
+        gate.open()
+
+
+def test_a_long_prompt_with_a_hole_is_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its first block is elsewhere: the rest need not be looked for, however much it is."""
+    monkeypatch.setattr(search, "_STEP", 1)
+    tokens = prompt(*range(600))
+    with sessions(tmp_path, count=2) as (here, there):
+        here.store(tokens, data(PLAIN, tokens))
+        here.drop(tokens[:SIZE])
+        keep(there, tokens[:SIZE])
+        with here.match(tokens, wait=30) as found:
+            assert found.tokens > 200 * SIZE, "as many as there is room for"
 
 
 def test_memory_that_a_hung_read_may_fill_is_given_to_nobody(tmp_path: Path) -> None:

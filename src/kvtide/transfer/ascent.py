@@ -108,7 +108,7 @@ class Ascent:
             left = rows
             while len(left):
                 left = self._start(left, identity, transfer)
-                if len(left) and not self._dram.grow(identity.geometry.footprint, identity.domain):
+                if len(left) and not self._room.grow(identity):
                     self._counts["loads dropped: no room in DRAM"] += len(left)
                     transfer.finish(left.tolist(), [False] * len(left))
                     break
@@ -124,6 +124,9 @@ class Ascent:
             away, here = _part(rows, index.state[DRAM], ABSENT)
             if len(here):
                 here, coming = _part(here, index.state[DRAM], SEALED)
+                if self._residents.doomed:  # they will not come, or nobody knows when
+                    lost = self._residents.are_doomed(coming)
+                    away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
                 for row in coming.tolist():
                     self._flights[row] = (*self._flights.get(row, ()), transfer)
             for cold in self._colds:

@@ -98,12 +98,15 @@ class Search:
         wishes: list[Wish] = []
         needed: set[BlockKey] = set()
         """Without which it is no use to look further."""
+        shortest = min(len(keys) for _, _, keys, _ in prompt.values())
+        while start < shortest and all(whole[start : start + _STEP].all() for _, _, _, whole in prompt.values()):
+            start += _STEP  # all of it is here already
         for kind, who, keys, whole in prompt.values():
             mine = [key for key, here in zip(keys[start:][:_STEP], whole[start:].tolist(), strict=False) if not here]
             wishes += [(key, who) for key in mine]
             if kind in (Kind.FULL, Kind.MLA):
                 needed.update(mine)
-        ends = start + _STEP >= min(len(keys) for _, _, keys, _ in prompt.values())
+        ends = start + _STEP >= shortest
 
         def ask(number: int, left: list[Wish]) -> None:
             cold, tier = self._tiers[number]
