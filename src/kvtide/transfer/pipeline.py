@@ -198,14 +198,13 @@ class Pipeline:
         return absent
 
     def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
-        size, domain = pledge.identity.geometry.footprint, pledge.identity.domain
         done = 0
         while done < len(pledge.keys):
             events: list[Event] = []
             with self._index.lock:
                 done = self._grant(pledge, done, granted, events)
             self._feed.publish(events)
-            if done < len(pledge.keys) and not self._dram.grow(size, domain):
+            if done < len(pledge.keys) and not self._room.grow(pledge.identity):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
                 return
 

@@ -64,6 +64,18 @@ class Room:
             places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
         return places
 
+    def grow(self, what: Identity) -> bool:
+        """Take memory for such a block or, where the system has none though the budget does, evict. Not under the
+        lock."""
+        size, domain = what.geometry.footprint, what.domain
+        if self._dram.grow(size, domain):
+            return True
+        events: list[Event] = []
+        with self._index.lock:
+            made = self.make(ladder(size) | domain, 1, events)
+        self._feed.publish(events)
+        return made
+
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
         """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
         quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
