@@ -454,6 +454,8 @@ def test_blocks_that_others_have_named_have_the_keys_of_prompts_of_their_own() -
     assert together.keys(b"full") == [key for chain in alone for key in chain.keys(b"full")]
     assert [together.tokens_of(i) for i in range(3)] == [chain.tokens_of(0) for chain in alone]
     assert namer.apart("kind", names[::-1]).digests == together.digests[::-1]
+    with pytest.raises(LayoutError, match="one block twice"):
+        namer.apart("kind", [b"one", b"one"])
 
 
 def test_a_chain_says_how_long_it_is() -> None:

@@ -120,6 +120,8 @@ def test_a_budget_allows_what_was_not_used_and_no_more() -> None:
     clock.now += 1e6
     assert [budget.take(600), budget.take(1)] == [True, False], "a minute's worth is saved, not a week's"
     assert budget.take(100, last=True)
+    budget.give_back(1000)
+    assert budget.take(1), "what is not written after all does not count"
 
 
 def test_the_tighter_of_two_limits_counts() -> None:

@@ -193,6 +193,8 @@ class Namer:
         """A prompt of blocks that somebody else has named: each has the key that it would have alone, with tokens that
         are all 0 and its name as an extra. What comes before it is not in its key: they may stand in any order.
         """
+        if len(set(names)) != len(names):
+            raise LayoutError("a prompt cannot have one block twice")
         chain = Chain(self)
         nothing = bytes(4 * self.block_tokens)
         hasher, start = blake3(key=self._key), ROOT + self.block_tokens.to_bytes(4, "little") + nothing

@@ -46,6 +46,10 @@ class WriteBudget:
         self._left -= nbytes
         return True
 
+    def give_back(self, nbytes: int) -> None:
+        """So many bytes that may be written will not be."""
+        self._left += nbytes
+
     def _refill(self) -> None:
         now = self._clock.monotonic()
         self._left = min(self._left + (now - self._last) * self.rate, self.rate * _BURST)

@@ -82,6 +82,8 @@ class Descent:
                 rows = rows[: len(items)]
                 break
             if not cold.lane.room(len(span)):
+                if cold.budget is not None:
+                    cold.budget.give_back(len(span))
                 break
             write = Write(
                 index.key(row),
