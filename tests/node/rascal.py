@@ -18,7 +18,7 @@ from kvtide.testing.interface import PLAIN
 __all__ = ["TRICKS", "Rascal"]
 
 GROUPS = [list(msgspec.structs.astuple(g)) for g in p.describe(PLAIN)]
-OPEN = ["open", GROUPS, PLAIN.block_tokens, bytes(32), bytes(16)]
+OPEN = ["open", GROUPS, PLAIN.block_tokens, bytes(32), b"rascal".ljust(16)]
 
 
 def packed(value: Any) -> bytes:
@@ -113,9 +113,10 @@ class Rascal:
             sock.sendall(packed([1, [OPEN]]))
             (session,) = self._answer(sock)[1]
             lies: list[list[Any]] = [
-                ["open", huge, 2**40, bytes(32), bytes(16)],
-                ["open", GROUPS, -1, bytes(32), bytes(16)],
-                ["open", GROUPS, 16, bytes(3), bytes(16)],
+                ["open", huge, 2**40, bytes(32), bytes(range(16))],
+                ["open", GROUPS, -1, bytes(32), bytes(range(16))],
+                ["open", GROUPS, 16, bytes(3), bytes(range(16))],
+                ["open", GROUPS, 16, bytes(32), bytes(16)],
                 ["match", session, digests[:33], 0],
                 ["match", session, digests, -1],
                 ["match", session + 1, digests, 0],

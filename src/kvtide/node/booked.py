@@ -63,11 +63,14 @@ class Account:
     It outlives them: what workers still use when a session has ended is lost to others as before.
     """
 
-    __slots__ = ("_enough", "_kept", "room")
+    __slots__ = ("_enough", "_kept", "keeps", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
         """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        self.keeps = room
+        """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
+        leave."""
         self._enough = room // 2
         self._kept: Counter[int] = Counter()
         """How many of its reservations keep a row: those of one prompt keep the same."""
@@ -77,7 +80,7 @@ class Account:
         kept = [(rows.tolist(), size) for rows, size in made.kept]
         self.room -= nbytes
         for rows, size in kept:
-            self.room -= size * sum(row not in self._kept for row in rows)
+            self.keeps -= size * sum(row not in self._kept for row in rows)
             self._kept.update(rows)
 
         def let_go(_: Reservation) -> None:
@@ -87,7 +90,7 @@ class Account:
                     self._kept[row] -= 1
                     if not self._kept[row]:
                         del self._kept[row]
-                        self.room += size
+                        self.keeps += size
 
         made.on_end.append(let_go)
 

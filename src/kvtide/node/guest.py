@@ -255,7 +255,7 @@ class Guest:
         each = sum(layout.geometry[g.name].footprint for g in groups)
         room = min(self._account.room, LARGEST_PART)
         stop = min(o.stop, o.start + max(0, room) // max(1, each))
-        keep = max(0, self._account.room - (stop - o.start) * each) // 2  # what follows needs room too
+        keep = max(0, self._account.keeps)
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
