@@ -27,6 +27,8 @@ from kvtide.tiers.record import Rejected
 from kvtide.tiers.sealing import OPEN, Sealing
 
 FOUR = shaped(4, 5000)
+EVEN = shaped(4, 8192)
+"""Without padding, and so with short sections that are opened from elsewhere into place."""
 BUDGET = 4 << 20
 
 
@@ -84,10 +86,15 @@ class Record:
                 got += size
             return got
 
-        room = len(self.bytes)
-        got = fetch([aligned(ALIGN), span[: max(0, room - ALIGN) if sections is None else 0]], 0)
+        room, packer = len(self.bytes), Packer("raw", sealing or Sealing(self.ring))
+        number = 0 if sections is None and room == ALIGN + geometry.footprint else None
+        if number is None:
+            into: Sequence[Span] = [span[: max(0, room - ALIGN) if sections is None else 0]]
+        else:
+            into = packer.into(wish, number)
+        got = fetch([aligned(ALIGN), *into], 0)
         self.bytes = bytearray(changed) or self.bytes
-        Packer("raw", sealing or Sealing(self.ring)).unpack(wish, 7, start, got, room, fetch)
+        packer.unpack(wish, 7, start, got, room, fetch, number)
         return holds(span, geometry, self.data, sections)
 
 
@@ -98,10 +105,13 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     made.close()
 
 
+@pytest.mark.parametrize("who", [FOUR, EVEN])
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 @pytest.mark.parametrize("tokens", [b"", b"token ids!!!" * 500])
-def test_a_record_and_each_of_its_sections_can_be_read(ring: Ring, compression: str, tokens: bytes) -> None:
-    record = Record(ring, FOUR, compression, tokens)
+def test_a_record_and_each_of_its_sections_can_be_read(
+    ring: Ring, who: Identity, compression: str, tokens: bytes
+) -> None:
+    record = Record(ring, who, compression, tokens)
     assert record.read()
     for first in range(4):
         for last in range(first + 1, 5):
@@ -112,7 +122,7 @@ def test_a_record_and_each_of_its_sections_can_be_read(ring: Ring, compression: 
 @given(data=st.data())
 def test_no_change_of_a_record_passes(ring: Ring, data: st.DataObject) -> None:
     """Whatever byte of it is changed; with a checksum that is right again too."""
-    record = Record(ring, FOUR, data.draw(st.sampled_from(["raw", "zstd"])))
+    record = Record(ring, data.draw(st.sampled_from([FOUR, EVEN])), data.draw(st.sampled_from(["raw", "zstd"])))
     at = data.draw(st.sampled_from(record.meant))
     record.bytes[at] ^= data.draw(st.integers(1, 255))
     if at < record.header and at not in range(16, 32) and data.draw(st.booleans()):
@@ -137,11 +147,12 @@ def test_a_record_that_changes_while_it_is_read_is_looked_at_again(ring: Ring) -
         again.read(changed=forged)
 
 
-def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring) -> None:
-    record, again = Record(ring, FOUR), Record(ring, FOUR)
+@pytest.mark.parametrize("who", [FOUR, EVEN])
+def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring, who: Identity) -> None:
+    record, again = Record(ring, who), Record(ring, who)
     assert record.bytes[record.header :] != again.bytes[record.header :]  # the same block, sealed twice
-    stride, first = FOUR.geometry.stride, record.header
-    swapped = Record(ring, FOUR)
+    stride, first = who.geometry.stride, record.header
+    swapped = Record(ring, who)
     swapped.bytes[first : first + stride], swapped.bytes[first + stride : first + 2 * stride] = (
         swapped.bytes[first + stride : first + 2 * stride],
         swapped.bytes[first : first + stride],
@@ -232,16 +243,34 @@ def test_what_was_dropped_without_its_key_does_not_come_back_with_it(tmp_path: P
     caller.close()
 
 
-def test_encryption_can_be_turned_on_and_off_over_the_same_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", [FOUR, EVEN])
+def test_encryption_can_be_turned_on_and_off_over_the_same_directory(tmp_path: Path, who: Identity) -> None:
     written: list[BlockKey] = []
     for start, seals in ((0, False), (10, True), (20, False), (30, True)):
         caller = opened(tmp_path, ring_in(tmp_path), seals=seals, accept_open=True)
         places = found(caller)
         assert set(places) == set(written)
-        assert all(caller.finds(list(places), FOUR, list(places.values())))
-        caller.write(keys(10, start=start), FOUR)
+        assert all(caller.finds(list(places), who, list(places.values())))
+        caller.write(keys(10, start=start), who)
         written += keys(10, start=start)
         caller.close()
+
+
+def test_neighbours_of_a_spoilt_block_are_read(tmp_path: Path) -> None:
+    """They are read in one call, to memory that they have for themselves, and each is opened from there."""
+    caller = opened(tmp_path, ring_in(tmp_path))
+    names = keys(20)
+    places = caller.write(names, EVEN)
+    segment = min((tmp_path / "tier").glob("*.segment"))
+    with segment.open("r+b") as file:
+        data = bytearray(file.read())
+        at = data.index(b"KVTIDE", data.index(b"KVTIDE", ALIGN) + 1) + 2 * ALIGN  # in the second or a later record
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    hits = caller.finds(names, EVEN, places)
+    assert hits.count(False) == 1
+    assert reasons(caller) == {"corrupt payload": 1}
+    caller.close()
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])

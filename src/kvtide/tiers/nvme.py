@@ -42,6 +42,11 @@ __all__ = ["Nvme"]
 
 T = TypeVar("T")
 
+_ASIDE = 4 << 20
+"""Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
+_OPENERS = 6
+"""Threads that read sealed records with short sections; more would stand in each other's way. See ``Sealing.turn``."""
+
 
 class Nvme:
     """A directory of blocks. Opening it takes it for this process alone.
@@ -69,7 +74,7 @@ class Nvme:
         sealing: Sealing = OPEN,
     ) -> None:
         self._durable = durable
-        self._sealed = sealing.seals
+        self._sealing = sealing
         self._compressed = compression != "raw"
         packers = [Packer(compression, sealing) for _ in range(2 * threads)]
         self._disk = disk or Disk()
@@ -98,8 +103,11 @@ class Nvme:
         if not batch:
             done([])
         found = self._shelves.find([item.place for item in batch])
-        runs = runs_of(list(zip(batch, found, strict=True)), len(batch) // len(self._threads))
-        self._share(Batch(runs, finish), self._read_run, len(runs))
+        most, helpers = len(batch) // len(self._threads), len(self._threads)
+        if batch and self._sealing.aside(batch[0].identity.geometry):
+            most, helpers = min(most, _ASIDE // max(len(item.span) for item in batch)), _OPENERS
+        runs = runs_of(list(zip(batch, found, strict=True)), most)
+        self._share(Batch(runs, finish), self._read_run, min(len(runs), helpers))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -222,10 +230,10 @@ class Nvme:
             # Of several, not all need be bad: each for itself.
             return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], packer)[0] for one in run]
         sizes = []
-        for (item, (fd, offset, room, sequence)), start in zip(run, starts, strict=True):
-            fetch = partial(self._fetch, fd, offset)
+        for i, ((item, (fd, offset, room, sequence)), start) in enumerate(zip(run, starts, strict=True)):
+            fetch, number = partial(self._fetch, fd, offset), i if _whole(item, room) else None
             try:
-                sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch))
+                sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
             except Exception as e:  # noqa: BLE001 - see Tally
                 sizes.append(self._failed_read(e))
             got -= room
@@ -240,8 +248,12 @@ class Nvme:
         pages = packer.header.get(size * len(run))
         starts = [pages[i : i + size] for i in range(0, len(pages), size)]
         into: list[Span] = []
-        for (item, _), start in zip(run, starts, strict=True):
-            into += start, item.span[: max(0, room - size) if item.sections is None else 0]
+        for i, ((item, _), start) in enumerate(zip(run, starts, strict=True)):
+            into.append(start)
+            if _whole(item, room):
+                into += packer.into(item, i)
+            elif item.sections is None:
+                into.append(item.span[: max(0, room - size)])
         return starts, self._shelves.read(fd, into, offset)
 
     def _fetch(self, fd: int, offset: int, into: Sequence[Span], at: int) -> int:
@@ -253,7 +265,7 @@ class Nvme:
 
     def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], packer: Packer) -> None:
         try:
-            runs = self._writer.runs(batch, copied=self._sealed)
+            runs = self._writer.runs(batch, copied=self._sealing.seals)
         except Exception as e:  # noqa: BLE001 - see Tally
             self._tally.failed("write", e, len(batch))
             finish([NOWHERE] * len(batch))
@@ -262,3 +274,8 @@ class Nvme:
         self._share(shared, self._writer.write, len(runs) - 1)
         # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
         shared.work(self._writer.write, packer)
+
+
+def _whole(item: Read, room: int) -> bool:
+    """Whether all of a block is wanted from a record in a slot of that size, and lies there as long as it is."""
+    return item.sections is None and room == usual_header(item) + len(item.span)

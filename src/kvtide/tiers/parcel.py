@@ -13,7 +13,9 @@ compressed, only some of them are wanted), the packer fetches more. Nothing is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +26,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import Read, Write
 from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
-from kvtide.tiers.sealing import OPEN, TAG, Seal, Sealing
+from kvtide.tiers.sealing import OPEN, TAG, Aside, Seal, Sealing
 
 __all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
 
@@ -86,14 +88,16 @@ class Packed(NamedTuple):
 class Packer:
     """Makes records of blocks and blocks of records. For one thread at a time."""
 
-    __slots__ = ("_codec", "_decoder", "_payload", "_sealed", "_sealing", "header")
+    __slots__ = ("_asides", "_codec", "_decoder", "_free", "_payload", "_sealed", "_sealing", "header")
 
     def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
         self.header = codec.Scratch()
         """For headers, the thread's own."""
         self._payload = codec.Scratch()
         self._sealed = [codec.Scratch()]
+        self._asides: list[Aside] = []
         self._sealing = sealing
+        self._free = threading.Semaphore()
         self._codec = codec.make(compression)
         self._decoder = self._codec
 
@@ -111,54 +115,89 @@ class Packer:
             if number == len(self._sealed):
                 self._sealed.append(codec.Scratch())
             room = self._sealed[number].get(len(payload) + TAG)
-            payload = seal.close_sections(payload, table, item.key, room)
+            with self._turn(item):
+                payload = seal.close_sections(payload, table, item.key, room)
         return Packed(item, size, payload, table, kind, seal)
 
-    def unpack(self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch) -> int:
+    def into(self, item: Read, number: int) -> Sequence[Span]:
+        """Where the payload of a record is best read to, of which all is wanted, and which is as long as the block.
+
+        That is the block's span, or memory of the packer's, valid until it is asked again with the same ``number``,
+        where sections can be opened without another copy. Tell ``unpack`` the number then.
+        """
+        if not self._sealing.aside(item.identity.geometry):
+            return [item.span]
+        if number == len(self._asides):
+            self._asides.append(Aside())
+        return self._asides[number].sections(item.identity.geometry)
+
+    def unpack(
+        self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch, number: int | None = None
+    ) -> int:
         """How many bytes of a block were read and are sound, after the first ``got`` of its record were read.
 
-        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span. The record has
-        ``room`` bytes at most. Raises Rejected for what is not the block, or not whole.
+        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span or, with a
+        ``number``, where ``into`` said. The record has ``room`` bytes at most. Raises Rejected for what is not the
+        block, or not whole.
         """
         self._sealing.check(start)
         names, geometry = item.identity, item.identity.geometry
         guess, whole = len(start), item.sections is None
+        aside = self._asides[number] if number is not None and self._sealing.aside(geometry) else None
         expected = sequence, item.key, names.namespace, names.tenant, names.layout
-        if whole and got == guess + geometry.footprint and sound(start, item.span, geometry, expected):
+        usual = whole and aside is None and got == guess + geometry.footprint
+        if usual and sound(start, item.span, geometry, expected):
             return geometry.footprint
         sections = item.wanted
         if not sections:
             raise Rejected("no such sections")
-        size = recognise(start[:got])
-        if size > room:
-            raise Rejected("corrupt header")
-        if size != guess:
-            start = self._payload.get(size)  # other records' headers may lie beside it
-            got = fetch([start, item.span[: max(0, room - size) if whole else 0]], 0)
-            self._sealing.check(start)  # it need not be what came the first time
-        header = parse(start[:got], self._sealing.open_header)
-        _check_names(header, item, sequence)
-        check_table(header, size, geometry, room)
-        if header.codec == codec.RAW:
-            payload = item.span
-            nbytes = len(sections) * geometry.stride
-        else:
-            table = header.sections[sections.start : sections.stop]
-            nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
-            payload = self._payload.get(nbytes)
-        if whole and header.codec == codec.RAW:
-            if got < size + nbytes:
-                raise Rejected("torn")
-        elif fetch([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
-            raise Rejected("torn")
-        if header.sealed is None:
-            verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
-        else:
-            room_for_one = self._sealed[0].get(geometry.section + TAG)
-            self._sealing.old(*header.sealed).open_sections(payload, header.sections, sections, item.key, room_for_one)
+        turn = self._turn(item)
+
+        def fetched(into: Sequence[Span], offset: int) -> int:
+            with _outside(turn):  # it may hang
+                return fetch(into, offset)
+
+        with turn:
+            size = recognise(start[:got])
+            if size > room:
+                raise Rejected("corrupt header")
+            if size != guess:
+                start = self._payload.get(size)  # other records' headers may lie beside it
+                got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
+                self._sealing.check(start)  # it need not be what came the first time
+                aside = None
+            header = parse(start[:got], self._sealing.open_header)
+            _check_names(header, item, sequence)
+            check_table(header, size, geometry, room)
+            if header.codec == codec.RAW:
+                payload = item.span
+                nbytes = len(sections) * geometry.stride
+            else:
+                table = header.sections[sections.start : sections.stop]
+                nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
+                payload = self._payload.get(nbytes)
+            if whole and header.codec == codec.RAW and (aside is None or header.sealed is not None):
+                if got < size + nbytes:
+                    raise Rejected("torn")
+            else:
+                aside = None
+                if fetched([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
+                    raise Rejected("torn")
+            if header.sealed is None:
+                verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
+            elif aside is not None:
+                self._sealing.old(*header.sealed).open_aside(aside, header.sections, item.key, payload)
+            else:
+                room_for_one = self._sealed[0].get(geometry.section + TAG)
+                seal = self._sealing.old(*header.sealed)
+                seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
         if header.codec != codec.RAW:
             codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
         return nbytes
+
+    def _turn(self, item: Read | Write) -> threading.Semaphore:
+        """To be held while a record is sealed or opened; nobody else's where none is."""
+        return self._sealing.turn(item.identity.geometry.section) or self._free
 
     def _reader(self) -> codec.Codec:
         """What reads compressed records, where raw ones are written too."""
@@ -169,6 +208,16 @@ class Packer:
                 raise Rejected("its codec is not installed") from e
             assert self._decoder is not None
         return self._decoder
+
+
+@contextmanager
+def _outside(turn: threading.Semaphore) -> Iterator[None]:
+    """Let others have their turn meanwhile."""
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
 
 
 def check_sections(header: Header, payload: Span, sealing: Sealing) -> None:
