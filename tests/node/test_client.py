@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
+from kvtide.node import remote
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Apart, Process, Thread, apart, eventually
@@ -346,3 +348,22 @@ def test_a_prompt_that_was_all_there_is_not_found_when_a_part_of_it_was_dropped(
         assert length(session, prompt(1, 2)) == 16
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
         assert length(session, prompt(1, 2)) == 32
+
+
+@pytest.mark.parametrize("colder", [True, False])
+def test_a_store_goes_in_parts_where_a_disk_waits_for_the_first_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colder: bool
+) -> None:
+    """Else parts are messages that nobody needs."""
+    monkeypatch.setattr(remote, "_FIRST_PART", 1)
+    disk: dict[str, Any] = {"nvme": {"path": str(tmp_path / "disk"), "budget": "64MiB"}} if colder else {}
+    node = Thread(tmp_path / "socket", dram={"budget": "64MiB"}, **disk)
+    try:
+        with Client(node.path) as client, client.session(MODEL) as session:
+            blocks = prompt(*range(8))
+            before = client.status().node.requests
+            assert session.store(blocks, data(PLAIN, blocks)).stored == 8
+            asked = client.status().node.requests - before - 2  # a session was opened, and this was asked
+            assert asked == (5 if colder else 2)  # parts of 1, 2, 4 and 1 blocks, or one; and the end
+    finally:
+        node.close()

@@ -163,7 +163,7 @@ def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterat
                 return {"store": sample, "load": sample}
 
         contestants = {"kvtide": ours, "memcpy": limit, **settings.peers.server_copies(clients, nbytes, count)}
-        rounds = compare(contestants, settings.rounds(11, 3), settings.progress)
+        rounds = compare(contestants, settings.rounds(31, 3), settings.progress)
     who = "memcpy on one core" if clients == 1 else f"memcpy by {clients} processes"
     name = "node-{task}-32mib" + ("" if clients == 1 else f"-{clients}-clients")
     yield from records(settings, name, rounds, who, 0.85, 2.0)

@@ -122,6 +122,8 @@ class Welcome(_Message, tag="welcome"):
     """Of this node. Its memory is called ``life-segment`` in ``Hello`` and ``Unmapped``, by its successors too."""
     dram: int = 0
     """Bytes of DRAM that the node's blocks may take."""
+    colder: bool = True
+    """Whether the node has tiers below DRAM."""
 
 
 class Failure(_Message, tag="failure"):

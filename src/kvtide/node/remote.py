@@ -27,6 +27,7 @@ from kvtide.transfer.transfer import Transfer
 
 __all__ = ["RemoteDesk"]
 
+_FIRST_PART = 128 << 20
 _NO_ROWS = np.zeros(0, np.int64)
 
 T = TypeVar("T", bound="Transfer | Promise")
@@ -112,7 +113,12 @@ class RemoteDesk:
         self._number = 0
         self._invited: tuple[str, int] | None = None
 
-    first_part = 128 << 20
+    @property
+    def first_part(self) -> int:
+        try:
+            return _FIRST_PART if self._client.line.welcome.colder else self.largest
+        except Lost:
+            return 0
 
     @property
     def largest(self) -> int:

@@ -267,6 +267,7 @@ class Node:
                 min(self.store.largest_part, LARGEST_PART),
                 self.ledger.life,
                 config.dram.budget,
+                self.store.has_colder,
             )
         )
         if hello.token:
