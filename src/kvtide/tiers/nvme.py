@@ -44,8 +44,6 @@ T = TypeVar("T")
 
 _ASIDE = 4 << 20
 """Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
-_OPENERS = 6
-"""Threads that read sealed records with short sections; more would stand in each other's way. See ``Sealing.turn``."""
 
 
 class Nvme:
@@ -103,11 +101,11 @@ class Nvme:
         if not batch:
             done([])
         found = self._shelves.find([item.place for item in batch])
-        most, helpers = len(batch) // len(self._threads), len(self._threads)
-        if batch and self._sealing.aside(batch[0].identity.geometry):
-            most, helpers = min(most, _ASIDE // max(len(item.span) for item in batch)), _OPENERS
+        most = len(batch) // len(self._threads)
+        if batch and self._sealing.seals:
+            most = min(most, _ASIDE // max(len(item.span) for item in batch))
         runs = runs_of(list(zip(batch, found, strict=True)), most)
-        self._share(Batch(runs, finish), self._read_run, min(len(runs), helpers))
+        self._share(Batch(runs, finish), self._read_run, len(runs))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:

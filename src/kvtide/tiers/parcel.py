@@ -26,7 +26,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import Read, Write
 from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
-from kvtide.tiers.sealing import OPEN, TAG, Aside, Seal, Sealing
+from kvtide.tiers.sealing import OPEN, TAG, Aside, Seal, Sealing, turn
 
 __all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
 
@@ -88,7 +88,7 @@ class Packed(NamedTuple):
 class Packer:
     """Makes records of blocks and blocks of records. For one thread at a time."""
 
-    __slots__ = ("_asides", "_codec", "_decoder", "_free", "_payload", "_sealed", "_sealing", "header")
+    __slots__ = ("_asides", "_codec", "_decoder", "_free", "_payload", "_sealed", "_sealing", "_shared", "header")
 
     def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
         self.header = codec.Scratch()
@@ -97,7 +97,7 @@ class Packer:
         self._sealed = [codec.Scratch()]
         self._asides: list[Aside] = []
         self._sealing = sealing
-        self._free = threading.Semaphore()
+        self._shared, self._free = turn(), threading.Lock()
         self._codec = codec.make(compression)
         self._decoder = self._codec
 
@@ -151,13 +151,13 @@ class Packer:
         sections = item.wanted
         if not sections:
             raise Rejected("no such sections")
-        turn = self._turn(item)
+        mine = self._turn(item)
 
         def fetched(into: Sequence[Span], offset: int) -> int:
-            with _outside(turn):  # it may hang
+            with _outside(mine):  # it may hang
                 return fetch(into, offset)
 
-        with turn:
+        with mine:
             size = recognise(start[:got])
             if size > room:
                 raise Rejected("corrupt header")
@@ -195,9 +195,9 @@ class Packer:
             codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
         return nbytes
 
-    def _turn(self, item: Read | Write) -> threading.Semaphore:
+    def _turn(self, item: Read | Write) -> threading.Lock:
         """To be held while a record is sealed or opened; nobody else's where none is."""
-        return self._sealing.turn(item.identity.geometry.section) or self._free
+        return self._shared if self._sealing.turns(item.identity.geometry.section) else self._free
 
     def _reader(self) -> codec.Codec:
         """What reads compressed records, where raw ones are written too."""
@@ -211,13 +211,13 @@ class Packer:
 
 
 @contextmanager
-def _outside(turn: threading.Semaphore) -> Iterator[None]:
+def _outside(mine: threading.Lock) -> Iterator[None]:
     """Let others have their turn meanwhile."""
-    turn.release()
+    mine.release()
     try:
         yield
     finally:
-        turn.acquire()
+        mine.acquire()
 
 
 def check_sections(header: Header, payload: Span, sealing: Sealing) -> None:

@@ -18,12 +18,12 @@ key does not depend on the block's.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ _HEADER = b"\xff" * 12
 """The nonce of a header's body. It has a key of its own; the number is one that no section has."""
 _SHORT = 128 << 10
 """Sections with fewer bytes take the cipher less time than a thread takes to wake up."""
-_FEW = threading.BoundedSemaphore(2)
+_TURNS = itertools.cycle((threading.Lock(), threading.Lock()))
 
 
 def _derive(key: DataKey, salt: bytes, what: bytes) -> Any:
@@ -77,6 +77,11 @@ def _bounds(table: npt.NDArray[np.void]) -> tuple[list[int], list[int]]:
 def _clear(page: Span | bytearray) -> bytes:
     """The fields that stand open, without checksum and tag: nobody may change them either."""
     return bytes(page[:16]) + bytes(page[32:80])
+
+
+def turn() -> threading.Lock:
+    """One of two, for one of many threads."""
+    return next(_TURNS)
 
 
 class Aside:
@@ -194,7 +199,9 @@ class Seal:
         each = int(table["stored"][0])
         nonces, sections = _nonces(range(len(table))), map(out.__getitem__, _cuts(each, len(table)))
         try:
-            deque(map(unseal, nonces, aside.tagged, repeat(None), sections), 0)  # with no line of Python in between
+            deque(
+                map(unseal, nonces, aside.tagged, itertools.repeat(None), sections), 0
+            )  # with no line of Python in between
         except InvalidTag as e:
             raise Rejected("corrupt payload") from e
 
@@ -239,13 +246,13 @@ class Sealing:
         except Unavailable as e:
             raise Rejected(str(e)) from e
 
-    def turn(self, section: int) -> threading.Semaphore | None:
-        """What to hold while a record with sections of that size is sealed or opened, if anything.
+    def turns(self, section: int) -> bool:
+        """Whether to hold a ``turn`` while a record with sections of that size is sealed or opened.
 
         Every call of the cipher lets another thread have the interpreter, and then waits for it. Of a short section
         that takes longer than the cipher does: two threads seal more of them than many.
         """
-        return _FEW if self._ring is not None and section < _SHORT else None
+        return self._ring is not None and section < _SHORT
 
     def aside(self, geometry: Geometry) -> bool:
         """Whether records of such blocks are best read to where ``Aside`` says."""
