@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtide import Layout
+from kvtide import Layout, Match
 from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import guest, ledger, server
@@ -211,6 +212,45 @@ def test_a_prompt_in_parts_is_stored_though_its_beginning_is_kept(tmp_path: Path
                 view[: block.nbytes] = block.tobytes()
             part.seal()
         assert length(session, tokens) == len(tokens)
+    node.close()
+
+
+def test_what_requests_have_in_common_counts_once(tmp_path: Path) -> None:
+    """A hundred that begin with one system prompt hold it once, and are no reason for misses or refusals."""
+    node = Thread(tmp_path / "node.sock", dram={"budget": "8MiB", "segment": "1MiB"}, node={"client_share": 0.5})
+    each = PLAIN.geometry["full"].footprint
+    common = range(1, (1 << 20) // each + 1)
+    with Client(node.path) as client, client.session(MODEL) as session, client.session(MODEL) as other:
+        prompts = [prompt(*common, 1000 + i) for i in range(20)]
+        for tokens in prompts:
+            session.store(tokens, data(PLAIN, tokens))
+        (guest,) = node.node._guests.values()
+        account, full, rng = guest._account, guest._account.room, random.Random(0)
+        held: dict[int, Match] = {}
+        for _ in range(300):
+            i = rng.randrange(40)
+            if i in held:
+                held.pop(i).release()
+            else:
+                held[i] = (other if i % 2 else session).match(prompts[i // 2])
+                assert held[i].tokens == len(prompts[i // 2]), "all of it is here"
+            if len({n // 2 for n in held}) > 10:  # beyond half of what it may have, if all were added up
+                client.statistics()  # takes along what was put off
+                assert full - account.room == (len(common) + len({n // 2 for n in held})) * each
+        assert session.store(prompt(2000, 2001), data(PLAIN, prompt(2000, 2001))).stored == 2
+        for match in held.values():
+            match.release()
+        client.statistics()
+        assert account.room == full
+    node.close()
+
+
+def test_of_a_prompt_longer_than_there_is_room_the_beginning_can_be_pinned(tmp_path: Path) -> None:
+    node = Thread(tmp_path / "node.sock", dram={"budget": "8MiB", "segment": "1MiB"}, node={"client_share": 0.25})
+    with Client(node.path) as client, client.session(MODEL) as session:
+        tokens = prompt(*range(1, (4 << 20) // PLAIN.geometry["full"].footprint + 1))
+        session.store(tokens[: 2 * 16], data(PLAIN, tokens[: 2 * 16]))
+        assert session.pin(tokens, stop=2) == 2
     node.close()
 
 

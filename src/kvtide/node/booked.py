@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtide.block import BlockKey
 from kvtide.desk import LocalDesk, LocalHolding
@@ -15,6 +18,7 @@ from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
+from kvtide.store import Store
 
 __all__ = ["Account", "Booked", "Names"]
 
@@ -22,6 +26,7 @@ log = logging.getLogger("kvtide.node")
 
 _RIGHTS = 10_000
 """That one session may have at a time."""
+_NO_COUNTS = np.zeros(1, np.int32)
 _BLOCKS = 1 << 17
 """That one operation may name: more would keep the others waiting."""
 
@@ -61,9 +66,12 @@ class Account:
     """What one client has of the node's memory, in all its sessions.
 
     It outlives them: what workers still use when a session has ended is lost to others as before.
+
+    Requests that begin alike hold the same blocks. As long as there is plenty of room what each holds is simply added
+    up; when there is not, each block is counted once, which takes longer.
     """
 
-    __slots__ = ("_enough", "_kept", "keeps", "room")
+    __slots__ = ("_counts", "_enough", "_held", "_kept", "keeps", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -72,24 +80,75 @@ class Account:
         """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
         leave."""
         self._enough = room // 2
-        self._kept: Counter[int] = Counter()
+        self._kept: defaultdict[Store, Counter[int]] = defaultdict(Counter)
         """How many of its reservations keep a row: those of one prompt keep the same."""
+        self._held: dict[LocalHolding, LocalDesk] = {}
+        self._counts: dict[Store, npt.NDArray[np.int32]] | None = None
+        """How many of its holdings have a row, once there is not plenty of room."""
 
-    def reserved(self, made: Reservation, nbytes: int) -> None:
+    def hold(self, holding: LocalHolding, desk: LocalDesk) -> None:
+        self._held[holding] = desk
+        if self._counts is not None:
+            self.room -= self._count(holding, desk, 1)
+            return
+        self.room -= holding.part.nbytes
+        if not self.ample:
+            self._counts = {}
+            for held, its in self._held.items():
+                self.room += held.part.nbytes - self._count(held, its, 1)
+
+    def give_back(self, holding: LocalHolding) -> None:
+        desk = self._held.pop(holding)
+        if self._counts is None:
+            self.room += holding.part.nbytes
+            return
+        self.room += self._count(holding, desk, -1)
+        if not self._held:
+            self._counts = None
+
+    def _count(self, holding: LocalHolding, desk: LocalDesk, step: int) -> int:
+        """Count its rows, or count them no more (``step`` -1); the bytes of those that no other holding has."""
+        assert self._counts is not None
+        nbytes = 0
+        for name, rows in holding.part.rows.items():
+            counts = self._counts.get(desk.store, _NO_COUNTS)
+            top = int(rows.max(initial=0))
+            if top >= len(counts):
+                counts = np.pad(counts, (0, 2 * top + 1 - len(counts)))
+                self._counts[desk.store] = counts
+            counts[rows] += step
+            alone = int(np.count_nonzero(counts[rows] == max(0, step)))
+            nbytes += alone * desk.layout.geometry[name].footprint
+        return nbytes
+
+    def room_for(self, desk: LocalDesk, names: Names, have: int) -> int:
+        """Bytes that a match of this prompt may have: those of its beginning that are held already cost nothing."""
+        if self._counts is None:
+            return self.room
+        counts, index, free = self._counts.get(desk.store, _NO_COUNTS), desk.store.index, 0
+        for group in desk.layout.groups:
+            with index.lock:
+                rows = index.rows(names.keys(group.suffix))[have:]
+            here = (rows > 0) & (rows < len(counts))
+            held = np.append(counts[np.where(here, rows, 0)] * here > 0, False)
+            free += int(np.argmin(held)) * desk.layout.geometry[group.name].footprint
+        return self.room + free
+
+    def reserved(self, made: Reservation, nbytes: int, store: Store) -> None:
         """It has those slots, and keeps those blocks, until the reservation ends."""
-        kept = [(rows.tolist(), size) for rows, size in made.kept]
+        kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
         self.room -= nbytes
         for rows, size in kept:
-            self.keeps -= size * sum(row not in self._kept for row in rows)
-            self._kept.update(rows)
+            self.keeps -= size * sum(row not in counts for row in rows)
+            counts.update(rows)
 
         def let_go(_: Reservation) -> None:
             self.room += nbytes
             for rows, size in kept:
                 for row in rows:
-                    self._kept[row] -= 1
-                    if not self._kept[row]:
-                        del self._kept[row]
+                    counts[row] -= 1
+                    if not counts[row]:
+                        del counts[row]
                         self.keeps += size
 
         made.on_end.append(let_go)
@@ -139,9 +198,12 @@ class Booked:
         if len(self.holdings) + len(self.reservations) >= _RIGHTS:
             raise RightError(f"this session holds {_RIGHTS} rights; release some")
 
-    def hold(self, number: int, holding: LocalHolding) -> None:
+    def match(self, number: int, names: Names, have: int, prefill: float | None) -> LocalHolding:
+        """Hold what is found, under that number."""
+        holding = self.desk.match(names, have, prefill, self._account.room_for(self.desk, names, have))
         self.holdings[number] = holding
-        self._account.room -= holding.part.nbytes
+        self._account.hold(holding, self.desk)
+        return holding
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         before = self.desk.pinned
@@ -151,7 +213,7 @@ class Booked:
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Slots to be written, by the client or by workers of its team."""
-        self._account.reserved(made, sum(len(view) for view in made.views))
+        self._account.reserved(made, sum(len(view) for view in made.views), self.desk.store)
         if writers:
             assert self.team is not None
             self.team.delegate(number, made, writers)
@@ -170,7 +232,7 @@ class Booked:
 
     def _give_back(self, holding: LocalHolding) -> None:
         holding.release()
-        self._account.room += holding.part.nbytes
+        self._account.give_back(holding)
 
     def end(self) -> None:
         """Give everything back: the client does not look at the memory any more, though its workers may."""

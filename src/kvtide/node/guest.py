@@ -188,9 +188,8 @@ class Guest:
         session.check_rights()
         if o.have < 0:
             raise LayoutError(f"have is {o.have}")
-        found = session.desk.match(self._names(session, o.digests), o.have, o.prefill, self._account.room)
         number = next(self._numbers)
-        session.hold(number, found)
+        found = session.match(number, self._names(session, o.digests), o.have, o.prefill)
         plan = found.plan
         return p.Matched(
             number,
@@ -290,7 +289,7 @@ class Guest:
         session = self._session(o.session)
         names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
         most = max(g.footprint for g in session.layout.geometry.values())
-        if step > 0 and names.blocks * len(session.layout.groups) * most > self._account.room:
+        if step > 0 and len(range(names.blocks)[: o.stop]) * len(session.layout.groups) * most > self._account.room:
             return 0
         return session.pin(names, o.stop, step)
 
