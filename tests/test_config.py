@@ -121,6 +121,7 @@ def test_variables_of_no_section_are_not_ours() -> None:
         ("dram.budget", 4096, "a size such as 4096, 512MiB or 1.5GB, at least 1 MiB"),
         ("dram.budget", -1, "at least 1 MiB"),
         ("dram.budget", True, "a size"),
+        ("dram.budget", 10**400, "a size"),
         ("dram.segment", MiB + 1, "at least 1 MiB, a multiple of 4 KiB"),
         ("dram.segment", 4096, "at least 1 MiB, a multiple of 4 KiB"),
         ("dram.huge_pages", "1GiB", "one of '2MiB', 'no', 'transparent'"),
@@ -158,6 +159,7 @@ def test_broken_files_are_named() -> None:
     assert refusal(file="bad.toml").startswith("bad.toml cannot be read as TOML")
     said = refusal(env={"KVTIDE_CONFIG": "none.toml"})
     assert re.match(r"none\.toml cannot be read as TOML: .*No such file", said)
+    assert "cannot be read" in refusal(env={"KVTIDE_CONFIG": "~no-such-user/kvtide.toml"})
     Path("bad.toml").write_text("dram = 5\n")
     assert refusal(file="bad.toml") == "bad.toml: [dram] is 5; it must be a table of settings"
 

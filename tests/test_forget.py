@@ -208,6 +208,21 @@ def test_forget_at_nodes_says_done_or_by_when(tmp_path: Path, run: Callable[...,
     node.close()
 
 
+@pytest.mark.parametrize("address", ["https://host", "https://host:94l0", "https://host:99999"])
+def test_a_mistyped_address_is_refused_before_anything_is_destroyed(
+    tmp_path: Path, run: Callable[..., tuple[int, str]], address: str
+) -> None:
+    with kvtide.open(**settings(tmp_path)) as home:
+        store(home, OTHER)
+    code, said = run("forget", "--tenant", OTHER.tag.hex(), "--node", "https://127.0.0.1:9", "--node", address)
+    assert (code, address in said) == (2, True)
+    assert "destroyed" not in run("keys", "list")[1]
+
+
+def test_what_is_no_log_is_not_one_that_was_changed(tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
+    assert run("audit", "verify", str(tmp_path)) == (2, f"{tmp_path} cannot be read as a log: Is a directory")
+
+
 def test_rotation_by_command(tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
     with kvtide.open(**settings(tmp_path)) as home:
         store(home, OTHER)

@@ -273,7 +273,7 @@ class _Field(Struct, frozen=True):
             value: Value = convert(parsed, self.type, strict=False)
             if isinstance(value, str) or isfinite(value):
                 return value
-        except (ConfigError, ValidationError, RuntimeError):  # RuntimeError: "~nobody" has no home
+        except (ConfigError, ValidationError, OverflowError, RuntimeError):  # RuntimeError: "~nobody" has no home
             pass
         raise ConfigError(f"{source}: {name} is {given!r}; it must be {self.accepts()}")
 
@@ -350,10 +350,11 @@ def _from_file(file: str | Path | None, env: Mapping[str, str]) -> Iterator[_Giv
     here = "kvtide.toml" if Path("kvtide.toml").is_file() else ""
     if not (chosen := file or env.get("KVTIDE_CONFIG") or here):
         return
-    path = Path(chosen).expanduser()
+    path = Path(chosen)
     try:
+        path = path.expanduser()
         tree = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     yield from _from_tree(tree, str(path))
 

@@ -12,6 +12,7 @@ be overwritten.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import threading
@@ -254,9 +255,10 @@ class _Look:
         for number in self._directory.segments():
             path = self._directory.segment(number)
             try:
-                size = path.stat().st_size
-                fd = self._disk.open(path, direct=True)
+                size, fd = path.stat().st_size, self._disk.open(path, direct=True)
             except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE):
+                    raise TierError(f"{self._path} has more segments than files may be open: raise ulimit -n") from e
                 self._problems[number] = f"unreadable: {e.strerror}"
                 continue
             self._files[number] = fd
@@ -264,7 +266,7 @@ class _Look:
                 self._problems[number] = "emptied"
                 continue
             try:
-                header = self._directory.segment_header(fd)
+                header = self._headers[number] = self._directory.segment_header(fd)
             except Rejected as e:
                 if (words := str(e).split())[0] == "version" and int(words[1]) > FORMAT:
                     raise TierVersionError(
@@ -276,7 +278,6 @@ class _Look:
             except OSError as e:
                 self._problems[number] = f"unreadable: {e.strerror}"
                 continue
-            self._headers[number] = header
             if size < header.nbytes:
                 self._problems[number] = f"truncated: {header.nbytes - size} bytes are missing"
 

@@ -57,3 +57,15 @@ def test_without_storage_it_says_what_to_name(monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["evict", "--budget", "1GiB"])
     assert isinstance(result.exception, ConfigError)
     assert "objects.url" in str(result.exception)
+
+
+def test_it_ends_whatever_it_does_at_the_moment(tmp_path: Path) -> None:
+    """It is nearly always at work with a lease so short."""
+    command = [sys.executable, "-m", "kvtide", "evict", "--path", str(tmp_path), "--budget", "1MB", "--lease", "0.001"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until((tmp_path / ROOT).exists)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    result = CliRunner().invoke(app, ["evict", "--path", str(tmp_path), "--budget", "1MB", "--lease", "0"])
+    assert "more than 0 seconds" in str(result.exception)

@@ -8,6 +8,7 @@ when it is run or listed, and keeps imports that only it needs (benchmarks, plot
 from __future__ import annotations
 
 import pkgutil
+import resource
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -67,6 +68,9 @@ def kvtide(
 
 def main() -> None:
     """Run the command line. What kvtide raises on purpose is one red message and exit code 2."""
+    # As many as there may be: a tier has a file open for each of its segments, a node a socket for each client.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         app()
     except KvtideError as error:

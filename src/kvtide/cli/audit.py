@@ -9,6 +9,7 @@ import typer
 
 from kvtide import config as configuration
 from kvtide.cli._tenant import log_of
+from kvtide.errors import AuditError
 
 __all__ = ["app"]
 
@@ -35,7 +36,10 @@ def verify(
     from kvtide.security.audit import verify as check
 
     path = log or log_of(configuration.read(file).security).path
-    found = check(path)
+    try:
+        found = check(path)
+    except OSError as e:
+        raise AuditError(f"{path} cannot be read as a log: {e.strerror}") from e
     typer.echo(f"{path}: {found.lines} lines, the last with hash {found.last}")
     if found.problem:
         typer.echo(found.problem)

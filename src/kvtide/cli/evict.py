@@ -46,13 +46,17 @@ def evict(
     from kvtide.tiers.steward import Papers, Steward
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not lease > 0:
+        raise ConfigError(f"--lease is {lease:g}; it must be more than 0 seconds")
     objects = configuration.read().objects
     if path is None and not objects.url:
         raise ConfigError("there is no storage to keep a budget in: give --path, or set objects.url")
     storage = open_objects(objects) if path is None else files.Files(path / blobs.ROOT)
     papers = Papers(storage, lease)
     keeper = Keeper(papers, Steward(papers, parse_size(budget)))
-    signal.signal(signal.SIGTERM, lambda *_: keeper.close())
-    signal.signal(signal.SIGINT, lambda *_: keeper.close())
-    keeper.run()
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in all threads: a handler could wait for what it interrupted
+    keeper.start()
+    signal.sigwait(ends)
+    keeper.close()
     storage.close()

@@ -56,7 +56,9 @@ def forget(
     nodes: list[tuple[str, Callable[[], Client | Afar]]] = [
         (str(path), partial(Client, path)) for path in sockets or ()
     ]
-    nodes += [(address, partial(Afar, address, settings.node)) for address in addresses or ()]
+    for address in addresses or ():  # what is wrong with an address is said before anything is destroyed
+        Afar(address, settings.node)
+        nodes.append((address, partial(Afar, address, settings.node)))
     if not nodes:
         with Store(settings) as store:
             typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)} blocks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from functools import partial
@@ -35,13 +36,19 @@ def _room(text: str, unique: int, slot: int) -> int:
     try:
         share = float(text[:-1]) / 100
     except ValueError:
-        raise ConfigError(
-            f"{text!r} is not a size such as 64GiB, or a share of the trace's blocks such as 5%"
-        ) from None
+        share = 0.0
+    if not 0 < share < math.inf:
+        raise ConfigError(f"{text!r} is not a size such as 64GiB, or a share of the trace's blocks such as 5%")
     return max(1, int(unique * share)) * slot
 
 
-def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "replayed") -> Config:
+_NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": ""}
+_NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.key_file": "", "security.audit": ""}
+"""What a replay with real bytes leaves alone: storage that others use, keys, and the log of who did what."""
+
+
+def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "") -> Config:
+    """With a ``folder`` the settings of a store that is made there, and touches nothing else."""
     from kvtide import config
     from kvtide.block import padded
     from kvtide.tiers.segments import ladder
@@ -52,10 +59,14 @@ def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: st
         wanted["dram.budget"] = _room(dram, trace.unique, slot)
     if nvme := given["nvme"]:
         wanted["nvme.budget"] = _room(nvme, trace.unique, slot)
-        wanted["nvme.path"] = folder
+        wanted["nvme.path"] = folder or "replayed"
     for name in ("dram.policy", "nvme.policy", "nvme.store"):
         if given[name]:
             wanted[name] = given[name]
+    if folder:
+        wanted |= _NOT_OURS
+        if config.read(overrides=wanted).nvme.path:
+            wanted["nvme.path"] = folder
     return config.read(overrides=wanted)
 
 
@@ -123,6 +134,12 @@ def replay(
 
     if not 0 <= warm < 100:
         raise ConfigError(f"--warm is {warm:g}; it must be at least 0 and below 100")
+    nbytes = parse_size(block)
+    if nbytes <= 0:
+        raise ConfigError(f"--block is {block!r}; it must be a size such as 2MiB")
+    for place in (disk, plot.parent if plot else None, Path(json).parent if json else None):
+        if place is not None and not place.is_dir():
+            raise ConfigError(f"there is no folder {place}")
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as progress:
         try:
@@ -132,12 +149,11 @@ def replay(
         reading = progress.add_task("reading", total=total)
         found = chains(read(trace, lambda done: progress.update(reading, completed=done)))
         given = {"dram": dram, "nvme": nvme, "dram.policy": policy, "nvme.policy": cold_policy, "nvme.store": store}
-        nbytes = parse_size(block)
         settings = _settings(found, nbytes, given)
         running = progress.add_task("replaying", total=len(found.blocks))
         speeds = measure(disk)
         with tempfile.TemporaryDirectory(prefix="kvtide-replay-", dir=disk) as folder:
-            if real and nvme:
+            if real:
                 settings = _settings(found, nbytes, given, folder)
             advance = partial(progress.update, running)
             report = run(found, settings, nbytes, warm / 100, optimum, speeds, lambda n: advance(completed=n), real)

@@ -95,7 +95,7 @@ def serve(
             at,
             waiting=waiting,
             limit=limit,
-            api_key=api_key,
+            api_key=api_key.strip() if api_key else api_key,
             stop_seconds=stop_seconds,
             ready=lambda: console.print(
                 f"serving {loaded.name} ({about}) at http://{place}:{at.getsockname()[1]}/v1", markup=False

@@ -40,16 +40,23 @@ class Afar:
     """The node at ``https://host:port``. Has of ``Client`` what administrators need."""
 
     def __init__(self, address: str, settings: Node, environment: Mapping[str, str] = os.environ) -> None:
-        parts = urlsplit(address)
+        wrong = f"a node's address is {address!r}; it must be like https://host:9410 (http only to this host)"
+        try:
+            parts = urlsplit(address)
+            port = parts.port
+        except ValueError as e:
+            raise ConfigError(f"{wrong}: {e}") from e
         local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-        if not (parts.scheme == "https" or (parts.scheme == "http" and local)) or not parts.hostname or not parts.port:
-            raise ConfigError(
-                f"a node's address is {address!r}; it must be like https://host:9410 (http only to this host)"
-            )
+        if not (parts.scheme == "https" or (parts.scheme == "http" and local)) or not parts.hostname or not port:
+            raise ConfigError(wrong)
         self._address = address
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname, port
         self._tls = identify(settings) if parts.scheme == "https" else None
-        token = environment.get("KVTIDE_TOKEN", "")
+        token = environment.get("KVTIDE_TOKEN", "").strip()
+        if not token.isascii() or not token.isprintable():
+            raise ConfigError(
+                "the token in KVTIDE_TOKEN has letters that cannot be sent; see that it is all of one line"
+            )
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def status(self) -> Status:

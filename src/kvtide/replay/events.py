@@ -66,7 +66,10 @@ def _event(found: Any) -> Event:
     blocks = fields.get("block_hashes")
     if not isinstance(blocks, (list, tuple)) or not blocks:
         raise ValueError("BlockStored without block_hashes")
-    return Event(tuple(blocks), fields.get("parent_block_hash"))
+    parent = fields.get("parent_block_hash")
+    if not all(isinstance(one, Block) for one in blocks) or not isinstance(parent, Block | None):
+        raise ValueError("a hash is neither a number nor text nor bytes")
+    return Event(tuple(blocks), parent)
 
 
 def batches(
@@ -81,7 +84,7 @@ def batches(
         try:
             end = _end(data, at)
             yield batch(msgspec.msgpack.decode(memoryview(data)[at:end]))
-        except (msgspec.DecodeError, ValueError, IndexError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
             raise TraceError(f"{path}, object {number} at byte {at}: {error}") from error
         at = end
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def read(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterat
             raw.seek(0)
             stream: io.BufferedReader[Any] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
             yield from _read(path, stream, lambda: progress(raw.tell()))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
 
 
@@ -121,7 +122,7 @@ def _lines(
             if found.events is not None or found.type is not None:
                 yield number, batch(msgspec.json.decode(line))
                 continue
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
         if found.hash_ids is None:
             raise TraceError(f"{path}, line {number}: a request without hash_ids; see docs/replay.md for what is read")
@@ -132,6 +133,8 @@ def _lines(
 def _mooncake(path: Path, number: int, line: Any) -> Iterator[Request]:
     if not isinstance(line, _Line) or line.hash_ids is None or line.timestamp is None:
         raise TraceError(f"{path}, line {number}: a request needs timestamp and hash_ids")
+    if line.input_length is not None and line.input_length < 0:
+        raise TraceError(f"{path}, line {number}: a prompt of {line.input_length} tokens")
     full = len(line.hash_ids) if line.input_length is None else line.input_length // _MOONCAKE_TOKENS
     if blocks := line.hash_ids[:full]:
         yield Request(line.timestamp / 1000, blocks)
