@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.parcel import Packer
 from kvtide.tiers.record import Rejected
-from kvtide.tiers.sealing import OPEN, Sealing
+from kvtide.tiers.sealing import OPEN, Seal, Sealing
 
 FOUR = shaped(4, 5000)
 EVEN = shaped(4, 8192)
@@ -254,6 +256,44 @@ def test_encryption_can_be_turned_on_and_off_over_the_same_directory(tmp_path: P
         caller.write(keys(10, start=start), who)
         written += keys(10, start=start)
         caller.close()
+
+
+def test_a_block_of_more_sections_than_one_call_reads_into_is_read(tmp_path: Path) -> None:
+    wide, many = shaped(1100, ALIGN), shaped(64, ALIGN)
+    sealing = Sealing(ring_in(tmp_path))
+    caller = Caller(Nvme(tmp_path / "tier", 64 << 20, segment=16 << 20, threads=2, sealing=sealing))
+    for who, count in ((wide, 2), (many, 80)):
+        places = caller.write(keys(count), who)
+        assert all(caller.finds(keys(count), who, places))
+        assert caller.start_drop(list(zip(keys(count), places, strict=True))).wait() == [True] * count
+    assert caller.tier.statistics().failed_reads == 0
+    caller.close()
+
+
+def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """Few threads open records with short sections at a time: none of them waits for a key service meanwhile."""
+    ring, asked, fetched = ring_in(tmp_path), threading.Semaphore(0), threading.Event()
+    other = replace(EVEN, tenant=bytes(range(16)))
+    slow, fast = Record(ring, other), Record(ring, EVEN)
+
+    class Slow(Sealing):
+        def old(self, number: bytes, salt: bytes) -> Seal:
+            if number == ring.of(other.tenant).id:
+                asked.release()
+                fetched.wait()
+            return super().old(number, salt)
+
+    waiting = [threading.Thread(target=slow.read, kwargs={"sealing": Slow(ring)}) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    for _ in waiting:
+        asked.acquire()
+    for _ in range(4):
+        assert fast.read(sealing=Slow(ring))
+    fetched.set()
+    for thread in waiting:
+        thread.join()
+    ring.close()
 
 
 def test_neighbours_of_a_spoilt_block_are_read(tmp_path: Path) -> None:

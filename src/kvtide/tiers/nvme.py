@@ -31,7 +31,7 @@ from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.record import Rejected, mark_of
-from kvtide.tiers.sealing import OPEN, Sealing
+from kvtide.tiers.sealing import OPEN, VECTORS, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
@@ -102,8 +102,9 @@ class Nvme:
             done([])
         found = self._shelves.find([item.place for item in batch])
         most = len(batch) // len(self._threads)
-        if batch and self._sealing.seals:
-            most = min(most, _ASIDE // max(len(item.span) for item in batch))
+        if self._sealing.seals:
+            for one in {item.identity.geometry for item in batch}:
+                most = min(most, _ASIDE // one.footprint, VECTORS // (1 + one.sections))
         runs = runs_of(list(zip(batch, found, strict=True)), most)
         self._share(Batch(runs, finish), self._read_run, len(runs))
 

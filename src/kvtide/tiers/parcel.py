@@ -25,7 +25,17 @@ from kvtide.block import Span, padded
 from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import Read, Write
-from kvtide.tiers.record import Header, Rejected, check_table, header_bytes, parse, recognise, sound, verify
+from kvtide.tiers.record import (
+    FLAG_SEALED,
+    Header,
+    Rejected,
+    check_table,
+    header_bytes,
+    parse,
+    recognise,
+    sound,
+    verify,
+)
 from kvtide.tiers.sealing import OPEN, TAG, Aside, Seal, Sealing, turn
 
 __all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
@@ -151,6 +161,8 @@ class Packer:
         sections = item.wanted
         if not sections:
             raise Rejected("no such sections")
+        if got >= guess and start[12] & FLAG_SEALED:  # a key service may keep us waiting for it, and nobody else
+            self._sealing.old(bytes(start[32:48]), bytes(start[48:80]))
         mine = self._turn(item)
 
         def fetched(into: Sequence[Span], offset: int) -> int:

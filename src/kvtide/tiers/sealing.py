@@ -37,11 +37,13 @@ from kvtide.security.wrapping import Unavailable, aead
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected
 
-__all__ = ["NO_KEY", "OPEN", "TAG", "Aside", "Paper", "Seal", "Sealing"]
+__all__ = ["NO_KEY", "OPEN", "TAG", "VECTORS", "Aside", "Paper", "Seal", "Sealing"]
 
 TAG = 16
 _HEADER = b"\xff" * 12
 """The nonce of a header's body. It has a key of its own; the number is one that no section has."""
+VECTORS = 1024
+"""The most parts of memory that one call reads into: each section is one, and so is the header."""
 _SHORT = 128 << 10
 """Sections with fewer bytes take the cipher less time than a thread takes to wake up."""
 _TURNS = itertools.cycle((threading.Lock(), threading.Lock()))
@@ -257,7 +259,8 @@ class Sealing:
     def aside(self, geometry: Geometry) -> bool:
         """Whether records of such blocks are best read to where ``Aside`` says."""
         # Not where sections are padded: in a slot, what was there before would stay in between.
-        return self.seals and geometry.section < _SHORT and geometry.section == geometry.stride
+        even = geometry.section == geometry.stride and geometry.sections < VECTORS
+        return self.seals and geometry.section < _SHORT and even
 
     def old(self, number: bytes, salt: bytes) -> Seal:
         """What opens a record that was sealed with that key and salt. Raises Rejected."""
