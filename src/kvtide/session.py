@@ -364,7 +364,7 @@ class Session:
         Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
         of that.
         """
-        return self._desk.drop(self._chain(tokens, extras), start, timeout)
+        return self._desk.drop(self.pledge(tokens, extras, start, None, None, 0)[0], start, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 

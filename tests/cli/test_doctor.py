@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -143,6 +144,10 @@ def test_it_needs_neither_torch_nor_vllm(llama: Path) -> None:
         (json.dumps({**FLAGS, "kv_connector": "OffloadingConnector"}), "not 'KvtideConnector'"),
         (json.dumps({**FLAGS, "kv_role": "kv_producer"}), "not 'kv_both'"),
         (json.dumps({**FLAGS, "kv_connector_extra_config": {"dram": {"bugdet": 1}}}), "did you mean 'budget'?"),
+        (json.dumps({**FLAGS, "kv_connector_extra_config": {"env": 3}}), "no section [env]"),
+        ('{"kv_connector": "MultiConnector", "kv_connector_extra_config": ["x"]}', "no list of connectors"),
+        ('{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": null}}', "no list of"),
+        ('{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ["x"]}}', "no list of"),
         ("@nowhere.json", "No such file"),
     ],
 )
@@ -290,12 +295,25 @@ def test_what_a_running_engine_has_wrong(llama: Path, metrics: str, about: str, 
     assert status == (level == "error")
 
 
+def _greet(server: socket.socket) -> None:
+    """As something does that is no engine."""
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+
 def test_an_untested_version_and_an_engine_that_is_not_there(llama: Path) -> None:
     with answering(WORKING, "0.9.1") as url:
         assert doctor("--model", llama, "--url", url)[1]["vLLM"]["level"] == "warning"
     status, found = doctor("--model", llama, "--url", url)
     assert (status, found["engine"]["level"]) == (1, "error")
     assert f"no vLLM answers at {url}" in found["engine"]["found"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = threading.Thread(target=_greet, args=(server,))
+        other.start()
+        for url in (f"http://127.0.0.1:{server.getsockname()[1]}", "http://localhost:abc"):
+            assert doctor("--model", llama, "--url", url)[1]["engine"]["level"] == "error"
+        other.join()
 
 
 def test_a_speed_needs_enough_tokens_to_be_known() -> None:
@@ -427,6 +445,13 @@ def test_a_node_that_answers_and_one_that_does_not(llama: Path, served: Process,
     status, found = doctor("--model", llama, engine={"address": f"unix:{gone}"})
     assert (status, found["node"]["level"]) == (1, "error")
     assert f"start it with: kvtide node --socket {gone}" in found["node"]["do"]
+
+
+def test_a_runtime_folder_that_is_not_there_is_an_error(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    status, found = doctor("--model", llama)
+    assert (status, found["node"]["level"]) == (1, "error")
+    assert "set XDG_RUNTIME_DIR" in found["node"]["found"]
 
 
 def test_an_engine_that_wants_all_on_a_disk_that_is_the_nodes(llama: Path, served: Process) -> None:

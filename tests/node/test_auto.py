@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 from kvtide import config as configuration
 from kvtide.config import Config
 from kvtide.errors import ConfigError, TierError
+from kvtide.node import protocol
 from kvtide.node.auto import open_node, place
 from kvtide.node.client import Client
+from kvtide.node.ledger import beside
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.serving import eventually
 
@@ -109,3 +113,24 @@ def test_whoever_comes_while_a_node_goes_has_one(config: Config) -> None:
             with open_node(config, idle=0.0) as client:
                 eventually(lambda: client.connected)
     eventually(lambda: not place(config).exists())
+
+
+def test_a_node_that_refuses_is_not_started_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused hears why."""
+    with open_node(config) as first:
+        assert first.status().node.pid
+        monkeypatch.setattr(protocol, "PROTOCOL", 99)
+        with pytest.raises(TierError, match="refused us: this node speaks protocol"):
+            open_node(config)
+
+
+def test_nodes_whose_sockets_differ_after_a_dot_have_files_of_their_own(tmp_path: Path) -> None:
+    kinds = {beside(tmp_path / name, "alive").name for name in ("kv.0", "kv.1", "10.0.0.1", "kv", "node.sock")}
+    assert kinds == {"kv.0.alive", "kv.1.alive", "10.0.0.1.alive", "kv.alive", "node.alive"}
+
+
+def test_a_socket_in_no_folder_is_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtide", "node", "--socket", str(tmp_path / "none" / "node.sock")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "in a folder that it may write to" in " ".join(done.stderr.split())

@@ -25,8 +25,8 @@ _BLOCK, _COUNT = 8 << 20, 32
 def check(nvme: Nvme) -> Iterator[Finding]:
     """The folder of a tier that is yet to be opened here."""
     path = Path(nvme.path).absolute()
-    base = _there(path)
     try:
+        base = _there(path)
         _look(path)
         with _aside(path) as folder:
             direct = Directory(Path(folder), Disk()).direct_works()

@@ -9,6 +9,7 @@ import re
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.doctor.flags import FLAG
@@ -56,7 +57,7 @@ def ask(url: str) -> Running:
     try:
         version = json.loads(_get(f"{url.rstrip('/')}/version"))["version"]
         text = _get(f"{url.rstrip('/')}/metrics")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
         raise TierError(f"no vLLM answers at {url} ({e})") from e
     figures: dict[str, float] = {}
     cache: dict[str, str] = {}

@@ -29,7 +29,7 @@ def settings(given: str) -> Config:
     extra = tree.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config is {extra!r}; it must be a tree like that of kvtide.toml")
-    return configuration.read(**extra)
+    return configuration.read(overrides=extra)
 
 
 def _tree(given: str) -> Mapping[str, Any]:
@@ -41,5 +41,8 @@ def _tree(given: str) -> Mapping[str, Any]:
         raise ConfigError(f"{given!r} is not an object; vLLM wants {FLAG}")
     if tree.get("kv_connector") != "MultiConnector":
         return tree
-    several = (tree.get("kv_connector_extra_config") or {}).get("connectors", [])
+    extra = tree.get("kv_connector_extra_config")
+    several = extra.get("connectors") if isinstance(extra, Mapping) else None
+    if not isinstance(several, list) or not all(isinstance(one, Mapping) for one in several):
+        raise ConfigError(f"{given!r} has no list of connectors in its kv_connector_extra_config")
     return next((one for one in several if one.get("kv_connector") == _WANTED["kv_connector"]), tree)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtide.block import Group, Layout
 from kvtide.config import Config
 from kvtide.doctor.finding import Finding, error, ok, warning
-from kvtide.errors import KvtideError, TierError
+from kvtide.errors import ConfigError, KvtideError, TierError
 from kvtide.node.auto import home
 from kvtide.node.client import Client, connect
 from kvtide.node.statistics import Status
@@ -22,9 +23,13 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
     """The node with that configuration, if it runs."""
     address = config.engine.address
     try:
+        path = Path() if address else home(config)[1]
+    except ConfigError as e:
+        return None, error("node", str(e), "without it no engine can start one")
+    try:
         if address:
             client = connect(address)
-        elif (path := home(config)[1]).is_socket():
+        elif path.is_socket():
             client = Client(path)
         else:
             return None, ok("node", "the first engine starts one; all of this user with the same settings share it")

@@ -23,7 +23,7 @@ from kvtide import config as configuration
 from kvtide.config import Config, Engine
 from kvtide.errors import ConfigError, TierError
 from kvtide.node.client import Client
-from kvtide.node.line import Line
+from kvtide.node.line import Line, Refused
 from kvtide.node.mapping import Mappings
 from kvtide.store import Store
 
@@ -63,8 +63,11 @@ def place(config: Config) -> Path:
     """Where the node with that configuration listens."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(runtime) / f"kvtide-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be made ({e}); set XDG_RUNTIME_DIR to a folder of your own") from e
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise ConfigError(f"{folder} is not ours alone; remove it, or set XDG_RUNTIME_DIR to a folder of your own")
     return folder / f"{blake3(msgspec.json.encode(config)).hexdigest(8)}.sock"
@@ -112,6 +115,8 @@ def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mapping
         fcntl.flock(lock, fcntl.LOCK_EX)  # else two that come first would start two
         try:
             return Line(path, name, mappings)
+        except Refused:
+            raise
         except (OSError, TierError):  # there is none, or it is just going
             _start(config, path, idle)
         return Line(path, name, mappings)

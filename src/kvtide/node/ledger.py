@@ -20,7 +20,7 @@ import msgspec
 
 from kvtide.tiers.dram import Dram
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "beside"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -35,6 +35,12 @@ class _Entry(msgspec.Struct):
     started: int
     """When, in the kernel's ticks: a number of a process is given again."""
     memory: dict[str, int]
+
+
+def beside(socket: Path, kind: str) -> Path:
+    """The file of that kind of the node at a socket. Sockets may differ after a dot alone, and have files of their own:
+    only what is always the same is left out."""
+    return socket.with_name(f"{socket.name.removesuffix('.sock')}.{kind}")
 
 
 class Ledger:
@@ -138,7 +144,7 @@ class Ledger:
         self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_suffix(".lent-new")
+        fresh = self._path.with_name(f"{self._path.name}-new")
         try:
             fresh.write_bytes(msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory}))
             fresh.replace(self._path)

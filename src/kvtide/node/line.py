@@ -23,7 +23,7 @@ from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
 from kvtide.version import __version__
 
-__all__ = ["Line", "Lost"]
+__all__ = ["Line", "Lost", "Refused"]
 
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
@@ -44,6 +44,10 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+class Refused(TierError):  # noqa: N818 - to its user it is a TierError
+    """There is a node, and it will not have us."""
 
 
 class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
@@ -126,7 +130,7 @@ class Line:
         answer = msgspec.msgpack.decode(body[4:], type=p.Welcome | p.Failure)
         if isinstance(answer, p.Failure):
             kind = getattr(errors, answer.kind, TierError)
-            raise kind(f"the node refused us: {answer.text}")
+            raise (Refused if kind is TierError else kind)(f"the node refused us: {answer.text}")
         return answer
 
     def close(self) -> None:
@@ -238,7 +242,13 @@ class Line:
             if len(before) == _TOGETHER:
                 self._transmit(before)
                 before = []
-        return self._transmit(before + operations), len(before)
+        try:
+            return self._transmit(before + operations), len(before)
+        except Lost:
+            raise
+        except Exception:  # something in it is no message; what was put off before is
+            self._waiting.extendleft(reversed(before))
+            raise
 
     def _transmit(self, operations: list[p.Operation]) -> int:
         assert self._requests is not None

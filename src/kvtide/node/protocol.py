@@ -14,8 +14,9 @@ neighbouring versions understand each other. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import operator
 import struct
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, SupportsFloat, SupportsIndex
 
 import msgspec
 
@@ -469,9 +470,21 @@ class EventsLost(_Message, tag="lost"):
 Notice = Ended | Stored | Removed | EventsLost
 
 
+def _plain(value: object) -> object:
+    """What numpy has for a number is one to us too."""
+    if isinstance(value, SupportsIndex):
+        return operator.index(value)
+    if isinstance(value, SupportsFloat):
+        return float(value)
+    raise NotImplementedError(f"{value!r} is no number")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over the socket."""
-    body = msgspec.msgpack.encode(message)
+    body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 

@@ -159,7 +159,7 @@ class RemoteDesk:
     def match(self, names: Names, have: int, prefill: float | None) -> RemoteHolding:
         try:
             line, session = self._session()
-            found = line.ask_one(p.Match(session, names.joined, have, prefill))
+            found = line.ask_one(p.Match(session, names.joined, min(have, names.blocks), prefill))
             assert isinstance(found, p.Matched)
             line.own(found.holding, found.slots or ())
             return RemoteHolding(self, line, have, found)

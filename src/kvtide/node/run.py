@@ -8,7 +8,6 @@ import fcntl
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.node.http import Http
-from kvtide.node.ledger import Ledger
+from kvtide.node.ledger import Ledger, beside
 from kvtide.node.passes import Passes
 from kvtide.node.server import Node
 from kvtide.store import Store
@@ -57,8 +56,6 @@ async def _serve(
 ) -> bool:
     """Answers whether it ended in good order."""
     stop = asyncio.Event()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -66,7 +63,7 @@ async def _serve(
         if not alone:
             return True
         passes = Passes(config.node)
-        ledger = Ledger(path.with_suffix(".lent"))
+        ledger = Ledger(beside(path, "lent"))
         store = Store(config, shared=True, aside=ledger.elsewhere)
         node = None
         try:
@@ -103,7 +100,12 @@ async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
     False if we were stopped before.
     """
     end = time.monotonic() + _PATIENCE
-    with path.with_suffix(".alive").open("w") as alive:
+    file = beside(path, "alive")
+    try:
+        alive = file.open("w")
+    except OSError as e:
+        raise ConfigError(f"a node cannot be at {path}: {e}; give a --socket in a folder that it may write to") from e
+    with alive:
         while not stop.is_set():
             try:
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import LARGEST_PART, Guest
-from kvtide.node.ledger import Ledger
+from kvtide.node.ledger import Ledger, beside
 from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
@@ -64,7 +64,7 @@ class Node:
         self.store = store
         self.path = path
         self.loop = asyncio.get_running_loop()
-        self.ledger = ledger or Ledger(path.with_suffix(".lent"))
+        self.ledger = ledger or Ledger(beside(path, "lent"))
         self._connections: set[Connection] = set()
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._flushing: list[Callable[[], None]] = []

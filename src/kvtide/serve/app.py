@@ -111,11 +111,15 @@ class Service:
         return JSONResponse({"status": "serving", "model": self._loaded.name})
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(await asyncio.to_thread(self._measured), media_type=metrics.CONTENT_TYPE)
+        text = await asyncio.to_thread(self._measured)
+        return Response(text, 200 if text else 503, media_type=metrics.CONTENT_TYPE)
 
     def _measured(self) -> str:
+        """Nothing while the node does not answer: zeros would be taken for a new one's."""
         if isinstance(self._store, Client):
             status = self._store.status()
+            if not status.node.pid:
+                return ""
             return metrics.render(status.store, status.node)
         return metrics.render(self._store.statistics())
 

@@ -113,7 +113,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._refused: dict[str, str] = {}
         self._adapters: dict[tuple[int, str], str] = {}
         transfer = vllm_config.kv_transfer_config
-        self._config = configuration.read(**(transfer.kv_connector_extra_config or {}))
+        self._config = configuration.read(overrides=transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != "recompute":
             log.info("kvtide: kv_load_failure_policy is set to recompute: what cannot be loaded is computed")
             transfer.kv_load_failure_policy = "recompute"
