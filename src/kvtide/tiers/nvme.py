@@ -42,7 +42,7 @@ __all__ = ["Nvme"]
 
 T = TypeVar("T")
 
-_ASIDE = 4 << 20
+_ASIDE = 8 << 20
 """Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
 
 
