@@ -30,9 +30,9 @@ PARTS = {
     "store is in huge pages where the system gives them; a node's is shared memory, for which most systems do not "
     'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python '
     "counts: 64 calls for checksums, a header and two journal records a block.",
-    "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open. Where "
-    "the cipher is not the limit (16 cores, below) blocks of 32 MiB load as fast as in the open; those of 2 MiB have "
-    "sections of 32 KiB, and each is a call that hands the interpreter from thread to thread.",
+    "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open. "
+    "Where the cipher is not the limit (16 cores, below) blocks of 32 MiB load as fast as in the open; those of 2 "
+    "MiB have sections of 32 KiB, and each is a call that hands the interpreter from thread to thread.",
     "files": "Blocks through DRAM to a filesystem that others use too, a file for each, and back, every section "
     "verified. The limit is the same by direct I/O at the same depth into files without headers; the peers do not "
     "verify. At 2 MiB the calls for a file (stat, open, close, rename) count, and the interpreter between them.",
