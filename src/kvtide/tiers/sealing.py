@@ -103,7 +103,7 @@ class Aside:
 
     def sections(self, geometry: Geometry) -> Sequence[Span]:
         """Where the sections of a block of that geometry go, each at the start of a page."""
-        if geometry is not self._geometry:
+        if geometry != self._geometry:
             size, count = geometry.section, geometry.sections
             each = padded(size + TAG)
             memory = self._memory.get(count * each)
@@ -199,11 +199,10 @@ class Seal:
         aside.tags[:] = np.frombuffer(table["check"].tobytes(), np.uint8).reshape(-1, TAG)
         unseal = _derive(self._key, self._salt, b"kvtide 1 sections" + key).decrypt_into
         each = int(table["stored"][0])
-        nonces, sections = _nonces(range(len(table))), map(out.__getitem__, _cuts(each, len(table)))
+        sections = map(out.__getitem__, _cuts(each, len(table)))
+        calls = map(unseal, _nonces(range(len(table))), aside.tagged, itertools.repeat(None), sections)
         try:
-            deque(
-                map(unseal, nonces, aside.tagged, itertools.repeat(None), sections), 0
-            )  # with no line of Python in between
+            deque(calls, 0)  # with no line of Python in between
         except InvalidTag as e:
             raise Rejected("corrupt payload") from e
 
