@@ -144,11 +144,15 @@ def test_what_a_worker_reads_stays_on_the_account_of_who_closed_its_session(tmp_
             session = client.session(MODEL)
             crew = client.crew(session, 1)
             worker = other.join(crew.token, 0)
-            fill(worker, crew.delegate(TOKENS).ticket)
+            others = TOKENS + np.uint32(1000)
+            for tokens in (TOKENS, others):
+                fill(worker, crew.delegate(tokens).ticket)
             with worker.step(loads=[crew.ticket(session.match(TOKENS))]):
                 session.close()
-                with client.session(MODEL) as again, again.match(TOKENS) as match:
+                with client.session(MODEL) as again, again.match(others) as match:
                     assert match.blocks == 2, "a hundredth of 16 MiB is six blocks, of which it holds four"
+                    with again.match(TOKENS) as same:
+                        assert same.blocks == 4, "which it holds already"
             with client.session(MODEL) as again:
                 assert whole(again, TOKENS)
     finally:
