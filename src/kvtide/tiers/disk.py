@@ -10,8 +10,10 @@ from pathlib import Path
 from kvtide.block import ALIGN, Span
 from kvtide.tiers.record import Rejected
 
-__all__ = ["Disk"]
+__all__ = ["VECTORS", "Disk"]
 
+VECTORS = 1024
+"""The most parts of memory that one call reads into or writes from."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PUNCH = 3
 """Of fallocate(2): FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""

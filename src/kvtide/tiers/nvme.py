@@ -28,10 +28,10 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.record import Rejected, mark_of
-from kvtide.tiers.sealing import OPEN, VECTORS, Sealing
+from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally

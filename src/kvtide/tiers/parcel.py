@@ -198,7 +198,7 @@ class Packer:
             if header.sealed is None:
                 verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
             elif aside is not None:
-                self._sealing.old(*header.sealed).open_aside(aside, header.sections, item.key, payload)
+                self._sealing.old(*header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
             else:
                 room_for_one = self._sealed[0].get(geometry.section + TAG)
                 seal = self._sealing.old(*header.sealed)

@@ -65,6 +65,7 @@ __all__ = [
     "Rejected",
     "belongs",
     "check_table",
+    "cuts_of",
     "header_bytes",
     "mark_of",
     "parse",
@@ -311,6 +312,12 @@ def plain(geometry: Geometry, first: int) -> Plain:
     )
 
 
+def cuts_of(table: npt.NDArray[np.void]) -> tuple[slice, ...]:
+    """The stored sections of a table in a payload that begins with the first of them."""
+    starts = (table["offset"] - table["offset"][0]).astype(np.int64)
+    return tuple(map(slice, starts.tolist(), (starts + table["stored"]).tolist()))
+
+
 def _checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
     """The checksums of parts of ``payload``.
 
@@ -356,11 +363,7 @@ def verify(header: Header, sections: range, payload: Span, geometry: Geometry | 
     With ``geometry`` they were stored as they are, as ``check_table`` has found.
     """
     table = header.sections[sections.start : sections.stop]
-    if geometry is not None:
-        cuts = plain(geometry, header.pages * ALIGN).cuts[: len(table)]
-    else:
-        starts = (table["offset"] - table["offset"][0]).astype(np.int64)
-        cuts = tuple(map(slice, starts.tolist(), (starts + table["stored"]).tolist()))
+    cuts = cuts_of(table) if geometry is None else plain(geometry, header.pages * ALIGN).cuts[: len(table)]
     if b"".join(_checksums(payload, cuts)) != table["check"].tobytes():
         raise Rejected("corrupt payload")
 

@@ -35,15 +35,14 @@ from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 from kvtide.security.ring import OWN, DataKey, Ring
 from kvtide.security.wrapping import Unavailable, aead
 from kvtide.tiers.codec import Scratch
-from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected
+from kvtide.tiers.disk import VECTORS
+from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected, cuts_of, plain
 
-__all__ = ["NO_KEY", "OPEN", "TAG", "VECTORS", "Aside", "Paper", "Seal", "Sealing"]
+__all__ = ["NO_KEY", "OPEN", "TAG", "Aside", "Paper", "Seal", "Sealing"]
 
 TAG = 16
 _HEADER = b"\xff" * 12
 """The nonce of a header's body. It has a key of its own; the number is one that no section has."""
-VECTORS = 1024
-"""The most parts of memory that one call reads into: each section is one, and so is the header."""
 _SHORT = 128 << 10
 """Sections with fewer bytes take the cipher less time than a thread takes to wake up."""
 _TURNS = itertools.cycle((threading.Lock(), threading.Lock()))
@@ -63,17 +62,6 @@ def _nonce(number: int) -> bytes:
 @lru_cache(maxsize=256)
 def _nonces(sections: range) -> tuple[bytes, ...]:
     return tuple(map(_nonce, sections))
-
-
-@lru_cache(maxsize=256)
-def _cuts(each: int, count: int) -> tuple[slice, ...]:
-    return tuple(slice(i, i + each) for i in range(0, each * count, each))
-
-
-def _bounds(table: npt.NDArray[np.void]) -> tuple[list[int], list[int]]:
-    """Where sections start and end in a payload that begins with the first of them."""
-    starts = (table["offset"] - table["offset"][0]).astype(np.int64)
-    return starts.tolist(), (starts + table["stored"]).tolist()
 
 
 def _clear(page: Span | bytearray) -> bytes:
@@ -154,10 +142,10 @@ class Seal:
     def close_sections(self, payload: Span, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> Span:
         """Seal a payload into ``out``, which has ``TAG`` bytes more, and put the tags into the table."""
         seal, checks = _derive(self._key, self._salt, b"kvtide 1 sections" + key).encrypt_into, []
-        starts, ends = _bounds(table)
-        for nonce, start, end in zip(_nonces(range(len(table))), starts, ends, strict=True):
+        for nonce, cut in zip(_nonces(range(len(table))), cuts_of(table), strict=True):
+            end = cut.stop
             # The tag comes right behind, where the next section, or padding, goes afterwards.
-            seal(nonce, payload[start:end], None, out[start : end + TAG])
+            seal(nonce, payload[cut], None, out[cut.start : end + TAG])
             checks.append(out[end : end + TAG].tobytes())
             if end % ALIGN:
                 out[end : padded(end)] = bytes(padded(end) - end)
@@ -175,11 +163,10 @@ class Seal:
 
         unseal = _derive(self._key, self._salt, b"kvtide 1 sections" + key).decrypt_into
         part = table[sections.start : sections.stop]
-        starts, ends = _bounds(part)
-        tags = part["check"].tolist()
         try:
-            for nonce, start, end, tag in zip(_nonces(sections), starts, ends, tags, strict=True):
-                section, size = payload[start:end], end - start
+            for nonce, cut, tag in zip(_nonces(sections), cuts_of(part), part["check"].tolist(), strict=True):
+                section = payload[cut]
+                size = len(section)
                 if size < _SHORT:
                     scratch[:size] = section
                 else:  # numpy does not keep others from running meanwhile
@@ -189,7 +176,9 @@ class Seal:
         except InvalidTag as e:
             raise Rejected("corrupt payload") from e
 
-    def open_aside(self, aside: Aside, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> None:
+    def open_aside(
+        self, aside: Aside, table: npt.NDArray[np.void], geometry: Geometry, key: BlockKey, out: Span
+    ) -> None:
         """Verify all sections of a block that were read to ``aside``, and put them in the open in its span.
 
         Raises Rejected.
@@ -198,8 +187,7 @@ class Seal:
 
         aside.tags[:] = np.frombuffer(table["check"].tobytes(), np.uint8).reshape(-1, TAG)
         unseal = _derive(self._key, self._salt, b"kvtide 1 sections" + key).decrypt_into
-        each = int(table["stored"][0])
-        sections = map(out.__getitem__, _cuts(each, len(table)))
+        sections = map(out.__getitem__, plain(geometry, int(table["offset"][0])).cuts)
         calls = map(unseal, _nonces(range(len(table))), aside.tagged, itertools.repeat(None), sections)
         try:
             deque(calls, 0)  # with no line of Python in between
@@ -258,7 +246,7 @@ class Sealing:
     def aside(self, geometry: Geometry) -> bool:
         """Whether records of such blocks are best read to where ``Aside`` says."""
         # Not where sections are padded: in a slot, what was there before would stay in between.
-        even = geometry.section == geometry.stride and geometry.sections < VECTORS
+        even = geometry.section == geometry.stride and geometry.sections < VECTORS  # the header is one too
         return self.seals and geometry.section < _SHORT and even
 
     def old(self, number: bytes, salt: bytes) -> Seal:
