@@ -31,8 +31,8 @@ PARTS = {
     'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python '
     "counts: 64 calls for checksums, a header and two journal records a block.",
     "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open. "
-    "Where the cipher is not the limit (16 cores, below) blocks of 32 MiB load as fast as in the open; those of 2 "
-    "MiB have sections of 32 KiB, and each is a call that hands the interpreter from thread to thread.",
+    "Where the cipher is not the limit (16 cores, below) blocks of 32 MiB load nearly as fast as in the open; those "
+    "of 2 MiB have sections of 32 KiB, and each is a call that hands the interpreter from thread to thread.",
     "files": "Blocks through DRAM to a filesystem that others use too, a file for each, and back, every section "
     "verified. The limit is the same by direct I/O at the same depth into files without headers; the peers do not "
     "verify. At 2 MiB the calls for a file (stat, open, close, rename) count, and the interpreter between them.",
@@ -151,10 +151,11 @@ def _elsewhere() -> list[str]:
     """Figures of other machines, without peers: whole runs of ``kvtide bench ... --json FILE``."""
     lines: list[str] = []
     for name, records in _others():
+        runs = dict.fromkeys((r.machine, r.command) for r in records)
         lines += [
             f"## elsewhere: {name}",
             "",
-            f"{records[0].machine}; `{records[0].command}`. No peers.",
+            "; ".join(f"{machine}: `{command}`" for machine, command in runs) + ". No peers.",
             "",
             f"![{name}](plots/{name}.svg)",
             "",
