@@ -20,6 +20,7 @@ import pytest
 
 from kvtide import config as configuration
 from kvtide.node.client import Client
+from kvtide.node.loop import run_in_loop
 from kvtide.node.server import Node
 from kvtide.store import Store
 from kvtide.tiers.disk import Disk
@@ -39,7 +40,7 @@ class Thread:
         self.path = path
         self.store = Store(configuration.read(None, **settings), disk=disk, shared=True)
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="node")
+        self._thread = threading.Thread(target=lambda: run_in_loop(self._run()), name="node")
         self._thread.start()
         self._ready.wait()
 

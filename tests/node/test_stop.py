@@ -16,6 +16,7 @@ import pytest
 from kvtide import Store, config
 from kvtide.node import server
 from kvtide.node.client import Client
+from kvtide.node.loop import run_in_loop
 from kvtide.node.server import Node
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.serving import eventually
@@ -106,4 +107,4 @@ def test_an_idle_node_greets_nobody_once_it_goes(tmp_path: Path, monkeypatch: py
         return refused
 
     with Store(config.read(None, {}, dram={"budget": "8MiB"}), shared=True) as store:
-        assert asyncio.run(idle(store))
+        assert run_in_loop(idle(store))

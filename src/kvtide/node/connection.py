@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvtide.node import protocol as p
+from kvtide.node.loop import Loop
 
 __all__ = ["Connection"]
 
@@ -38,7 +38,7 @@ _TURN = 0.005
 class Connection:
     """``receive`` is called with each frame's body, which it must not keep, and ``lost``, once, when it is over."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket) -> None:
         self._loop = loop
         self._sock = sock
         self._buffer = bytearray(_READ)
@@ -46,6 +46,7 @@ class Connection:
         """The beginning of a frame whose end has not come yet."""
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
+        self._reading = True
         self._writing = False
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
@@ -61,7 +62,7 @@ class Connection:
         self.uid: int
         self.pid, self.uid, group = struct.unpack("3i", credentials)
         self.groups = {group, *_groups(sock)}
-        loop.add_reader(sock.fileno(), self._readable)
+        self._attend()
 
     def __repr__(self) -> str:
         return f"<Connection of process {self.pid}{'' if self.open else ', closed'}>"
@@ -73,15 +74,18 @@ class Connection:
         self.open = False
         if reason:
             log.warning("client %d: %s; its connection is closed", self.pid, reason)
-        self._loop.remove_reader(self._sock.fileno())
-        if self._writing:
-            self._loop.remove_writer(self._sock.fileno())
+        self._reading = self._writing = False
+        self._attend()
         self._sock.close()
         for fd in self.descriptors + [fd for _, fds in self._unsent for fd in fds]:
             os.close(fd)
         self.descriptors.clear()
         self._unsent.clear()
         self.lost()
+
+    def _attend(self) -> None:
+        readable, writable = self._readable if self._reading else None, self._writable if self._writing else None
+        self._loop.attend(self._sock.fileno(), readable, writable)
 
     def _readable(self) -> None:
         try:
@@ -139,12 +143,14 @@ class Connection:
 
     def _wait_for_others(self) -> None:
         """Go on with what has come when they have had their turn, and read no more before."""
-        self._loop.remove_reader(self._sock.fileno())
+        self._reading = False
+        self._attend()
         self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         if self.open:
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._reading = True
+            self._attend()
             self._take_frames()
 
     @property
@@ -198,10 +204,8 @@ class Connection:
                 self._unsent[0] = (data[sent:], [])
         if bool(self._unsent) != self._writing:
             self._writing = not self._writing
-            if self._writing:
-                self._loop.add_writer(self._sock.fileno(), self._writable)
-            else:
-                self._loop.remove_writer(self._sock.fileno())
+            self._attend()
+            if not self._writing:
                 self.drained()
 
 

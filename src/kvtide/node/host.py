@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.node.ledger import Ledger
+from kvtide.node.loop import Loop
 from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import Status
 from kvtide.node.team import Team
@@ -22,7 +22,7 @@ class Host(Protocol):
     """What a guest needs of the node."""
 
     store: Store
-    loop: asyncio.AbstractEventLoop
+    loop: Loop
     ledger: Ledger
     numbers: Iterator[int]
     """Of sessions, rights and promises: never given twice in its life."""

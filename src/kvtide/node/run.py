@@ -20,6 +20,7 @@ from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.node.http import Http
 from kvtide.node.ledger import Ledger, beside
+from kvtide.node.loop import run_in_loop
 from kvtide.node.passes import Passes
 from kvtide.node.server import Node
 from kvtide.store import Store
@@ -45,7 +46,7 @@ def serve(
     Then write down what is worth keeping, for ``stop_seconds`` at most: if it takes longer the process ends at once,
     whatever hangs. ``ready`` is called when clients may come.
     """
-    if not asyncio.run(_serve(config, path, stop_seconds, idle_seconds, ready)):
+    if not run_in_loop(_serve(config, path, stop_seconds, idle_seconds, ready)):
         log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
         logging.shutdown()
         os._exit(1)

@@ -28,6 +28,7 @@ from kvtide.node import protocol as p
 from kvtide.node.connection import Connection
 from kvtide.node.guest import LARGEST_PART, Guest
 from kvtide.node.ledger import Ledger, beside
+from kvtide.node.loop import Loop
 from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
@@ -58,12 +59,14 @@ _PAUSE = 0.5
 
 
 class Node:
-    """Serves a store at ``path``. Make it and call everything here in its loop's thread."""
+    """Serves a store at ``path``. Make it and call everything here in the thread of a ``Loop``."""
 
     def __init__(self, store: Store, path: Path, ledger: Ledger | None = None) -> None:
         self.store = store
         self.path = path
-        self.loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        self.loop = loop
         self.ledger = ledger or Ledger(beside(path, "lent"))
         self._connections: set[Connection] = set()
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
