@@ -229,13 +229,14 @@ class Nvme:
             # Of several, not all need be bad: each for itself.
             return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], packer)[0] for one in run]
         sizes = []
-        for i, ((item, (fd, offset, room, sequence)), start) in enumerate(zip(run, starts, strict=True)):
-            fetch, number = partial(self._fetch, fd, offset), i if _whole(item, room) else None
-            try:
-                sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
-            except Exception as e:  # noqa: BLE001 - see Tally
-                sizes.append(self._failed_read(e))
-            got -= room
+        with packer.together([item for item, _ in run], starts):
+            for i, ((item, (fd, offset, room, sequence)), start) in enumerate(zip(run, starts, strict=True)):
+                fetch, number = partial(self._fetch, fd, offset), i if _whole(item, room) else None
+                try:
+                    sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
+                except Exception as e:  # noqa: BLE001 - see Tally
+                    sizes.append(self._failed_read(e))
+                got -= room
         return sizes
 
     def _fill(self, run: Sequence[Wanted], packer: Packer) -> tuple[list[Span], int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers import codec
 from kvtide.tiers.base import Read, Write
 from kvtide.tiers.record import (
+    BODY,
     FLAG_SEALED,
     Header,
     Rejected,
@@ -98,7 +99,18 @@ class Packed(NamedTuple):
 class Packer:
     """Makes records of blocks and blocks of records. For one thread at a time."""
 
-    __slots__ = ("_asides", "_codec", "_decoder", "_free", "_payload", "_sealed", "_sealing", "_shared", "header")
+    __slots__ = (
+        "_asides",
+        "_codec",
+        "_decoder",
+        "_free",
+        "_held",
+        "_payload",
+        "_sealed",
+        "_sealing",
+        "_shared",
+        "header",
+    )
 
     def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
         self.header = codec.Scratch()
@@ -108,6 +120,7 @@ class Packer:
         self._asides: list[Aside] = []
         self._sealing = sealing
         self._shared, self._free = turn(), threading.Lock()
+        self._held: threading.Lock | None = None
         self._codec = codec.make(compression)
         self._decoder = self._codec
 
@@ -125,7 +138,7 @@ class Packer:
             if number == len(self._sealed):
                 self._sealed.append(codec.Scratch())
             room = self._sealed[number].get(len(payload) + TAG)
-            with self._turn(item):
+            with self._turn([item]):
                 payload = seal.close_sections(payload, table, item.key, room)
         return Packed(item, size, payload, table, kind, seal)
 
@@ -158,58 +171,89 @@ class Packer:
         usual = whole and aside is None and got == guess + geometry.footprint
         if usual and sound(start, item.span, geometry, expected):
             return geometry.footprint
-        sections = item.wanted
+        with nullcontext() if self._held else self.together([item], [start[:got]]):
+            return self._open(item, sequence, start, got, room, fetch, aside)
+
+    def _open(
+        self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch, aside: Aside | None
+    ) -> int:
+        """``unpack`` a record that is not in the open, or not as usual, in our turn."""
+        names, geometry = item.identity, item.identity.geometry
+        whole, sections = item.sections is None, item.wanted
         if not sections:
             raise Rejected("no such sections")
-        if got >= guess and start[12] & FLAG_SEALED:  # a key service may keep us waiting for it, and nobody else
-            self._sealing.old(bytes(start[32:48]), bytes(start[48:80]))
-        mine = self._turn(item)
 
         def fetched(into: Sequence[Span], offset: int) -> int:
-            with _outside(mine):  # it may hang
+            with self._outside():  # it may hang
                 return fetch(into, offset)
 
-        with mine:
-            size = recognise(start[:got])
-            if size > room:
-                raise Rejected("corrupt header")
-            if size != guess:
-                start = self._payload.get(size)  # other records' headers may lie beside it
-                got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
-                self._sealing.check(start)  # it need not be what came the first time
-                aside = None
-            header = parse(start[:got], self._sealing.open_header)
-            _check_names(header, item, sequence)
-            check_table(header, size, geometry, room)
-            if header.codec == codec.RAW:
-                payload = item.span
-                nbytes = len(sections) * geometry.stride
-            else:
-                table = header.sections[sections.start : sections.stop]
-                nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
-                payload = self._payload.get(nbytes)
-            if whole and header.codec == codec.RAW and (aside is None or header.sealed is not None):
-                if got < size + nbytes:
-                    raise Rejected("torn")
-            else:
-                aside = None
-                if fetched([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
-                    raise Rejected("torn")
-            if header.sealed is None:
-                verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
-            elif aside is not None:
-                self._sealing.old(*header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
-            else:
-                room_for_one = self._sealed[0].get(geometry.section + TAG)
-                seal = self._sealing.old(*header.sealed)
-                seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
+        size = recognise(start[:got])
+        if size > room:
+            raise Rejected("corrupt header")
+        if size != len(start):
+            start = self._payload.get(size)  # other records' headers may lie beside it
+            got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
+            self._sealing.check(start)  # it need not be what came the first time
+            aside = None
+        header = parse(start[:got], self._sealing.open_header)
+        _check_names(header, item, sequence)
+        check_table(header, size, geometry, room)
+        if header.codec == codec.RAW:
+            payload = item.span
+            nbytes = len(sections) * geometry.stride
+        else:
+            table = header.sections[sections.start : sections.stop]
+            nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
+            payload = self._payload.get(nbytes)
+        if whole and header.codec == codec.RAW and (aside is None or header.sealed is not None):
+            if got < size + nbytes:
+                raise Rejected("torn")
+        else:
+            aside = None
+            if fetched([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
+                raise Rejected("torn")
+        if header.sealed is None:
+            verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
+        elif aside is not None:
+            self._sealing.old(*header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
+        else:
+            room_for_one = self._sealed[0].get(geometry.section + TAG)
+            seal = self._sealing.old(*header.sealed)
+            seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
         if header.codec != codec.RAW:
-            codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
+            with self._outside():
+                codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
         return nbytes
 
-    def _turn(self, item: Read | Write) -> threading.Lock:
-        """To be held while a record is sealed or opened; nobody else's where none is."""
-        return self._shared if self._sealing.turns(item.identity.geometry.section) else self._free
+    @contextmanager
+    def together(self, items: Sequence[Read], starts: Sequence[Span]) -> Iterator[None]:
+        """Unpack records that begin so in one turn: with one for each, threads wait for each other most of the time."""
+        for start in starts:
+            if len(start) >= BODY and start[12] & FLAG_SEALED:
+                with suppress(Rejected):  # a key service may keep us waiting for it, and nobody else
+                    self._sealing.old(bytes(start[32:48]), bytes(start[48:80]))
+        mine = self._turn(items)
+        with mine:
+            self._held = mine
+            try:
+                yield
+            finally:
+                self._held = None
+
+    def _turn(self, items: Sequence[Read | Write]) -> threading.Lock:
+        """To be held while records are sealed or opened; nobody else's where none are."""
+        short = any(self._sealing.turns(item.identity.geometry.section) for item in items)
+        return self._shared if short else self._free
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Let others have their turn meanwhile."""
+        assert self._held is not None
+        self._held.release()
+        try:
+            yield
+        finally:
+            self._held.acquire()
 
     def _reader(self) -> codec.Codec:
         """What reads compressed records, where raw ones are written too."""
@@ -220,16 +264,6 @@ class Packer:
                 raise Rejected("its codec is not installed") from e
             assert self._decoder is not None
         return self._decoder
-
-
-@contextmanager
-def _outside(mine: threading.Lock) -> Iterator[None]:
-    """Let others have their turn meanwhile."""
-    mine.release()
-    try:
-        yield
-    finally:
-        mine.acquire()
 
 
 def check_sections(header: Header, payload: Span, sealing: Sealing) -> None:
