@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -101,6 +103,21 @@ def refused(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert shown.err.startswith("kvtide: ")
     assert shown.err.count("\n") == 1
     return shown.err
+
+
+def test_a_directory_may_have_more_files_than_a_shell_lets_be_open(tmp_path: Path) -> None:
+    fill(tmp_path / "kv", 200, budget="64MiB")
+    assert len(list((tmp_path / "kv").glob("*.segment"))) > 30
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvtide", "inspect", "--json", tmp_path / "kv"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, most)),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["blocks"] == 200 * PER_PROMPT
 
 
 def flip(path: Path, offset: int, mask: int = 0xFF) -> None:

@@ -19,7 +19,7 @@ from kvtide.engines.loading import load
 from kvtide.errors import ConfigError
 from kvtide.serve.run import listen
 from tests.engines.models import tiny
-from tests.node.serving import Process
+from tests.node.serving import Process, eventually
 from tests.serve.serving import cached, smollm2
 
 PROMPT = [n % 400 + 2 for n in range(600)]
@@ -95,6 +95,24 @@ def test_a_node_keeps_it_and_a_stop_does_not_wait_for_ever(folder: Path, tmp_pat
     server.process.send_signal(signal.SIGTERM)
     with pytest.raises(openai.APIConnectionError):
         list(chunks)
+    assert server.end() == 0, server.said
+    node.stop()
+
+
+def test_while_a_node_is_away_there_are_no_counters_instead_of_zeros(folder: Path, tmp_path: Path) -> None:
+    node = Process(tmp_path)
+    server = Server(folder, "--store", f"unix:{node.path}")
+
+    def measured() -> httpx.Response:
+        return httpx.get(f"{server.url}/metrics", timeout=60)
+
+    assert measured().status_code == 200
+    node.process.send_signal(signal.SIGSTOP)
+    away = measured()
+    assert (away.status_code, away.text) == (503, "")
+    node.process.send_signal(signal.SIGCONT)
+    eventually(lambda: measured().status_code == 200)
+    server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0, server.said
     node.stop()
 
