@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvtide.block import BlockKey
 from kvtide.events import BlockStored
+from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
@@ -93,6 +95,33 @@ def test_who_never_reads_is_sent_away(node: Thread) -> None:
         flood = asked * 10_000
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             sock.sendall(flood)
+
+
+def test_what_was_given_back_before_hanging_up_counts_though_answers_were_never_read(node: Thread) -> None:
+    gate = threading.Event()
+
+    def pause() -> None:
+        gate.wait()
+
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(2), data(PLAIN, prompt(2)))
+        with dialled(node.path) as sock:
+            greet(sock)
+            assert answer(sock)[0] == "welcome"
+            opening = p.Open(p.describe(PLAIN), PLAIN.block_tokens, MODEL.namespace(), DEFAULT_TENANT.tag)
+            sock.sendall(p.frame(p.Request(1, [opening])))
+            (number,) = answer(sock)[1]
+            sock.sendall(p.frame(p.Request(2, [p.Match(number, session.chain(prompt(2)).joined, 0)])))
+            holding = answer(sock)[1][0][1]
+            assert client.statistics().held == 1
+            sock.sendall(p.frame(p.Request(3, [p.Statistics()] * 1000)))
+            eventually(lambda: any(c.bytes_unsent for c in client.status().node.clients))
+            node.node.soon(pause)
+            sock.sendall(p.frame(p.Request(4, [p.Release(number, [holding])])))
+        gate.set()  # now that both have come
+        eventually(lambda: len(client.status().node.clients) == 1)
+        assert client.statistics().held == 0
+        assert session.drop(prompt(2)) == 1
 
 
 def test_who_does_not_read_events_loses_some_and_nothing_else(node: Thread) -> None:

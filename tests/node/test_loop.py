@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -100,6 +101,59 @@ def test_who_calls_while_others_are_served_does_not_wait_for_all_of_them_to_call
             await done.wait()
             assert order[:6] == busy
             assert len(order) <= 8, "one of those who call again is before it, not six"
+
+    in_loop(main)
+
+
+@pytest.mark.parametrize("busy", [0, 5, 20])
+def test_who_waits_for_the_others_waits_for_all_of_them(busy: int) -> None:
+    async def main(loop: Loop) -> None:
+        order: list[Caller | None] = []
+        done = asyncio.Event()
+
+        def served(caller: Caller) -> None:
+            order.append(caller)
+            caller.call()
+
+        def go_on() -> None:
+            order.append(None)
+            if order.count(None) < 10:
+                loop.after_others(go_on)
+            else:
+                done.set()
+
+        with callers(loop, busy, served) as them:
+            for caller in them:
+                caller.call()
+            loop.after_others(go_on)
+            await done.wait()
+            turns = [i for i, one in enumerate(order) if one is None]
+            for last, turn in itertools.pairwise(turns):
+                assert set(order[last + 1 : turn]) == set(them)
+
+    in_loop(main)
+
+
+def test_what_was_said_before_hanging_up_is_heard_before_anything_is_said() -> None:
+    async def main(loop: Loop) -> None:
+        done = asyncio.Event()
+        told: list[str] = []
+        ours, theirs = socket.socketpair()
+        with ours:
+
+            def readable() -> None:
+                told.append(ours.recv(100).decode())
+
+            def writable() -> None:
+                told.append("writable")
+                loop.attend(ours.fileno())
+                done.set()
+
+            theirs.send(b"goodbye")
+            theirs.close()
+            loop.attend(ours.fileno(), readable, writable)
+            await done.wait()
+            assert told == ["goodbye", "writable"]
 
     in_loop(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -270,8 +271,9 @@ def test_a_block_of_more_sections_than_one_call_reads_into_is_read(tmp_path: Pat
     caller.close()
 
 
-def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path) -> None:
-    """Few threads open records with short sections at a time: none of them waits for a key service meanwhile."""
+@pytest.mark.parametrize("known", [True, False])
+def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path, known: bool) -> None:
+    """Few threads open records with short sections at a time: none of them asks a key service meanwhile, nor again."""
     ring, asked, fetched = ring_in(tmp_path), threading.Semaphore(0), threading.Event()
     other = replace(EVEN, tenant=bytes(range(16)))
     slow, fast = Record(ring, other), Record(ring, EVEN)
@@ -281,9 +283,15 @@ def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path) -> None:
             if number == ring.of(other.tenant).id:
                 asked.release()
                 fetched.wait()
+                if not known:
+                    raise Rejected("its key is not known here")
             return super().old(number, salt)
 
-    waiting = [threading.Thread(target=slow.read, kwargs={"sealing": Slow(ring)}) for _ in range(4)]
+    def wait() -> None:
+        with nullcontext() if known else pytest.raises(Rejected, match="its key"):
+            assert slow.read(sealing=Slow(ring))
+
+    waiting = [threading.Thread(target=wait) for _ in range(4)]
     for thread in waiting:
         thread.start()
     for _ in waiting:
@@ -293,6 +301,7 @@ def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path) -> None:
     fetched.set()
     for thread in waiting:
         thread.join()
+    assert not asked.acquire(blocking=False), "once for each record"
     ring.close()
 
 

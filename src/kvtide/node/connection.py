@@ -85,7 +85,10 @@ class Connection:
 
     def _attend(self) -> None:
         readable, writable = self._readable if self._reading else None, self._writable if self._writing else None
-        self._loop.attend(self._sock.fileno(), readable, writable)
+        try:
+            self._loop.attend(self._sock.fileno(), readable, writable)
+        except OSError as e:
+            self.close(f"it cannot be listened to: {e.strerror}")
 
     def _readable(self) -> None:
         try:
@@ -145,7 +148,7 @@ class Connection:
         """Go on with what has come when they have had their turn, and read no more before."""
         self._reading = False
         self._attend()
-        self._loop.call_soon(self._go_on)
+        self._loop.after_others(self._go_on)
 
     def _go_on(self) -> None:
         if self.open:
@@ -192,6 +195,8 @@ class Connection:
                 sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else self._sock.send(data)
             except BlockingIOError:
                 break
+            except ConnectionError:  # it has hung up; what it gave back before that is still to be read
+                sent = len(data)
             except OSError:
                 self.close()
                 return

@@ -15,6 +15,7 @@ import math
 import os
 import select
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -38,6 +39,9 @@ class _Selector(selectors.EpollSelector):
         self._epoll = select.epoll.fromfd(os.dup(self.fileno()))
         """The same one, to ask for a single event."""
         self._clients: dict[int, tuple[_Call | None, _Call | None]] = {}
+        self._served = 0
+        self._waiting: deque[tuple[int, _Call]] = deque()
+        """What is due when so many were served."""
 
     def attend(self, fd: int, readable: _Call | None, writable: _Call | None) -> None:
         events = (select.EPOLLIN if readable else 0) | (select.EPOLLOUT if writable else 0)
@@ -47,29 +51,40 @@ class _Selector(selectors.EpollSelector):
                 del self._clients[fd]
                 self._epoll.unregister(fd)
             return
-        self._clients[fd] = readable, writable
         (self._epoll.modify if known else self._epoll.register)(fd, events)
+        self._clients[fd] = readable, writable
+
+    def after_others(self, call: _Call) -> None:
+        self._waiting.append((self._served + len(self._clients), call))
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         # The system counts in milliseconds: without rounding up a timer would be asked for again and again.
         wait = -1.0 if timeout is None else math.ceil(timeout * 1e3) * 1e-3 if timeout > 0 else 0.0
-        poll, clients = self._epoll.poll, self._clients
+        poll, clients, waiting = self._epoll.poll, self._clients, self._waiting
         for _ in range(_TURN):
-            found = poll(wait, 1)
+            due = waiting and waiting[0][0] <= self._served
+            found = [] if due else poll(0.0 if waiting else wait, 1)
             if not found:
+                if waiting:
+                    _guarded(waiting.popleft()[1])
                 break
-            (fd, events), wait = found[0], 0.0
+            fd, events = found[0]
             if fd not in clients:
                 return self._others(fd, events)
-            readable, writable = clients[fd]
-            try:
-                if writable is not None and (events & select.EPOLLOUT or readable is None):
-                    writable()
-                elif readable is not None:
-                    readable()
-            except Exception:  # as the loop does with its callbacks
-                log.exception("a client could not be served")
+            self._serve(fd, events)
+            wait = 0.0
         return []
+
+    def _serve(self, fd: int, events: int) -> None:
+        self._served += 1
+        readable, _ = self._clients[fd]
+        if readable is not None and events & ~select.EPOLLOUT:
+            # First: who has hung up cannot be written to, and what it said before counts.
+            _guarded(readable)
+        if events & ~select.EPOLLIN:
+            _, writable = self._clients.get(fd, (None, None))
+            if writable is not None:
+                _guarded(writable)
 
     def _others(self, fd: int, events: int) -> list[tuple[selectors.SelectorKey, int]]:
         key = self.get_map().get(fd)
@@ -85,6 +100,16 @@ class _Selector(selectors.EpollSelector):
         super().close()
 
 
+def _guarded(call: _Call) -> None:
+    """As the loop does with its own callbacks."""
+    try:
+        call()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException:
+        log.exception("a client could not be served")
+
+
 class Loop(asyncio.SelectorEventLoop):
     """An event loop that serves clients in their order."""
 
@@ -95,6 +120,10 @@ class Loop(asyncio.SelectorEventLoop):
     def attend(self, fd: int, readable: _Call | None = None, writable: _Call | None = None) -> None:
         """From now on call these when a client's socket is so; without both it is let go."""
         self._clients.attend(fd, readable, writable)
+
+    def after_others(self, call: _Call) -> None:
+        """Call when all clients that wait now were served."""
+        self._clients.after_others(call)
 
 
 def run_in_loop(main: Coroutine[Any, Any, T]) -> T:

@@ -194,6 +194,8 @@ class Node:
             return
         sock.setblocking(False)
         connection = Connection(self.loop, sock)
+        if not connection.open:
+            return
         self._connections.add(connection)
         late = self.loop.call_later(_HELLO, connection.close, f"it said no hello within {_HELLO:g} seconds")
         self._strangers[connection] = late

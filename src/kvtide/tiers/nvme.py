@@ -229,7 +229,10 @@ class Nvme:
             # Of several, not all need be bad: each for itself.
             return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], packer)[0] for one in run]
         sizes = []
-        with packer.together([item for item, _ in run], starts):
+        come = [
+            start[: max(0, got - i * place[2])] for i, (start, (_, place)) in enumerate(zip(starts, run, strict=True))
+        ]
+        with packer.together([item for item, _ in run], come):
             for i, ((item, (fd, offset, room, sequence)), start) in enumerate(zip(run, starts, strict=True)):
                 fetch, number = partial(self._fetch, fd, offset), i if _whole(item, room) else None
                 try:

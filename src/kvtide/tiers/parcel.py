@@ -14,8 +14,8 @@ compressed, only some of them are wanted), the packer fetches more. Nothing is t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -96,21 +96,53 @@ class Packed(NamedTuple):
             self.seal.close_header(page)
 
 
+class _Turn:
+    """A thread's turn to open records, which few have at a time, and what opens them: to find a key may take long, and
+    happens before."""
+
+    __slots__ = ("_has", "_lock", "_sealing", "_seals")
+
+    def __init__(self, lock: threading.Lock | None, sealing: Sealing, names: Iterable[bytes]) -> None:
+        """Of records that bear these ``names``: the ids of their keys, and their salts. Without a ``lock`` many have
+        it."""
+        self._lock = lock
+        self._has = False
+        self._sealing = sealing
+        self._seals = {name: self._find(name) for name in names}
+
+    def take(self) -> None:
+        if self._lock is not None and not self._has:
+            self._lock.acquire()
+            self._has = True
+
+    def give(self) -> None:
+        """Let others have theirs."""
+        if self._lock is not None and self._has:
+            self._has = False
+            self._lock.release()
+
+    def _find(self, name: bytes) -> Seal | Exception:
+        try:
+            return self._sealing.old(name[:16], name[16:])
+        except Exception as e:  # noqa: BLE001 - it is told to whoever wants to open that record
+            return e
+
+    def seal(self, name: bytes) -> Seal:
+        """What opens a record. Raises Rejected."""
+        if name not in self._seals:  # the record has changed meanwhile
+            self.give()
+            self._seals[name] = self._find(name)
+            self.take()
+        found = self._seals[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
 class Packer:
     """Makes records of blocks and blocks of records. For one thread at a time."""
 
-    __slots__ = (
-        "_asides",
-        "_codec",
-        "_decoder",
-        "_free",
-        "_held",
-        "_payload",
-        "_sealed",
-        "_sealing",
-        "_shared",
-        "header",
-    )
+    __slots__ = ("_asides", "_codec", "_decoder", "_payload", "_sealed", "_sealing", "_shared", "_turn", "header")
 
     def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
         self.header = codec.Scratch()
@@ -119,8 +151,8 @@ class Packer:
         self._sealed = [codec.Scratch()]
         self._asides: list[Aside] = []
         self._sealing = sealing
-        self._shared, self._free = turn(), threading.Lock()
-        self._held: threading.Lock | None = None
+        self._shared = turn()
+        self._turn: _Turn | None = None
         self._codec = codec.make(compression)
         self._decoder = self._codec
 
@@ -138,7 +170,7 @@ class Packer:
             if number == len(self._sealed):
                 self._sealed.append(codec.Scratch())
             room = self._sealed[number].get(len(payload) + TAG)
-            with self._turn([item]):
+            with self._shared if self._sealing.turns(identity.geometry.section) else nullcontext():
                 payload = seal.close_sections(payload, table, item.key, room)
         return Packed(item, size, payload, table, kind, seal)
 
@@ -171,11 +203,21 @@ class Packer:
         usual = whole and aside is None and got == guess + geometry.footprint
         if usual and sound(start, item.span, geometry, expected):
             return geometry.footprint
-        with nullcontext() if self._held else self.together([item], [start[:got]]):
-            return self._open(item, sequence, start, got, room, fetch, aside)
+        if self._turn is not None:
+            return self._open(self._turn, item, sequence, start, got, room, fetch, aside)
+        with self.together([item], [start[:got]]) as mine:
+            return self._open(mine, item, sequence, start, got, room, fetch, aside)
 
     def _open(
-        self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch, aside: Aside | None
+        self,
+        mine: _Turn,
+        item: Read,
+        sequence: int,
+        start: Span,
+        got: int,
+        room: int,
+        fetch: Fetch,
+        aside: Aside | None,
     ) -> int:
         """``unpack`` a record that is not in the open, or not as usual, in our turn."""
         names, geometry = item.identity, item.identity.geometry
@@ -184,9 +226,12 @@ class Packer:
             raise Rejected("no such sections")
 
         def fetched(into: Sequence[Span], offset: int) -> int:
-            with self._outside():  # it may hang
-                return fetch(into, offset)
+            mine.give()  # it may hang
+            count = fetch(into, offset)
+            mine.take()
+            return count
 
+        mine.take()
         size = recognise(start[:got])
         if size > room:
             raise Rejected("corrupt header")
@@ -195,7 +240,7 @@ class Packer:
             got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
             self._sealing.check(start)  # it need not be what came the first time
             aside = None
-        header = parse(start[:got], self._sealing.open_header)
+        header = parse(start[:got], lambda page: mine.seal(bytes(page[32:80])).open_header(page))
         _check_names(header, item, sequence)
         check_table(header, size, geometry, room)
         if header.codec == codec.RAW:
@@ -215,45 +260,27 @@ class Packer:
         if header.sealed is None:
             verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
         elif aside is not None:
-            self._sealing.old(*header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
+            mine.seal(b"".join(header.sealed)).open_aside(aside, header.sections, geometry, item.key, payload)
         else:
             room_for_one = self._sealed[0].get(geometry.section + TAG)
-            seal = self._sealing.old(*header.sealed)
+            seal = mine.seal(b"".join(header.sealed))
             seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
         if header.codec != codec.RAW:
-            with self._outside():
-                codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
+            mine.give()
+            codec.decode(header, sections, payload, item.span, geometry, names.itemsize, self._reader())
         return nbytes
 
     @contextmanager
-    def together(self, items: Sequence[Read], starts: Sequence[Span]) -> Iterator[None]:
+    def together(self, items: Sequence[Read], starts: Sequence[Span]) -> Iterator[_Turn]:
         """Unpack records that begin so in one turn: with one for each, threads wait for each other most of the time."""
-        for start in starts:
-            if len(start) >= BODY and start[12] & FLAG_SEALED:
-                with suppress(Rejected):  # a key service may keep us waiting for it, and nobody else
-                    self._sealing.old(bytes(start[32:48]), bytes(start[48:80]))
-        mine = self._turn(items)
-        with mine:
-            self._held = mine
-            try:
-                yield
-            finally:
-                self._held = None
-
-    def _turn(self, items: Sequence[Read | Write]) -> threading.Lock:
-        """To be held while records are sealed or opened; nobody else's where none are."""
+        sealed = {bytes(start[32:80]) for start in starts if len(start) >= BODY and start[12] & FLAG_SEALED}
         short = any(self._sealing.turns(item.identity.geometry.section) for item in items)
-        return self._shared if short else self._free
-
-    @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Let others have their turn meanwhile."""
-        assert self._held is not None
-        self._held.release()
+        self._turn = mine = _Turn(self._shared if sealed and short else None, self._sealing, sealed)
         try:
-            yield
+            yield mine
         finally:
-            self._held.acquire()
+            self._turn = None
+            mine.give()
 
     def _reader(self) -> codec.Codec:
         """What reads compressed records, where raw ones are written too."""
