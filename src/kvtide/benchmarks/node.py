@@ -75,9 +75,8 @@ def node(settings: Settings) -> Iterator[Record]:
     for clients in (1, 4):
         count = settings.rounds(1024, 512) * MIB // nbytes // clients
         yield from _copies(settings, clients, nbytes, count)
-    with running(64 * MIB) as (path, pid):
-        for clients in (1, 8):
-            yield from _steps(settings, path, pid, clients)
+    for clients in (1, 8):
+        yield from _steps(settings, clients)
 
 
 def _match(settings: Settings, path: Path, pid: int) -> Iterator[Record]:
@@ -245,26 +244,35 @@ def _each(work: Callable[[int], None], repeats: int) -> tuple[npt.NDArray[np.flo
     return found, time.process_time() - cpu
 
 
-def _steps(settings: Settings, path: Path, pid: int, clients: int) -> Iterator[Record]:
-    """A step asks for 64 blocks and gives back those of the step before, in one message."""
+def _steps(settings: Settings, clients: int) -> Iterator[Record]:
+    """A step asks for 64 blocks and gives back those of the step before, in one message.
+
+    With processes of its own every few rounds: on which cores they happen to be makes some of them slower by a third,
+    as long as they live.
+    """
     repeats = settings.rounds(3000, 500) // clients
-    echo = f"{path}.echo-{clients}"
     quantiles = {"p50": 0.5, "p99": 0.99}
     times: dict[str, dict[str, list[float]]] = {who: {q: [] for q in quantiles} for who in ("node", "echo")}
     cpu: list[float] = []
-    with _echoing(echo), Crowd(clients, _stepping, str(path), echo, repeats) as crowd:
-        for i in range(settings.rounds(11, 3) + 1):
-            settings.progress(f"steps through the node, {clients} clients, round {i}")
-            for who, mine in times.items():
-                before = _cpu(pid)
-                answers = crowd.do(who)
-                used = _cpu(pid) - before + sum(seconds for _, seconds in answers)
-                if i == 0:
-                    continue
-                if who == "node":
-                    cpu.append(used / clients / repeats * 1e6)
-                for name, at in quantiles.items():
-                    mine[name].append(float(np.quantile(np.concatenate([each for each, _ in answers]), at)) * 1e6)
+    for life in range(settings.rounds(5, 1)):
+        with ExitStack() as stack:
+            path, pid = stack.enter_context(running(64 * MIB))
+            echo = f"{path}.echo"
+            stack.enter_context(_echoing(echo))
+            crowd = stack.enter_context(Crowd(clients, _stepping, str(path), echo, repeats))
+            for i in range(4):
+                settings.progress(f"steps through the node, {clients} clients, processes {life + 1}, round {i}")
+                for who, mine in times.items():
+                    before = _cpu(pid)
+                    answers = crowd.do(who)
+                    used = _cpu(pid) - before + sum(seconds for _, seconds in answers)
+                    if i == 0:
+                        continue
+                    if who == "node":
+                        cpu.append(used / clients / repeats * 1e6)
+                    for name, at in quantiles.items():
+                        each = np.concatenate([seconds for seconds, _ in answers])
+                        mine[name].append(float(np.quantile(each, at)) * 1e6)
     suffix = "" if clients == 1 else f"-{clients}-clients"
     for name in quantiles:
         yield figure(
