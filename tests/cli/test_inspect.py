@@ -105,21 +105,6 @@ def refused(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return shown.err
 
 
-def test_a_directory_may_have_more_files_than_a_shell_lets_be_open(tmp_path: Path) -> None:
-    fill(tmp_path / "kv", 200, budget="64MiB")
-    assert len(list((tmp_path / "kv").glob("*.segment"))) > 30
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    result = subprocess.run(
-        [sys.executable, "-m", "kvtide", "inspect", "--json", tmp_path / "kv"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, most)),
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["blocks"] == 200 * PER_PROMPT
-
-
 def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -492,3 +477,18 @@ def test_sealed_records_are_verified_with_their_keys_and_told_of_without(tmp_pat
     assert [d.reason for d in look(tmp_path / "tier", verify=True, sealing=Sealing(ring)).damaged] == [
         "corrupt payload"
     ]
+
+
+def test_a_directory_may_have_more_files_than_a_shell_lets_be_open(tmp_path: Path) -> None:
+    fill(tmp_path / "kv", 200, budget="64MiB")
+    assert len(list((tmp_path / "kv").glob("*.segment"))) > 30
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvtide", "inspect", "--json", tmp_path / "kv"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, most)),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["blocks"] == 200 * PER_PROMPT

@@ -101,7 +101,7 @@ def test_what_was_given_back_before_hanging_up_counts_though_answers_were_never_
     gate = threading.Event()
 
     def pause() -> None:
-        gate.wait()
+        gate.wait(60)
 
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(2), data(PLAIN, prompt(2)))

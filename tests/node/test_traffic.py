@@ -22,9 +22,9 @@ SETTINGS = {
     "KVTIDE_NVME_BUDGET": str(16 * MIB),
     "KVTIDE_NVME_SEGMENT": str(MIB),
 }
-GROWTH = 64 * MIB
-"""Of the node's own memory, the arena apart, since every trick was tried once, that is no leak: tables fill up, and
-what a million answers at once left behind is in pieces. After some 40 MiB it takes no more."""
+GROWTH = 32 * MIB
+"""Of the node's own memory, the arena apart, since every trick was tried twice, that is no leak: tables fill up. Before
+that the heap itself grows by more: what a million answers at once left behind is in pieces."""
 
 
 def traffic(folder: Path, seconds: float) -> None:
@@ -37,9 +37,9 @@ def traffic(folder: Path, seconds: float) -> None:
                 crowd.enter(number, seed=number)
             early = 0
             end = time.monotonic() + seconds
-            while time.monotonic() < end or crowd.count(CLIENTS, "turns") < 2 * len(TRICKS):
+            while time.monotonic() < end or crowd.count(CLIENTS, "turns") < 3 * len(TRICKS):
                 everybody_gets_on(node, crowd)
-                if not early and crowd.count(CLIENTS, "turns") >= len(TRICKS):
+                if not early and crowd.count(CLIENTS, "turns") >= 2 * len(TRICKS):
                     early = host.resident(node.process.pid)
             for person in crowd.people.values():
                 person.signal(signal.SIGUSR1)

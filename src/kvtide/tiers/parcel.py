@@ -34,6 +34,7 @@ from kvtide.tiers.record import (
     header_bytes,
     parse,
     recognise,
+    sealed_by,
     sound,
     verify,
 )
@@ -102,7 +103,7 @@ class _Turn:
 
     __slots__ = ("_has", "_lock", "_sealing", "_seals")
 
-    def __init__(self, lock: threading.Lock | None, sealing: Sealing, names: Iterable[bytes]) -> None:
+    def __init__(self, lock: threading.Lock | None, sealing: Sealing, names: Iterable[tuple[bytes, bytes]]) -> None:
         """Of records that bear these ``names``: the ids of their keys, and their salts. Without a ``lock`` many have
         it."""
         self._lock = lock
@@ -121,13 +122,13 @@ class _Turn:
             self._has = False
             self._lock.release()
 
-    def _find(self, name: bytes) -> Seal | Exception:
+    def _find(self, name: tuple[bytes, bytes]) -> Seal | Exception:
         try:
-            return self._sealing.old(name[:16], name[16:])
+            return self._sealing.old(*name)
         except Exception as e:  # noqa: BLE001 - it is told to whoever wants to open that record
             return e
 
-    def seal(self, name: bytes) -> Seal:
+    def seal(self, name: tuple[bytes, bytes]) -> Seal:
         """What opens a record. Raises Rejected."""
         if name not in self._seals:  # the record has changed meanwhile
             self.give()
@@ -240,7 +241,7 @@ class Packer:
             got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
             self._sealing.check(start)  # it need not be what came the first time
             aside = None
-        header = parse(start[:got], lambda page: mine.seal(bytes(page[32:80])).open_header(page))
+        header = parse(start[:got], lambda page: mine.seal(sealed_by(page)).open_header(page))
         _check_names(header, item, sequence)
         check_table(header, size, geometry, room)
         if header.codec == codec.RAW:
@@ -260,10 +261,10 @@ class Packer:
         if header.sealed is None:
             verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
         elif aside is not None:
-            mine.seal(b"".join(header.sealed)).open_aside(aside, header.sections, geometry, item.key, payload)
+            mine.seal(header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
         else:
             room_for_one = self._sealed[0].get(geometry.section + TAG)
-            seal = mine.seal(b"".join(header.sealed))
+            seal = mine.seal(header.sealed)
             seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
         if header.codec != codec.RAW:
             mine.give()
@@ -273,7 +274,7 @@ class Packer:
     @contextmanager
     def together(self, items: Sequence[Read], starts: Sequence[Span]) -> Iterator[_Turn]:
         """Unpack records that begin so in one turn: with one for each, threads wait for each other most of the time."""
-        sealed = {bytes(start[32:80]) for start in starts if len(start) >= BODY and start[12] & FLAG_SEALED}
+        sealed = {sealed_by(start) for start in starts if len(start) >= BODY and start[12] & FLAG_SEALED}
         short = any(self._sealing.turns(item.identity.geometry.section) for item in items)
         self._turn = mine = _Turn(self._shared if sealed and short else None, self._sealing, sealed)
         try:

@@ -71,6 +71,7 @@ __all__ = [
     "parse",
     "plain",
     "recognise",
+    "sealed_by",
     "section_table",
     "sound",
     "unchecked_table",
@@ -213,6 +214,11 @@ def mark_of(page: Span) -> bytes:
     return bytes(page[32:48] if page[12] & FLAG_SEALED else page[272:288])
 
 
+def sealed_by(page: Span | bytearray) -> tuple[bytes, bytes]:
+    """The id of the key, and the salt, of a sealed record that begins with this page."""
+    return bytes(page[32:48]), bytes(page[48:80])
+
+
 def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
     """The header that starts at ``data``. Raises Rejected, with the reason, for anything that is not whole.
 
@@ -227,7 +233,7 @@ def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
         raise Rejected("corrupt header")
     sealed = None
     if whole[12]:
-        sealed = bytes(whole[32:48]), bytes(whole[48:80])
+        sealed = sealed_by(whole)
         unseal(whole)
     (
         sequence,

@@ -36,7 +36,7 @@ from kvtide.security.ring import OWN, DataKey, Ring
 from kvtide.security.wrapping import Unavailable, aead
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import VECTORS
-from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected, cuts_of, plain
+from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected, cuts_of, plain, sealed_by
 
 __all__ = ["NO_KEY", "OPEN", "TAG", "Aside", "Paper", "Seal", "Sealing"]
 
@@ -279,7 +279,7 @@ class Sealing:
 
     def open_header(self, page: bytearray) -> None:
         """Put a sealed header's body in the open, in place. Raises Rejected."""
-        self.old(bytes(page[32:48]), bytes(page[48:80])).open_header(page)
+        self.old(*sealed_by(page)).open_header(page)
 
 
 NO_KEY = ("its key", "the key")
