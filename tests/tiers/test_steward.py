@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from random import Random
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from kvtide.block import Span
 from kvtide.testing.clock import FakeClock
+from kvtide.tiers.blobs import Turn
 from kvtide.tiers.purse import Purse
 from kvtide.tiers.steward import Papers, Steward, StewardStatistics, is_block
 
@@ -83,7 +85,9 @@ class View:
     def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:
         raise NotImplementedError
 
-    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
+    def write(
+        self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
+    ) -> list[bool]:
         raise NotImplementedError
 
     def find(self, names: Sequence[str], timeout: float) -> list[bool]:

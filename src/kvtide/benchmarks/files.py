@@ -25,23 +25,23 @@ class RawFiles:
         self._folder, self._nbytes, self._count = folder, nbytes, count
         folder.mkdir()
         self._view = filled(nbytes, count)
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._writers, self._readers = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(2 * THREADS)
 
     def __call__(self) -> Mapping[str, Sample]:
         total = self._nbytes * self._count
         for file in self._folder.iterdir():
             file.unlink()
         return {
-            "store": timed(self._all, self._write, nbytes=total),
-            "load": timed(self._all, self._read, nbytes=total),
+            "store": timed(self._all, self._write, self._writers, nbytes=total),
+            "load": timed(self._all, self._read, self._readers, nbytes=total),
         }
 
-    def _all(self, one: Callable[[Path, Span], int]) -> None:
+    def _all(self, one: Callable[[Path, Span], int], pool: ThreadPoolExecutor) -> None:
         def whole(i: int) -> None:
             span = self._view[i * self._nbytes : (i + 1) * self._nbytes]
             assert one(self._folder / str(i), span) == self._nbytes
 
-        list(self._pool.map(whole, range(self._count)))
+        list(pool.map(whole, range(self._count)))
 
     @staticmethod
     def _write(file: Path, span: Span) -> int:
@@ -60,7 +60,8 @@ class RawFiles:
         return count
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._writers.shutdown()
+        self._readers.shutdown()
 
 
 def files(settings: Settings) -> Iterator[Record]:

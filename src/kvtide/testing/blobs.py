@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,6 +132,27 @@ class BlobsContract(ABC):
         assert blobs.write([(name, [second])], TIME) == [True]
         blobs.read([(name, [room])], TIME)
         assert room == first
+
+    def test_bytes_are_sent_in_a_turn_or_not_at_all(self, blobs: Blobs) -> None:
+        (name,) = names(1)
+        turns: list[str] = []
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            turns.append("begins")
+            yield
+            turns.append("ends")
+
+        def refused() -> AbstractContextManager[object]:
+            raise LookupError("not now")
+
+        with pytest.raises(LookupError):
+            blobs.write([(name, [value(name, 9000)])], TIME, refused)
+        assert blobs.find([name], TIME) == [False]
+        assert blobs.tidy(0.0, TIME, lambda: None) == (0, 0), "something is left of it"
+        assert blobs.write([(name, [value(name, 9000)])], TIME, turn) == [True]
+        assert turns == ["begins", "ends"]
+        assert blobs.find([name], TIME) == [True]
 
     @settings(max_examples=15, deadline=None, suppress_health_check=_SHARED)
     @given(data=st.data())

@@ -16,14 +16,19 @@ name, so that whoever finds one has found it whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from kvtide.block import Span
 
-__all__ = ["ROOT", "Blobs"]
+__all__ = ["ROOT", "Blobs", "Turn"]
 
 ROOT = "kvtide-1"
 """The folder of all that is ours in storage that others may use for other things, by the version of its names."""
+
+
+Turn = Callable[[], AbstractContextManager[object]]
+"""What is held while the bytes of blobs are sent. It may wait on entry, and raise: then they must not be sent."""
 
 
 class Blobs(Protocol):
@@ -35,7 +40,9 @@ class Blobs(Protocol):
     def read_part(self, name: str, into: Span, offset: int, timeout: float) -> int:
         """Fill ``into`` from ``offset``; how many bytes came, -1 where there is no such blob."""
 
-    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
+    def write(
+        self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
+    ) -> list[bool]:
         """Keep each blob, whole or not at all, visible only when whole.
 
         True too where it was there already (no second upload).

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtide.block import ALIGN, Span
+from kvtide.tiers.blobs import Turn
 from kvtide.tiers.disk import Disk
 
 __all__ = ["Files"]
@@ -65,17 +66,19 @@ class Files:
         finally:
             self._disk.close(fd)
 
-    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
+    def write(
+        self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = contextlib.nullcontext
+    ) -> list[bool]:
         for name, spans in _within(timeout, batch):
             path = self._path(name)
             if not self._disk.exists(path):
-                with self._new(path, spans) as new:
+                with self._new(path, spans, turn) as new:
                     self._disk.rename(new, path, durable=False)
         return [True] * len(batch)
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:
         path = self._path(name)
-        with self._new(path, [memoryview(data)] if data else [], direct=False) as new:
+        with self._new(path, [memoryview(data)] if data else [], contextlib.nullcontext, direct=False) as new:
             try:
                 self._disk.link(new, path)
             except FileExistsError:
@@ -91,8 +94,12 @@ class Files:
         return True
 
     @contextlib.contextmanager
-    def _new(self, path: Path, data: Sequence[Span], *, direct: bool = True) -> Iterator[Path]:
-        """A whole file that nobody finds, to be given its name; it is gone if that fails."""
+    def _new(self, path: Path, data: Sequence[Span], turn: Turn, *, direct: bool = True) -> Iterator[Path]:
+        """A whole file that nobody finds, to be given its name; it is gone if that fails.
+
+        The turn is for the bytes alone: finding, making and naming a file takes as long as writing 2 MiB when threads
+        wait for the interpreter at each step, and the disk would have half of what it can do at a time.
+        """
         new = path.with_name(f"{path.name}.{self._mine}{next(self._numbers):x}{_NEW}")
         aligned = direct and not any(len(part) % ALIGN for part in data)
         try:
@@ -102,7 +109,8 @@ class Files:
             fd = self._open(new, direct=aligned, write=True)
         try:
             try:
-                self._disk.write_all(fd, data, 0, direct=aligned and self._direct)
+                with turn():
+                    self._disk.write_all(fd, data, 0, direct=aligned and self._direct)
             finally:
                 self._disk.close(fd)
             yield new

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from obstore.store import from_url
 
 from kvtide.block import Span
 from kvtide.errors import ConfigError
+from kvtide.tiers.blobs import Turn
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -132,14 +134,17 @@ class Objects:
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
-        end = time.monotonic() + timeout
-        wanted = [(_path(name), spans) for name, spans in batch]
-        if not self._keeps_conditions(end):
-            there = self.find([name for name, _ in batch], timeout)
-            wanted = [item for item, found in zip(wanted, there, strict=True) if not found]
-        for outcome in self._put(wanted, end):
-            _check(outcome, obstore.exceptions.AlreadyExistsError)
+    def write(
+        self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
+    ) -> list[bool]:
+        with turn():
+            end = time.monotonic() + timeout
+            wanted = [(_path(name), spans) for name, spans in batch]
+            if not self._keeps_conditions(end):
+                there = self.find([name for name, _ in batch], timeout)
+                wanted = [item for item, found in zip(wanted, there, strict=True) if not found]
+            for outcome in self._put(wanted, end):
+                _check(outcome, obstore.exceptions.AlreadyExistsError)
         return [True] * len(batch)
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:

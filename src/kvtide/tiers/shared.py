@@ -19,6 +19,7 @@ import errno
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -91,8 +92,8 @@ Wish = tuple[BlockKey, Identity]
 class Shared:
     """A tier over ``blobs``, which it closes in the end. See the module's text.
 
-    ``threads`` blocks are written at a time, each in at most ``timeout`` seconds, and as many prepared meanwhile; twice
-    as many are read, or checked. ``late`` is told the keys of blocks whose read hangs. With ``credit`` nothing is
+    The bytes of ``threads`` blocks, or calls, are sent at a time, each in at most ``timeout`` seconds, while as many are
+    prepared or given their names; twice as many are read, or checked. ``late`` is told the keys of blocks whose read hangs. With ``credit`` nothing is
     written that it does not allow.
     """
 
@@ -296,11 +297,16 @@ class Shared:
         """Write records, for which there is credit until then; the names of those that are there now."""
         if not batch:
             return []
-        try:
+
+        @contextmanager
+        def turn() -> Iterator[None]:
             with self._writes:
                 if self._clock.monotonic() >= until:
                     raise Rejected("its credit ended before it was written")
-                self._blobs.write(batch, self._timeout)
+                yield
+
+        try:
+            self._blobs.write(batch, self._timeout, turn)
         except Exception as e:  # noqa: BLE001 - see Tally
             if len(batch) > 1 and not isinstance(e, TimeoutError):
                 return [name for one in batch for name in self._send([one], until)]

@@ -20,12 +20,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from kvtide.block import Span
 from kvtide.errors import ConfigError, TierError
+from kvtide.tiers.blobs import Turn
 from kvtide.tiers.resp import Connection, Part, Refused, command
 
 __all__ = ["Valkey"]
@@ -102,8 +104,14 @@ class Valkey:
         count, there = self._ask(commands, time.monotonic() + timeout)
         return -1 if _moves(count) or _moves(there) or not _checked(there) else _checked(count)
 
-    def write(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[bool]:
-        end = time.monotonic() + timeout
+    def write(
+        self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
+    ) -> list[bool]:
+        with turn():
+            self._write(batch, time.monotonic() + timeout)
+        return [True] * len(batch)
+
+    def _write(self, batch: Sequence[tuple[str, Sequence[Span]]], end: float) -> None:
         # What is there already is not sent again, but counts as used.
         there = self._each(b"TOUCH", [name for name, _ in batch], end)
         life = (b"PX", b"%d" % (1000 * self._ttl)) if self._ttl else ()
@@ -115,7 +123,6 @@ class Valkey:
         ]
         for reply in self._ask(commands, end):
             _checked(reply)
-        return [True] * len(batch)
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:
         key = self._key(name)
