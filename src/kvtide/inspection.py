@@ -30,7 +30,7 @@ from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.codec import PLANES, RAW, ZSTD, Scratch
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
 from kvtide.tiers.parcel import check_sections
 from kvtide.tiers.record import Header, Rejected, parse
@@ -160,7 +160,7 @@ class Report:
 class _ReadOnly(Disk):
     """A disk that cannot be changed through."""
 
-    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+    def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
         assert not create
         flags = os.O_RDONLY | os.O_CLOEXEC
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from kvtide.testing.keys import ring_in
 from kvtide.testing.servers import S3Server, ValkeyServer
 from kvtide.testing.tier import Caller, TierContract, shaped
 from kvtide.tiers.base import NOWHERE, Tier
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.files import Files
 from kvtide.tiers.noop import Noop
@@ -185,7 +185,7 @@ class Crowded(Disk):
         self._crowd = crowd
         self._changed = threading.Condition()
 
-    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+    def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
         with self._changed:
             self._opened += 1
             self._changed.notify_all()

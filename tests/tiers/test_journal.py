@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtide.testing.blocks import keys
 from kvtide.testing.faults import FaultyDisk
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.journal import (
     FREED,
     HOLDS,
@@ -246,7 +246,7 @@ class Broken(Disk):
         self._break("sync")
         super().sync(fd)
 
-    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
+    def rename(self, old: AnyPath, new: AnyPath, *, durable: bool = True) -> None:
         self._break("rename")
         super().rename(old, new, durable=durable)
 

@@ -25,7 +25,7 @@ from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.tier import Answer, Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.directory import Directory
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.journal import HOLDS, RECORD
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.record import MAGIC
@@ -426,7 +426,7 @@ class Watched(Disk):
             self.most = max(self.most, sum(sizes))
             self.files = max(self.files, len(sizes))
 
-    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+    def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
         fd = super().open(path, direct=direct, create=create)
         self._weigh()
         return fd
@@ -445,7 +445,7 @@ class Watched(Disk):
         self._weigh()
         return count
 
-    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
+    def rename(self, old: AnyPath, new: AnyPath, *, durable: bool = True) -> None:
         self._weigh()
         super().rename(old, new, durable=durable)
 
@@ -749,7 +749,7 @@ def test_a_drop_that_the_disk_refused_says_so(path: Path, caplog: pytest.LogCapt
 
 def test_without_direct_io_it_warns_once_and_works(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class NoDirect(Disk):
-        def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+        def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
             if direct:
                 raise OSError(errno.EINVAL, "no O_DIRECT here")
             return super().open(path, direct=direct, create=create)

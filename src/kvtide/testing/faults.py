@@ -34,7 +34,7 @@ import numpy.typing as npt
 from kvtide.block import BlockKey, Span
 from kvtide.testing.gate import Gate
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Tier, TierStatistics, Write, WriteDone
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import AnyPath, Disk
 
 __all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
 
@@ -190,7 +190,8 @@ class FaultyDisk(Disk):
     def boot_id(self) -> bytes:
         return super().boot_id() + b"/%d" % self._boots
 
-    def open(self, path: Path, *, direct: bool, create: bool = False) -> int:
+    def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
+        path = Path(path)
         with self._call("open", path):
             new = create and not path.exists()
             fd = super().open(path, direct=direct, create=create)
@@ -198,7 +199,8 @@ class FaultyDisk(Disk):
                 self._file(fd, path).named = False
             return fd
 
-    def open_to_read(self, path: Path, *, direct: bool) -> int:
+    def open_to_read(self, path: AnyPath, *, direct: bool) -> int:
+        path = Path(path)
         with self._call("open", path):
             return super().open_to_read(path, direct=direct)
 
@@ -259,7 +261,8 @@ class FaultyDisk(Disk):
                 if file.path.parent == path:
                     file.named = True
 
-    def rename(self, old: Path, new: Path, *, durable: bool = True) -> None:
+    def rename(self, old: AnyPath, new: AnyPath, *, durable: bool = True) -> None:
+        old, new = Path(old), Path(new)
         with self._call("rename", old):
             self._forget(new)
             if not durable and new.exists():
@@ -274,11 +277,12 @@ class FaultyDisk(Disk):
             self._forget(path)
             super().unlink(path)
 
-    def exists(self, path: Path) -> bool:
-        with self._call("exists", path):
+    def exists(self, path: AnyPath) -> bool:
+        with self._call("exists", Path(path)):
             return super().exists(path)
 
-    def delete(self, path: Path) -> bool:
+    def delete(self, path: AnyPath) -> bool:
+        path = Path(path)
         with self._call("unlink", path):
             self._forget(path)
             return super().delete(path)

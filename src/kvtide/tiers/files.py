@@ -40,7 +40,7 @@ class Files:
     """The files under ``root``. Safe from any thread."""
 
     def __init__(self, root: Path, *, direct: bool = True, disk: Disk | None = None) -> None:
-        self._root = root
+        self._root = str(root)
         self._direct = direct
         self._disk = disk or Disk()
         self._mine = secrets.token_hex(6)
@@ -86,7 +86,7 @@ class Files:
             except OSError as e:
                 if e.errno in _NO_LINKS:
                     raise OSError(
-                        errno.ENOTSUP, "this filesystem has no hard links, by which one of many writers wins", str(path)
+                        errno.ENOTSUP, "this filesystem has no hard links, by which one of many writers wins", path
                     ) from e
                 raise
             finally:
@@ -94,18 +94,18 @@ class Files:
         return True
 
     @contextlib.contextmanager
-    def _new(self, path: Path, data: Sequence[Span], turn: Turn, *, direct: bool = True) -> Iterator[Path]:
+    def _new(self, path: str, data: Sequence[Span], turn: Turn, *, direct: bool = True) -> Iterator[str]:
         """A whole file that nobody finds, to be given its name; it is gone if that fails.
 
         The turn is for the bytes alone: finding, making and naming a file takes as long as writing 2 MiB when threads
         wait for the interpreter at each step, and the disk would have half of what it can do at a time.
         """
-        new = path.with_name(f"{path.name}.{self._mine}{next(self._numbers):x}{_NEW}")
+        new = f"{path}.{self._mine}{next(self._numbers):x}{_NEW}"
         aligned = direct and not any(len(part) % ALIGN for part in data)
         try:
             fd = self._open(new, direct=aligned, write=True)
         except FileNotFoundError:
-            self._disk.make_folder(path.parent)
+            self._disk.make_folder(Path(path).parent)
             fd = self._open(new, direct=aligned, write=True)
         try:
             try:
@@ -118,11 +118,11 @@ class Files:
             self._forsake(new)
             raise
 
-    def _forsake(self, new: Path) -> None:
+    def _forsake(self, new: str) -> None:
         with contextlib.suppress(OSError):  # a full or dead disk: it is found later, by ``tidy``
             self._disk.delete(new)
 
-    def _open(self, path: Path, *, direct: bool, write: bool) -> int:
+    def _open(self, path: str, *, direct: bool, write: bool) -> int:
         def opened(direct: bool) -> int:
             if write:
                 return self._disk.open(path, direct=direct, create=True)
@@ -142,7 +142,7 @@ class Files:
 
     def delete(self, names: Sequence[str], timeout: float) -> None:
         gone = [path for path in map(self._path, _within(timeout, names)) if self._disk.delete(path)]
-        for folder in {path.parent for path in gone}:
+        for folder in {Path(path).parent for path in gone}:
             self._disk.sync_folder(folder)
 
     def list(self, timeout: float, prefix: str = "") -> Iterator[tuple[str, int, float]]:
@@ -162,20 +162,21 @@ class Files:
         return removed, left
 
     def _entries(self, timeout: float, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        folders = [prefix[:_SHARD]] if len(prefix) >= _SHARD else self._disk.names(self._root)
+        root = Path(self._root)
+        folders = [prefix[:_SHARD]] if len(prefix) >= _SHARD else self._disk.names(root)
         for folder in _within(timeout, folders):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                for name in self._disk.names(self._root / folder):
+                for name in self._disk.names(root / folder):
                     if name.startswith(prefix):
                         with contextlib.suppress(FileNotFoundError):  # it left meanwhile
-                            path = self._root / folder / name
+                            path = root / folder / name
                             yield path, path.stat()
 
     def close(self) -> None:
         """There is nothing to let go of: no file stays open."""
 
-    def _path(self, name: str) -> Path:
-        return self._root / name[:_SHARD] / name
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name[:_SHARD]}/{name}"
 
 
 def _within(timeout: float, items: Iterable[T]) -> Iterator[T]:

@@ -92,9 +92,9 @@ Wish = tuple[BlockKey, Identity]
 class Shared:
     """A tier over ``blobs``, which it closes in the end. See the module's text.
 
-    The bytes of ``threads`` blocks, or calls, are sent at a time, each in at most ``timeout`` seconds, while as many are
-    prepared or given their names; twice as many are read, or checked. ``late`` is told the keys of blocks whose read hangs. With ``credit`` nothing is
-    written that it does not allow.
+    The bytes of ``threads`` blocks, or calls, are sent at a time, each in at most ``timeout`` seconds, while as many
+    are prepared or named; twice as many are read, or checked. ``late`` is told the keys of blocks whose read hangs.
+    With ``credit`` nothing is written that it does not allow.
     """
 
     def __init__(
