@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtide.block import Span
 from kvtide.testing.any_tier import AnyTierContract
-from kvtide.testing.blocks import Bytes, floats, keys
+from kvtide.testing.blocks import Bytes, floats
 from kvtide.testing.keys import ring_in
 from kvtide.testing.servers import S3Server, ValkeyServer
-from kvtide.testing.tier import Caller, TierContract, shaped
-from kvtide.tiers.base import NOWHERE, Tier
-from kvtide.tiers.disk import AnyPath, Disk
+from kvtide.testing.tier import TierContract
+from kvtide.tiers.base import Tier
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.files import Files
 from kvtide.tiers.noop import Noop
@@ -175,47 +172,3 @@ class TestNvmeSealedAndCompressed(TierContract):
 
     def content(self, key: bytes, nbytes: int) -> Bytes:
         return floats(key, nbytes)
-
-
-class Crowded(Disk):
-    """Counts who writes at the same time; a write ends when all are there that will be."""
-
-    def __init__(self, crowd: int) -> None:
-        self.most = self._now = self._opened = 0
-        self._crowd = crowd
-        self._changed = threading.Condition()
-
-    def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
-        with self._changed:
-            self._opened += 1
-            self._changed.notify_all()
-        return super().open(path, direct=direct, create=create)
-
-    def write_all(self, fd: int, data: Sequence[Span], offset: int, direct: bool) -> None:
-        with self._changed:
-            self._now += 1
-            self.most = max(self.most, self._now)
-            assert self._changed.wait_for(lambda: self._opened >= self._crowd, 30)
-        super().write_all(fd, data, offset, direct)
-        with self._changed:
-            self._now -= 1
-
-
-def test_so_many_blocks_are_written_at_a_time_and_as_many_made_ready_meanwhile(tmp_path: Path) -> None:
-    disk = Crowded(crowd=6)
-    caller = Caller(Shared(Files(tmp_path, disk=disk), threads=3))
-    assert NOWHERE not in caller.write(keys(12), shaped(4, 5000))
-    assert disk.most == 3
-    caller.close()
-
-
-def test_credit_that_ended_before_the_write_began_is_not_used(tmp_path: Path) -> None:
-    class Over(Limit):
-        def take(self, nbytes: int) -> float | None:
-            return 0.0
-
-    caller = Caller(Shared(Files(tmp_path), credit=Over(1 << 30)))
-    assert caller.write(keys(2), shaped(4, 5000)) == [NOWHERE] * 2
-    assert dict(caller.statistics().reasons) == {"its credit ended before it was written": 2}
-    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
-    caller.close()

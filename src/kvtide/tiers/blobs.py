@@ -45,7 +45,8 @@ class Blobs(Protocol):
     ) -> list[bool]:
         """Keep each blob, whole or not at all, visible only when whole.
 
-        True too where it was there already (no second upload).
+        True too where it was there already (no second upload). The bytes of each blob are sent within a ``turn``, one
+        for each or one for all. Waiting for it is not time taken.
         """
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
-from kvtide.block import ALIGN, Geometry, Span, padded
+from kvtide.block import Geometry, Span, padded
 from kvtide.errors import ConfigError
 from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table, unchecked_table
 
@@ -51,12 +51,13 @@ class Scratch:
 
     def get(self, nbytes: int) -> Span:
         if len(self._buffer) < nbytes:
-            align = _HUGE if nbytes >= _HUGE else ALIGN
-            memory = mmap.mmap(-1, padded(nbytes) + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if align == _HUGE:
-                with contextlib.suppress(OSError):  # only advice
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            start = -np.frombuffer(memory, np.uint8).ctypes.data % align
+            huge = nbytes // _HUGE * _HUGE
+            room = padded(nbytes) + (_HUGE if huge else 0)
+            memory = mmap.mmap(-1, room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE if huge else 0
+            if huge:
+                with contextlib.suppress(OSError):  # only advice; what is left over would take a whole one
+                    memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
             self._buffer = memoryview(memory)[start : start + padded(nbytes)]
         return self._buffer[:nbytes]
 

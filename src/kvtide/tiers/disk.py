@@ -108,7 +108,11 @@ class Disk:
         Path(new).hardlink_to(old)
 
     def exists(self, path: AnyPath) -> bool:
-        return os.path.exists(path)  # noqa: PTH110 - see AnyPath
+        try:  # not os.path.exists, for which a mount that refuses is an empty one
+            os.stat(path)  # noqa: PTH116 - see AnyPath
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def delete(self, path: AnyPath) -> bool:
         """Remove a file; whether it was there. A power loss may bring it back."""

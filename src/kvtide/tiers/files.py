@@ -69,10 +69,12 @@ class Files:
     def write(
         self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = contextlib.nullcontext
     ) -> list[bool]:
-        for name, spans in _within(timeout, batch):
+        left = _Time(timeout)
+        for name, spans in batch:
+            left.check()
             path = self._path(name)
             if not self._disk.exists(path):
-                with self._new(path, spans, turn) as new:
+                with self._new(path, spans, lambda: left.stopped(turn)) as new:
                     self._disk.rename(new, path, durable=False)
         return [True] * len(batch)
 
@@ -98,25 +100,31 @@ class Files:
         """A whole file that nobody finds, to be given its name; it is gone if that fails.
 
         The turn is for the bytes alone: finding, making and naming a file takes as long as writing 2 MiB when threads
-        wait for the interpreter at each step, and the disk would have half of what it can do at a time.
+        wait for the interpreter at each step, and the disk would have half of what it can do at a time. But what does
+        not go around the page cache may be sent only when the file is closed.
         """
         new = f"{path}.{self._mine}{next(self._numbers):x}{_NEW}"
         aligned = direct and not any(len(part) % ALIGN for part in data)
+        cached = not (aligned and self._direct)
         try:
-            fd = self._open(new, direct=aligned, write=True)
-        except FileNotFoundError:
-            self._disk.make_folder(Path(path).parent)
-            fd = self._open(new, direct=aligned, write=True)
-        try:
-            try:
-                with turn():
-                    self._disk.write_all(fd, data, 0, direct=aligned and self._direct)
-            finally:
-                self._disk.close(fd)
+            with turn() if cached else contextlib.nullcontext():
+                fd = self._create(new, direct=aligned)
+                try:
+                    with contextlib.nullcontext() if cached else turn():
+                        self._disk.write_all(fd, data, 0, direct=aligned and self._direct)
+                finally:
+                    self._disk.close(fd)
             yield new
         except BaseException:
             self._forsake(new)
             raise
+
+    def _create(self, new: str, *, direct: bool) -> int:
+        try:
+            return self._open(new, direct=direct, write=True)
+        except FileNotFoundError:
+            self._disk.make_folder(Path(new).parent)
+            return self._open(new, direct=direct, write=True)
 
     def _forsake(self, new: str) -> None:
         with contextlib.suppress(OSError):  # a full or dead disk: it is found later, by ``tidy``
@@ -179,10 +187,29 @@ class Files:
         return f"{self._root}/{name[:_SHARD]}/{name}"
 
 
+class _Time:
+    """The seconds that a call may take."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+
+    def check(self) -> None:
+        if time.monotonic() > self._end:
+            raise TimeoutError(errno.ETIMEDOUT, f"the filesystem took longer than {self._timeout:g} s")
+
+    @contextlib.contextmanager
+    def stopped(self, turn: Turn) -> Iterator[None]:
+        """A turn; waiting for it takes no time."""
+        asked = time.monotonic()
+        with turn():
+            self._end += time.monotonic() - asked
+            yield
+
+
 def _within(timeout: float, items: Iterable[T]) -> Iterator[T]:
     """The items one by one, as long as there is time."""
-    end = time.monotonic() + timeout
+    left = _Time(timeout)
     for item in items:
-        if time.monotonic() > end:
-            raise TimeoutError(errno.ETIMEDOUT, f"the filesystem took longer than {timeout:g} s")
+        left.check()
         yield item

@@ -106,7 +106,7 @@ class Shared:
         compression: str = "raw",
         sealing: Sealing = OPEN,
         credit: Credit | None = None,
-        late: Callable[[Sequence[BlockKey]], None] | None = None,
+        late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         clock: Clock | None = None,
     ) -> None:
         self._blobs = blobs
@@ -139,8 +139,7 @@ class Shared:
             done([size > 0 for size in sizes])
 
         def late(items: Sequence[Read]) -> None:
-            if self._late is not None:
-                self._late([item.key for item in items])
+            self._late([item.key for item in items])
 
         self._jobs.submit(Batch("read", batch, self._read, 0, finish, late), _together(batch))
 
@@ -286,9 +285,8 @@ class Shared:
                 kept.update(self._send(ready, until))
                 ready, until = [], math.inf
         kept.update(self._send(ready, until))
-        for item, name in zip(run, names, strict=True):
-            if name in kept:
-                self._absent.pop(item.key, None)
+        for key in [item.key for item, name in zip(run, names, strict=True) if name in kept]:
+            self._absent.pop(key, None)
         if self._credit is not None:
             self._credit.used(list(kept))
         return [place_of(name) if name in kept else NOWHERE for name in names]
@@ -391,8 +389,7 @@ class Shared:
 
 
 def _together(batch: Sequence[Read] | Sequence[Write]) -> int:
-    """How many of these blocks one call may move: enough that asking costs little, and not more than is sure to end
-    in time over a slow network."""
+    """How many of these blocks one call may move: so many that asking costs little, and it ends in time anywhere."""
     return _CALL // max([1, *(len(item.span) for item in batch)])
 
 
