@@ -134,7 +134,8 @@ class BlobsContract(ABC):
         assert room == first
 
     def test_bytes_are_sent_in_a_turn_or_not_at_all(self, blobs: Blobs) -> None:
-        (name,) = names(1)
+        other, name = names(2)
+        blobs.write([(other, [value(other, 100)])], TIME)
         turns: list[str] = []
 
         @contextmanager
