@@ -36,8 +36,8 @@ PARTS = {
     "files": "Blocks through DRAM to a filesystem that others use too, a file for each, and back, every section "
     "verified. The limit is the same by direct I/O at the same depth into files without headers; the peers do not "
     "verify. At 2 MiB the calls for a file (stat, open, close, rename) count, and the interpreter between them. Loads "
-    "are at its limit on 2 cores: raw reads take 0.4 ms a block here, from the host's memory, and 64 checksums "
-    "hold the interpreter for 0.16 of that. With 16 cores and a disk (below) they keep pace.",
+    "are at its limit on 2 cores: raw reads take 0.4 ms a block here, and its 64 checksums (their CPU s/GB are told "
+    "with NVMe) hold the interpreter for almost half of that. With 16 cores and a slower disk (below) they keep pace.",
     "objects": "Blocks through DRAM to an object store (SeaweedFS on this machine) and back, every section verified, "
     "beside obstore alone with as many requests at a time. The server takes most of the processor's time.",
     "valkey": "Blocks through DRAM to Valkey on this machine and back, every section verified, beside a plain client "
