@@ -189,39 +189,48 @@ class LocalDesk:
 
     def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
-        layout, index = self.layout, self._index
         room = self._budget if room is None else max(0, min(room, self._budget))
         speed = self._prefill if prefill is None else prefill
         now = self.store.sweep()
-        with index.lock:
-            resident = self._recent.find(names.joined)
-            if resident is None:
-                rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-                resident = None if self._checked else self._recent.note(names.joined, rows)
-            if resident is not None and (names.blocks - have) * self._footprint <= room:
-                return self._all_here(names, resident, have, speed, now)
-            rows = resident.rows if resident is not None else rows
-            whole = {name: index.usable(r, now) for name, r in rows.items()}
-            if have:
-                for mask in whole.values():
-                    mask[:have] = True
-            usable = index.lengths(layout, rows, whole)
-            plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
-            wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
-            needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
-            for g in layout.groups:
-                if not g.required:
-                    needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
-            part = Part(needed, self._nbytes(needed))
-            lease = self._pipeline.lease(part.all)
-            if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
-                for r in rows.values():
-                    chain_rows = r[: plan.blocks]
-                    self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
-            ready = every(index.state[DRAM][part.all] == SEALED)
-            pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
-            colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
-            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        with self._index.lock:
+            try:
+                return self._match(names, have, speed, room, now)
+            except BaseException:
+                self._pipeline.repair()
+                raise
+
+    def _match(self, names: Names, have: int, speed: float, room: int, now: float) -> LocalHolding:
+        layout, index = self.layout, self._index
+        if self._pipeline.abandoned:
+            self._pipeline.reclaim()
+        resident = self._recent.find(names.joined)
+        if resident is None:
+            rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
+            resident = None if self._checked else self._recent.note(names.joined, rows)
+        if resident is not None and (names.blocks - have) * self._footprint <= room:
+            return self._all_here(names, resident, have, speed, now)
+        rows = resident.rows if resident is not None else rows
+        whole = {name: index.usable(r, now) for name, r in rows.items()}
+        if have:
+            for mask in whole.values():
+                mask[:have] = True
+        usable = index.lengths(layout, rows, whole)
+        plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
+        wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
+        needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
+        for g in layout.groups:
+            if not g.required:
+                needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
+        part = Part(needed, self._nbytes(needed))
+        lease = self._pipeline.lease(part.all)
+        if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
+            for r in rows.values():
+                chain_rows = r[: plan.blocks]
+                self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
+        ready = every(index.state[DRAM][part.all] == SEALED)
+        pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
+        colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
+        self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
@@ -353,14 +362,23 @@ class LocalDesk:
         reservation.kept = kept
 
         def ended(reservation: Reservation) -> None:
-            if reservation.sealed and not reservation.followed:
-                with self._index.lock:
-                    for group in groups:
-                        self._pipeline.stored(self._raised(names, group, stop, priority))
-            leases.close()
+            try:
+                if reservation.sealed and not reservation.followed:
+                    self._stored(groups, names, stop, priority)
+            finally:
+                leases.close()
 
         reservation.on_end.append(ended)
         return reservation
+
+    def _stored(self, groups: Sequence[Group], names: Names, stop: int, priority: int) -> None:
+        with self._index.lock:
+            try:
+                for group in groups:
+                    self._pipeline.stored(self._raised(names, group, stop, priority))
+            except BaseException:
+                self._pipeline.repair()
+                raise
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""

@@ -94,16 +94,21 @@ class Match:
 
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
-        held, self._held = self._held, False
-        if held:
-            self.session.ended(self)
+        if self._held:
+            # In this order: a release that is interrupted can be repeated.
             self.holding.release()
+            self.session.ended(self)
+            self._held = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
+        try:
+            self.release()
+        except BaseException:
+            self.release()
+            raise
 
 
 class Load:

@@ -47,7 +47,8 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._door:
+        with session._door.lock():
+            session._door.check()
             return verb(session, *args, **kwargs)
 
     return inside
@@ -64,6 +65,8 @@ class Home:
         self.door = Door(self._again)
         """Open while slots may change hands: reservations end on their own, not as verbs of a session."""
         self.closed = False
+        self._ended = False
+        """Whether everything was let go of, or is just about to be."""
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         """Else a session could be opened that closing does not see."""
@@ -85,9 +88,9 @@ class Home:
         self._sessions.discard(session)
 
     def _end_sessions(self) -> bool:
-        """Close all sessions, and the door. False if that was done before."""
+        """Close all sessions, and the door. False if everything was let go of before; after an interruption, again."""
         with self._lock:
-            if self.closed:
+            if self._ended:
                 return False
             self.closed = True
             sessions = list(self._sessions)
@@ -234,8 +237,12 @@ class Session:
     ) -> Transfer:
         """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
         match = self.match(tokens, extras, prefill=0)
-        load = self.load(match, deadline=deadline)
-        load.transfer.on_end(match.release)
+        try:
+            load = self.load(match, deadline=deadline)
+            load.transfer.on_end(match.release)
+        except BaseException:
+            match.release()
+            raise
         return load.transfer
 
     # -- writing ------------------------------------------------------------------------------------------

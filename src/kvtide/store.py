@@ -168,7 +168,7 @@ class Store(Home):
             "nvme",
             tier,
             # Enough that another job waits while three are under way: jobs end all at once, and the disk must not idle.
-            Lane(tier, self.clock, settings.queue, depth=6 * settings.threads),
+            Lane(tier, self.clock, settings.queue, 6 * settings.threads, tier.call_soon),
             admission,
             evictor,
             settings.token_ids,
@@ -204,7 +204,7 @@ class Store(Home):
         admission = admit.make(
             settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
         )
-        lane = Lane(tier, self.clock, settings.queue, depth=4 * settings.threads)
+        lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
         number = len(self.colds) + 1
         quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
         patience = 2 * settings.timeout
@@ -367,17 +367,22 @@ class Store(Home):
         """End all sessions, write down what should outlive the process, and let go of everything."""
         if not self._end_sessions():
             return
-        self._learner.close()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.copier.close)
-            stack.callback(self.dram.close)
-            if self.ring is not None and not self._within:
-                stack.callback(self.ring.close)
-            stack.callback(self._close_colds)
-            for share in self._reserved.values():
-                stack.callback(share.close)
-            for keeper in self._keepers.values():
-                stack.callback(keeper.close)
+        stack = contextlib.ExitStack()
+        stack.callback(self.copier.close)
+        stack.callback(self.dram.close)
+        if self.ring is not None and not self._within:
+            stack.callback(self.ring.close)
+        stack.callback(self._close_colds)
+        for share in self._reserved.values():
+            stack.callback(share.close)
+        for keeper in self._keepers.values():
+            stack.callback(keeper.close)
+        stack.callback(self._learner.close)
+        # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
+        with stack:
+            self._ended = True
+            with self.index.lock:
+                self.pipeline.reclaim()
             self.pipeline.flush()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)

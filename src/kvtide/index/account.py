@@ -66,3 +66,13 @@ class Account:
             self._pages[row] = 0
             self.nbytes[tenant] -= nbytes
             self.blocks[tenant] -= 1
+
+    def repair(self, tier: int) -> None:
+        """Make the sums anew, after a change was left half done; rows that are not in the tier take nothing."""
+        count = min(len(self._pages), self._index.size)
+        self._pages[:count][self._index.state[tier][:count] == 0] = 0
+        rows = np.flatnonzero(self._pages)
+        tenants = self._index.tenant[rows].tolist()
+        self.nbytes, self.blocks = Counter(), Counter(tenants)
+        for tenant, pages in zip(tenants, self._pages[rows].tolist(), strict=True):
+            self.nbytes[tenant] += pages * ALIGN

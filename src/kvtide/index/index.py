@@ -100,8 +100,10 @@ class Index:
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
         self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
         self._held = Holds(size)
-        self.hold = self._held.note
-        """Keep distinct rows from eviction until ``unhold``."""
+        self.hold = self._held.move
+        """Keep distinct rows from eviction until ``unhold``: they begin to move between tiers."""
+        self.lease = self._held.note
+        """Keep distinct rows from eviction until ``end_lease``, under a number that was never used before."""
         self.pins = np.zeros(size, np.uint16)
         """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
         self._pinned: dict[int, Counter[object]] = {}
@@ -132,6 +134,11 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def lock_is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        mine: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return mine
 
     @property
     def size(self) -> int:
@@ -247,6 +254,33 @@ class Index:
         self._free.append(row)
         return True
 
+    def alive(self, row: int) -> bool:
+        """Whether a row stands for a block, be it found by its key or not."""
+        return self._keys[row] is not None
+
+    def detached(self) -> list[int]:
+        """Rows that stand for a block and are not found by its key. Looks at all rows."""
+        known = self._rows
+        return [row for row, key in enumerate(self._keys) if key is not None and known.get(key) != row]
+
+    def repair(self) -> None:
+        """Make the counts of holds anew, and forget rows that are nowhere and held by nobody. Looks at all rows."""
+        size = self.size
+        if len(self._parents) < size:
+            self._parents.append(b"")
+        self.recount_holds()
+        nowhere = self.holds[:size] == 0
+        for state, place in zip(self.state, self.place, strict=True):
+            nowhere &= state[:size] == ABSENT
+            place[:size][state[:size] == ABSENT] = NOWHERE
+        nowhere[NO_ROW] = False
+        self._free = []
+        for row in np.flatnonzero(nowhere)[::-1].tolist():
+            if not self.retire(row):
+                self._free.append(row)
+        self.changes += 1
+        self.departures += 1
+
     def _grow(self, size: int) -> None:
         def bigger(old: npt.NDArray[Any], fill: float = 0) -> npt.NDArray[Any]:
             new = column(size, old.dtype)
@@ -289,14 +323,37 @@ class Index:
         self.state[tier][row], self.place[tier][row] = ABSENT, NOWHERE
         return place
 
+    @property
+    def leases(self) -> int:
+        """Leases in force."""
+        return len(self._held)
+
+    def leased(self, number: int) -> Rows | None:
+        """The rows that are leased under a number; None when that lease has ended."""
+        return self._held.rows(number)
+
+    def end_lease(self, number: int, rows: Rows) -> None:
+        """End the lease of these rows, which is in force. Rows that are nowhere by now are forgotten."""
+        self.changes += 1
+        if not self._held.strike(number):  # else nothing was taken out of a tier since it began: none is nowhere
+            self._forget_nowhere(rows)
+
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
         self.changes += 1
-        if self._held.strike(rows):
-            return  # nothing was taken out of a tier since it began: none is nowhere
-        these = at(rows)
-        self.holds[these] -= 1
-        if every(self.state[DRAM][these]):
+        self.holds[at(rows)] -= 1
+        self._forget_nowhere(rows)
+
+    def recount_holds(self) -> None:
+        """Make the counts of holds anew: from the leases in force and from what is on its way to a tier."""
+        size = self.size
+        moving = np.zeros(size, np.int32)
+        for state in self.state:
+            moving += state[:size] == PENDING
+        self._held.recount(moving)
+
+    def _forget_nowhere(self, rows: Rows) -> None:
+        if every(self.state[DRAM][at(rows)]):
             return  # the usual end: none is nowhere
         gone = self.holds[rows] == 0
         for state in self.state:

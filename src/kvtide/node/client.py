@@ -33,7 +33,6 @@ from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost,
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
-from kvtide.node.calls import Calls
 from kvtide.node.crew import Crew, Worker
 from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
@@ -43,6 +42,7 @@ from kvtide.node.remote import RemoteDesk
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.session import Home, Session
 from kvtide.store import Statistics
+from kvtide.tiers.calls import Calls
 from kvtide.tiers.copier import Copier
 from kvtide.transfer.transfer import Transfer
 

@@ -19,10 +19,10 @@ from kvtide.errors import AccessError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
-from kvtide.node.calls import Calls
 from kvtide.node.line import Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
+from kvtide.tiers.calls import Calls
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["RemoteDesk"]

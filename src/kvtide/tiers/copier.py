@@ -8,11 +8,10 @@ memoryview assignment would hold it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -50,18 +49,15 @@ class Copier:
                 np.copyto(target, source)
             return
         pieces = _Pieces(pairs)
-        helpers = [self._pool.submit(pieces.work) for _ in range(count)]
         try:
+            for _ in range(count):
+                self._pool.submit(pieces.help)
             pieces.work()
         finally:
             # Whoever was interrupted gives the slots to others now: nobody may write there any more.
             pieces.stop()
-            while [h for h in helpers if not h.cancel() and not h.done()]:
-                with contextlib.suppress(KeyboardInterrupt):
-                    wait(helpers)
-        for helper in helpers:
-            if not helper.cancelled():
-                helper.result()
+        if pieces.failed is not None:
+            raise pieces.failed
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -80,11 +76,38 @@ class _Pieces:
             ]
         )
         self._lock = threading.Lock()
+        self._helped = threading.Condition(self._lock)
+        self._helpers = 0
+        """Threads that copy, besides the caller's own."""
+        self.failed: Exception | None = None
+        """Why a helper could not copy its piece."""
 
     def stop(self) -> None:
-        """Take no more."""
+        """Take no more, and wait for the helpers, however often that is interrupted."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._lock:
+                    self._pieces = iter(())
+                    self._helped.wait_for(lambda: not self._helpers)
+                break
+            except BaseException as e:  # noqa: BLE001 - raised below
+                interrupted = e
+        if interrupted is not None:
+            raise interrupted
+
+    def help(self) -> None:
+        """Copy on a thread of the pool."""
         with self._lock:
-            self._pieces = iter(())
+            self._helpers += 1
+        try:
+            self.work()
+        except Exception as e:  # noqa: BLE001 - raised by the caller
+            self.failed = e
+        finally:
+            with self._lock:
+                self._helpers -= 1
+                self._helped.notify_all()
 
     def work(self) -> None:
         while True:

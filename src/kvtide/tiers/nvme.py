@@ -35,7 +35,7 @@ from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
-from kvtide.tiers.workers import Batch, Wanted, runs_of
+from kvtide.tiers.workers import Batch, Wanted, join_all, runs_of
 from kvtide.tiers.writer import Writer
 
 __all__ = ["Nvme"]
@@ -126,6 +126,10 @@ class Nvme:
         for _ in range(min(count, len(self._threads))):
             self._queue.put(lambda packer: batch.work(several, packer))
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something on one of the I/O threads: it must not wait for another of them."""
+        self._queue.put(lambda _: call())
+
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
 
@@ -160,9 +164,10 @@ class Nvme:
     def close(self) -> None:
         for _ in self._threads:
             self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._shelves.close()
+        try:
+            join_all(self._threads)
+        finally:
+            self._shelves.close()
 
     def shred(self, mine: Callable[[Span], bool]) -> tuple[list[int], list[BlockKey]]:
         """Let the disk forget records whose first page is ``mine``, as far as it can, before they are dropped.

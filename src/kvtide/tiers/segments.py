@@ -301,7 +301,7 @@ class Segments:
         """After ``claim``: work out again which slots are free."""
         self._close(segment)
         segment.free = array("I", np.flatnonzero(segment.owner == EMPTY)[::-1].tolist())
-        if segment.free:
+        if segment.free and not segment.draining:
             self._open.setdefault(segment.kind, []).append(segment)
 
     def release(self, place: int) -> None:
@@ -315,6 +315,26 @@ class Segments:
             self._open.setdefault(segment.kind, []).append(segment)
         segment.free.append(slot)
         self.used -= segment.size
+
+    def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Make the book anew: these slots are in use, by these owners, and no others."""
+        self._open = {}
+        self._kinds = Counter(s.kind for s in self)
+        self.taken = self.slots = self.used = 0
+        mine = dict(by_segment(places))
+        for segment in self:
+            self._count(segment, 1)
+            before, generation = segment.owner, segment.generation
+            if not len(before) == len(generation) == segment.slots:  # it was just being cut anew, so it is empty
+                before, generation = np.zeros(segment.slots, np.int64), np.full(1, generation.max() + 1, np.uint32)
+            segment.owner = np.zeros(segment.slots, np.int64)
+            if segment.number in mine:
+                which = mine[segment.number]
+                segment.owner[places[which] & 0xFFFFFFFF] = owners[which]
+            given_back = (before != EMPTY) & (segment.owner == EMPTY)
+            segment.generation = np.where(given_back, generation + 1, generation).astype(np.uint32)
+            self.used += segment.size * int(np.count_nonzero(segment.owner))
+            self.settle(segment)
 
     def generation(self, place: int) -> int:
         return int(self._all[segment_of(place)].generation[slot_of(place)])

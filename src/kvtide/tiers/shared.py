@@ -30,6 +30,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.base import NOWHERE, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.calls import Calls
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
@@ -123,6 +124,9 @@ class Shared:
         self._evicted = Trickle(self.drop, lambda items: self._leaving.difference_update(key for key, _ in items))
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
+        self._calls = Calls("kvtide-shared-start")
+        self.call_soon = self._calls.put
+        """Call something on a thread that no storage can hold up."""
         self._jobs = Jobs(
             "shared", [Packer(compression, sealing) for _ in range(2 * threads)], timeout, self._no_answer, self._clock
         )
@@ -189,6 +193,7 @@ class Shared:
 
     def close(self) -> None:
         self._evicted.wait(2 * self._timeout)  # else nobody would ever remove the rest
+        self._calls.close(self._timeout)
         self._jobs.close()
         self._blobs.close()
 

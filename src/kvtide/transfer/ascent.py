@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.histogram import Histogram, HistogramStatistics
-from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Rows, at
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
 from kvtide.tiers.base import Identity, Read
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.cold import Cold
@@ -82,6 +82,12 @@ class Ascent:
         self._feed = feed
         self._counts = counts
         self._flights: dict[int, tuple[Transfer, ...]] = {}
+        self._jobs: dict[int, tuple[Cold, Rows, list[Read]]] = {}
+        """Reads that have not ended, by the identity of the batch that the lane was given."""
+        self._ready: dict[Callable[[], None], None] = {}
+        """What is to be called outside the lock, for those who wait for rows."""
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
         self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
         self._seconds = Histogram(_LATENCIES)
 
@@ -116,62 +122,74 @@ class Ascent:
 
     def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:
         """Start or join a read for each row. Answers those for which DRAM must grow first."""
-        index = self._index
         events: list[Event] = []
-        jobs: list[tuple[Cold, Rows, list[Read]]] = []
-        with index.lock:
-            left = _NONE
-            away, here = _part(rows, index.state[DRAM], ABSENT)
-            if len(here):
-                here, coming = _part(here, index.state[DRAM], SEALED)
-                if self._residents.doomed:  # they will not come, or nobody knows when
-                    lost = self._residents.are_doomed(coming)
-                    away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
-                for row in coming.tolist():
-                    self._flights[row] = (*self._flights.get(row, ()), transfer)
-            for cold in self._colds:
-                mine, away = _part(away, index.state[cold.number], SEALED)
-                allowed = self._room.allow(identity, len(mine), events)
-                if allowed < len(mine):
-                    self._room.refuse(identity, "load", len(mine) - allowed)
-                    mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
-                places = self._room.take(identity, len(mine), events, mine)
-                if len(places) < len(mine):
-                    mine, rest = mine[: len(places)], mine[len(places) :]
-                    if self._dram.growable(identity.geometry.footprint, identity.domain):
-                        left = np.concatenate([left, rest])
-                    else:
-                        self._counts["loads dropped: no room in DRAM"] += len(rest)
-                        away = np.concatenate([away, rest])
-                if len(mine):
-                    jobs += self._fly(cold, mine, places, identity, transfer)
+        try:
+            with self._index.lock:
+                try:
+                    here, away, left = self._begin(rows, identity, transfer, events)
+                except BaseException:
+                    self.interrupted()
+                    raise
+        finally:
+            self.call_ready()
         if events:
             self._feed.publish(events)
         if len(here):
             transfer.finish(here.tolist(), [True] * len(here))
         if len(away):
             transfer.finish(away.tolist(), [False] * len(away))
-        for cold, flying, reads in jobs:
-            cold.lane.read(
-                reads,
-                functools.partial(self._read_done, cold, flying, reads),
-                functools.partial(self._unwanted, cold, flying, reads),
-            )
         return left
 
-    def _fly(
-        self, cold: Cold, rows: Rows, places: list[int], identity: Identity, transfer: Transfer
-    ) -> list[tuple[Cold, Rows, list[Read]]]:
-        """Give rows their slots and make the reads that fill them."""
+    def _begin(
+        self, rows: Rows, identity: Identity, transfer: Transfer, events: list[Event]
+    ) -> tuple[Rows, Rows, Rows]:
+        """Start or join reads: which rows are here, which will not come, and for which DRAM must grow first."""
+        index, left = self._index, _NONE
+        away, here = _part(rows, index.state[DRAM], ABSENT)
+        if len(here):
+            here, coming = _part(here, index.state[DRAM], SEALED)
+            if self._residents.doomed:  # they will not come, or nobody knows when
+                lost = self._residents.are_doomed(coming)
+                away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
+            for row in coming.tolist():
+                self._flights[row] = (*self._flights.get(row, ()), transfer)
+        for cold in self._colds:
+            mine, away = _part(away, index.state[cold.number], SEALED)
+            allowed = self._room.allow(identity, len(mine), events)
+            if allowed < len(mine):
+                self._room.refuse(identity, "load", len(mine) - allowed)
+                mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
+            places = self._room.take(identity, len(mine), events, mine)
+            if len(places) < len(mine):
+                mine, rest = mine[: len(places)], mine[len(places) :]
+                if self._dram.growable(identity.geometry.footprint, identity.domain):
+                    left = np.concatenate([left, rest])
+                else:
+                    self._counts["loads dropped: no room in DRAM"] += len(rest)
+                    away = np.concatenate([away, rest])
+            if len(mine):
+                self._fly(cold, mine, places, identity, transfer)
+        return here, away, left
+
+    def _fly(self, cold: Cold, rows: Rows, places: list[int], identity: Identity, transfer: Transfer) -> None:
+        """Give rows their slots, and the lane the reads that fill them.
+
+        Under the lock: whoever repairs what an interrupted caller left must know each row that is being read.
+        """
         index, size = self._index, identity.geometry.footprint
         self._residents.enter(rows, places, identity)
         self._flights.update(dict.fromkeys(rows.tolist(), (transfer,)))
         sources = index.place[cold.number].take(rows).tolist()
         reads = list(map(Read, index.keys(rows), repeat(identity), sources, self._dram.spans(places, size)))
         step = max(1, _CHUNK // size)
-        if len(reads) <= step:
-            return [(cold, rows, reads)]
-        return [(cold, rows[i : i + step], reads[i : i + step]) for i in range(0, len(rows), step)]
+        for i in range(0, len(rows), step):
+            part, batch = (rows, reads) if len(reads) <= step else (rows[i : i + step], reads[i : i + step])
+            self._jobs[id(batch)] = cold, part, batch
+            cold.lane.read(
+                batch,
+                functools.partial(self._read_done, cold, part, batch),
+                functools.partial(self._unwanted, cold, part, batch),
+            )
 
     def _unwanted(self, cold: Cold, rows: Rows, reads: list[Read]) -> bool:
         """Whether a read that is about to start is wanted by nobody any more; then it has ended."""
@@ -180,17 +198,60 @@ class Ascent:
                 return False
             # Under the same lock: nobody may join a read that will not be made.
             ready = self._land(cold, rows, reads, None)
-        ready()
+        self._call(ready)
         return True
 
     def _read_done(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool]) -> None:
         with self._index.lock:
             ready = self._land(cold, rows, reads, results)
-        ready()
+        self._call(ready)
+
+    def _call(self, ready: Callable[[], None]) -> None:
+        """Tell those who wait for rows; a tier that answers at once does so under the lock: then later."""
+        if self._index.lock_is_mine():
+            self.later(ready)
+        else:
+            ready()
+
+    def later(self, ready: Callable[[], None]) -> None:
+        """Let ``ready`` be called by the next ``call_ready``, perhaps twice."""
+        self._ready[ready] = None
+
+    def call_ready(self) -> None:
+        """Call what was left for when nobody on this thread has the lock."""
+        if self._ready and not self._index.lock_is_mine():
+            try:
+                self._call_all()
+            except BaseException:
+                self._call_all()  # others wait for it
+                raise
+
+    def _call_all(self) -> None:
+        for ready in list(self._ready):
+            ready()
+            self._ready.pop(ready, None)
+
+    def repair(self, written: set[int]) -> None:
+        """Rows that are on their way to DRAM though nobody brings them will not come; ``written`` are somebody's to
+        fill. Their slots are in the book until it is made anew. Under the lock."""
+        index, brought = self._index, set(written)
+        for number, (cold, rows, reads) in list(self._jobs.items()):
+            if cold.lane.reading(reads):
+                brought.update(rows.tolist())
+            else:
+                del self._jobs[number]
+        state = index.state[DRAM]
+        lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in brought]
+        state[lost] = ABSENT
+        index.place[DRAM][lost] = NOWHERE
+        over = [row for row in self._flights if state[row] != PENDING]
+        if over:
+            self.later(self.landed(over, [bool(state[row] == SEALED) for row in over]))
 
     def _land(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> Callable[[], None]:
         """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
         index, doomed = self._index, self._residents.doomed
+        self._jobs.pop(id(reads), None)
         bad: list[tuple[BlockKey, int]] = []
         numbers = rows.tolist()
         good = list(results) if results is not None else [False] * len(numbers)
@@ -223,9 +284,11 @@ class Ascent:
             return tell
 
         def ready() -> None:
-            if bad:
-                self._eraser.erase(cold, bad)
-            self._feed.publish(events)
+            if events:
+                self._feed.publish(events)
+                events.clear()
+                if bad:
+                    self._eraser.erase(cold, bad)
             tell()
 
         return ready

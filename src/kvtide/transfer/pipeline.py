@@ -6,12 +6,19 @@ writes, events), then does it. A row on the move is held, so it cannot be evicte
 Up (ascent.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (descent.py): a sealed row is written
 to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
 (eraser.py).
+
+A caller may be interrupted anywhere: Ctrl-C, or a signal handler that raises. What it has changed under the lock is
+then half done. Before the lock is released, ``repair`` makes everything anew that can be derived: holds from the leases
+in force, slots from where the rows are, counters from both. What nobody can finish any more is given up, and whoever
+waits for it is told. Rights that the caller did not get (it was interrupted on the way out) end when the next call
+takes the lock (``reclaim``). The threads of tiers are never interrupted.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -38,6 +45,10 @@ from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 
 __all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
+
+_NONE: Rows = np.empty(0, np.int64)
+_REPAIRS = 100
+"""How often a repair is begun again when it is interrupted itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +124,20 @@ class Pipeline:
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
-        self._reservations = 0
+        self._serials = itertools.count(1)
+        self._open: dict[int, list[int]] = {}
+        """The rows that open reservations are to fill, by the reservation's serial number."""
+        self._abandoned: deque[int] = deque()
+        """Reservations that nobody can end any more: whoever was to get them was interrupted."""
+        residents.interrupted = self._ascent.interrupted = self.repair
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
             evictors = {"dram": self._evictor, **{c.name: c.evictor for c in self._colds}}
+            self.reclaim()
             return PipelineStatistics(
-                self._residents.leases,
-                self._reservations,
+                self._index.leases,
+                len(self._open),
                 self.blocks_pending,
                 self.blocks_doomed,
                 self._ascent.statistics(),
@@ -169,25 +186,83 @@ class Pipeline:
             if len(wanted):
                 self._descent.write(cold, wanted)
 
+    # -- after an interruption ----------------------------------------------------------------------------
+
+    def repair(self) -> None:
+        """A change was left half done: make everything anew that can be derived. Under the lock, before it is released.
+
+        Looks at all rows.
+        """
+        for left in range(_REPAIRS, -1, -1):
+            try:
+                self._repair()
+            except BaseException:
+                if not left:
+                    raise
+            else:
+                return
+
+    def _repair(self) -> None:
+        index = self._index
+        for serial, rows in list(self._open.items()):
+            self._open[serial] = [row for row in rows if index.state[DRAM][row] == PENDING]
+        self._ascent.repair({row for rows in self._open.values() for row in rows})
+        for cold in self._colds:
+            written, state = cold.lane.writing(), index.state[cold.number]
+            lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
+            state[lost] = ABSENT
+            cold.lane.repair()
+        index.recount_holds()
+        self._residents.repair()
+        index.repair()
+        for number, account in index.accounts.items():
+            account.repair(number)
+        self.counts["interrupted calls"] += 1
+
+    def reclaim(self) -> None:
+        """End the rights that nobody can give back. Under the lock."""
+        while self._residents.abandoned:
+            self._residents.end_lease(self._residents.abandoned[0])
+            self._residents.abandoned.popleft()
+        while self._abandoned:
+            self._give_up(self._abandoned[0])
+            self._abandoned.popleft()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether there are rights that nobody can give back."""
+        return bool(self._residents.abandoned or self._abandoned)
+
+    def _give_up(self, serial: int) -> None:
+        """Abort a reservation, if it has not ended. Under the lock."""
+        if serial in self._open:
+            del self._open[serial]
+            self.repair()  # its rows are nobody's to fill now
+
     # -- in from callers ----------------------------------------------------------------------------------
 
     def reserve(self, pledges: Sequence[Pledge]) -> Reservation:
         """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer."""
         granted = _Granted([], [], [], [], [])
-        for pledge in pledges:
-            self._reserve(pledge, granted)
+        serial = next(self._serials)
         reservation = Reservation(
-            granted.keys,
-            rows_of(granted.rows),
-            granted.spans,
-            granted.depths,
-            [self._dram.generation(place) for place in granted.places],
-            self._finish,
+            granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, self._abandoned.append, serial
         )
-        with self._index.lock:
-            self._reservations += 1
+        try:
+            with self._index.lock:
+                if self.abandoned:
+                    self.reclaim()
+                self._open[serial] = granted.rows
             for pledge in pledges:
-                reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+                self._reserve(pledge, granted)
+            reservation.rows = rows_of(granted.rows)
+            reservation.generations = [self._dram.generation(place) for place in granted.places]
+            with self._index.lock:
+                for pledge in pledges:
+                    reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+        except BaseException:
+            reservation.abort()
+            raise
         return reservation
 
     def _absent(self, rows: Rows) -> Mask:
@@ -202,7 +277,11 @@ class Pipeline:
         while done < len(pledge.keys):
             events: list[Event] = []
             with self._index.lock:
-                done = self._grant(pledge, done, granted, events)
+                try:
+                    done = self._grant(pledge, done, granted, events)
+                except BaseException:
+                    self.repair()
+                    raise
             self._feed.publish(events)
             if done < len(pledge.keys) and not self._room.grow(pledge.identity):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
@@ -224,13 +303,13 @@ class Pipeline:
             if pledge.tokens:
                 self._residents.tokens[row] = pledge.tokens[i]
         if rows:
+            granted.rows += rows
             self._dram.own(rows_of(places), rows_of(rows))
             self._residents.enter(rows_of(rows), places, pledge.identity)
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
             index.priority[rows] = pledge.priority
         granted.keys += keys
-        granted.rows += rows
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
         granted.spans += self._dram.spans(places, size)
@@ -240,31 +319,43 @@ class Pipeline:
         return len(pledge.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
-        """The end of a reservation."""
-        index, rows = self._index, reservation.rows
+        """The end of a reservation. Once: whoever was interrupted here may come again, and finds that it has ended."""
         events: list[Event] = []
-        with index.lock:
-            self._reservations -= 1
+        try:
+            with self._index.lock:
+                if reservation.serial in self._open:
+                    try:
+                        self._end(reservation, sealed, events)
+                    except BaseException:
+                        self._open.pop(reservation.serial, None)
+                        self.repair()
+                        raise
+        finally:
+            self._ascent.call_ready()
+        self._feed.publish(events)
+
+    def _end(self, reservation: Reservation, sealed: bool, events: list[Event]) -> None:
+        index, rows = self._index, rows_of(self._open[reservation.serial])
+        if sealed:
             generations = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
             assert generations == reservation.generations, "a slot changed hands under a writer"
-            good = np.full(len(rows), sealed)
-            if self._residents.doomed:
-                good &= ~self._residents.are_doomed(rows)
-            kept = rows[good]
-            self._residents.clear_padding(kept)
-            self._residents.seal(kept)
-            for row in rows[~good].tolist():
-                self._residents.leave(row)
-            ready = self._ascent.landed(rows.tolist(), good.tolist())
-            for cold in self._colds:
-                self._descent.write(cold, kept[cold.admission.on_store(kept)])
-            self.counts["blocks stored"] += len(kept)
-            if self._feed.followed and len(kept):
-                events.append(BlockStored("dram", index.keys(kept)))
-            self._residents.unhold(rows)
-            self._room.save_ahead()
-        self._feed.publish(events)
-        ready()
+        good = np.full(len(rows), sealed)
+        if self._residents.doomed:
+            good &= ~self._residents.are_doomed(rows)
+        kept = rows[good]
+        self._residents.clear_padding(kept)
+        self._residents.seal(kept)
+        for row in rows[~good].tolist():
+            self._residents.leave(row)
+        self._ascent.later(self._ascent.landed(rows.tolist(), good.tolist()))
+        for cold in self._colds:
+            self._descent.write(cold, kept[cold.admission.on_store(kept)])
+        self.counts["blocks stored"] += len(kept)
+        if self._feed.followed and len(kept):
+            events.append(BlockStored("dram", index.keys(kept)))
+        self._residents.unhold(rows)
+        del self._open[reservation.serial]
+        self._room.save_ahead()
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -317,24 +408,39 @@ class Pipeline:
         """
         index = self._index
         events: list[Event] = []
-        erase: list[tuple[Cold, list[tuple[BlockKey, int]]]] = []
         colds = [cold for cold in self._colds if shared or not cold.shared]
         tally = Tally(1 + len(colds), done)
         with index.lock:
             rows = index.rows(keys)
-            for cold in colds:
-                # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
-                erase.append((cold, list(zip(keys, index.place[cold.number][rows].tolist(), strict=True))))
             found = rows[rows > 0].tolist()
-            for row in found:
-                self._detach(row, "dropped", events)
+            try:
+                for cold in colds:
+                    # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
+                    cold.tier.drop(list(zip(keys, index.place[cold.number][rows].tolist(), strict=True)), tally.end)
+                for row in found:
+                    self._detach(row, "dropped", events)
+                self._eraser.await_dying(keys, tally)
+            except BaseException:
+                # What a tier was told cannot be taken back: the rest of the index must follow.
+                self.repair()
+                self._detach_all(keys)
+                raise
             self.counts["blocks dropped"] += len(found)
-            self._eraser.await_dying(keys, tally)
         self._feed.publish(events)
-        for cold, items in erase:
-            cold.tier.drop(items, tally.end)
         tally.end(())
         return len(found)
+
+    def _detach_all(self, keys: Sequence[BlockKey]) -> None:
+        """Take those that are still there from the index, however often that is interrupted. Under the lock."""
+        for _ in range(_REPAIRS):
+            try:
+                for row in self._index.rows(keys).tolist():
+                    if row:
+                        self._detach(row, "dropped", [])
+            except BaseException:  # noqa: BLE001 - the caller raises the one that began it
+                self.repair()
+            else:
+                return
 
     def residents_of(self, tenant: bytes) -> Rows:
         """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
@@ -345,16 +451,17 @@ class Pipeline:
         """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
         index = self._index
         key = index.key(row)
+        dying = [cold for cold in self._colds if index.state[cold.number][row] == PENDING]
         for cold in self._colds:
             if index.state[cold.number][row] == SEALED:
                 index.remove(row, cold.number)
                 events.append(BlockRemoved(cold.name, (key,), reason))
-            elif index.state[cold.number][row] == PENDING:
-                self._eraser.dies(cold, key)
         if index.state[DRAM][row] == SEALED:
             events.append(BlockRemoved("dram", (key,), reason))
         index.detach(row)
         self._residents.doom(row)
+        for cold in dying:
+            self._eraser.dies(cold, key)
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
@@ -363,7 +470,9 @@ class Pipeline:
             key = self._index.key(row)
             for cold in self._colds:
                 if self._index.state[cold.number][row] == SEALED:
-                    cold.tier.evict(key, int(self._index.place[cold.number][row]))
+                    events.append(BlockRemoved(cold.name, (key,), "expired"))
+                    # In this order: a place that is given back twice would be another's.
+                    cold.tier.evict(key, self._index.remove(row, cold.number))
             self._detach(row, "expired", events)
         self.counts["blocks expired"] += len(rows)
         return events

@@ -6,7 +6,9 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -33,6 +35,8 @@ class Residents:
         """``tenants`` have numbers already, from 1 on, and keep them."""
         self._index = index
         self._dram = dram
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
         self._footprints: list[int] = []
@@ -48,8 +52,9 @@ class Residents:
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
-        self.leases = 0
-        """That are open and hold something."""
+        self._numbers = itertools.count(1)
+        self.abandoned: deque[int] = deque()
+        """Leases that nobody can release any more: whoever was to get them was interrupted."""
         self.doomed: set[int] = set()
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
@@ -58,22 +63,44 @@ class Residents:
 
     def lease(self, rows: Rows) -> Lease:
         """Hold distinct rows until the lease is released. Under the index's lock."""
-        self._index.hold(rows)
-        self.leases += bool(len(rows))
-        return Lease(self._release, rows)
+        if not len(rows):
+            return Lease(self._release, self.abandoned.append, 0, rows)
+        # First the handle and then the hold, in one step: whoever is interrupted in between leaves nothing behind.
+        number = next(self._numbers)
+        lease = Lease(self._release, self.abandoned.append, number, rows)
+        self._index.lease(number, rows)
+        return lease
 
-    def _release(self, rows: Rows) -> None:
+    def _release(self, number: int) -> None:
         with self._index.lock:
-            self.leases -= 1
-            self.unhold(rows)
+            try:
+                self.end_lease(number)
+            except BaseException:
+                self.interrupted()
+                raise
+
+    def end_lease(self, number: int) -> None:
+        """End a lease, if it has not ended. Under the index's lock."""
+        rows = self._index.leased(number)
+        if rows is not None:
+            last = self._last_holds(rows)
+            self._index.end_lease(number, rows)
+            self._vacate_doomed(last)
 
     def unhold(self, rows: Rows) -> None:
         """End a hold on distinct rows."""
-        last = [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+        last = self._last_holds(rows)
         self._index.unhold(rows)
-        for row in last:
-            self.doomed.discard(row)
+        self._vacate_doomed(last)
+
+    def _last_holds(self, rows: Rows) -> Sequence[int]:
+        """The rows that were dropped and are held once."""
+        return [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+
+    def _vacate_doomed(self, rows: Sequence[int]) -> None:
+        for row in rows:
             self.vacate(row)
+            self.doomed.discard(row)
 
     def doom(self, row: int) -> None:
         """``row`` was detached from its key: its slot goes now, or when nobody holds it."""
@@ -133,6 +160,30 @@ class Residents:
             self._checks.pop(row, None)
         if self.refused:
             self.refused.discard(row)
+
+    def repair(self) -> None:
+        """Make everything anew that follows from where the rows are. Under the lock."""
+        index, size = self._index, self._index.size
+        here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
+        self._dram.repair(index.place[DRAM][here], here)
+        rows = np.bincount(index.space[here], minlength=len(self._identities)).tolist()
+        self._identities = self._identities[: len(rows)]
+        self._rows = rows
+        self._footprints = [identity.geometry.footprint for identity in self._identities]
+        self._spaces = {identity: i for i, identity in enumerate(self._identities) if rows[i]}
+        self._vacant = [i for i, count in enumerate(rows) if not count]
+        absent = index.state[DRAM][:size] == ABSENT
+        for kept in (self.tokens, self._checks or {}):
+            for row in [row for row in kept if absent[row]]:
+                del kept[row]
+        self.refused.difference_update([row for row in self.refused if absent[row]])
+        for row in index.detached():
+            if index.holds[row]:
+                self.doomed.add(row)
+            else:
+                self.vacate(row)
+                self.doomed.discard(row)
+        self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
 
     # -- questions ----------------------------------------------------------------------------------------
 

@@ -93,15 +93,16 @@ class Transfer:
     def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
         """Rows are here, or will not come."""
         with self._lock:
-            if self._ended or not self._waiting:
+            if self._ended or not (self._waiting or self.arrived or self.failed):
                 return
             expected = self._waiting.intersection(rows)
-            self._waiting -= expected
+            bad: set[int] = set()
             if False in arrived:
                 bad = expected.intersection([r for r, good in zip(rows, arrived, strict=True) if not good])
-                self.failed |= bad
-                expected -= bad
-            self.arrived |= expected
+            # What is waited for is reduced last: whoever is interrupted here can repeat it.
+            self.failed.update(bad)
+            self.arrived.update(expected - bad)
+            self._waiting.difference_update(expected)
             if self._waiting:
                 return
         self._end()
@@ -112,17 +113,18 @@ class Transfer:
             self._end()
 
     def _end(self) -> None:
+        """End it, once; what an interrupted call has left to do is done by the next."""
         with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            self._left = bool(self._waiting)
-            self.failed |= self._waiting
-            self._waiting.clear()
-            callbacks, self._callbacks = self._callbacks, []
+            if not self._ended:
+                lost = self.failed | self._waiting
+                self._left, self.failed, self._waiting, self._ended = bool(self._waiting), lost, set(), True
         if self._event is not None:
             self._event.set()
-        for callback in callbacks:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread was sooner
+                return
             _call(callback)
 
     # -- for callers --------------------------------------------------------------------------------------
