@@ -23,7 +23,7 @@ SOURCE = Path(kvtide.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
-    ["errors", "canonical", "clock", "histogram", "show", "version"],
+    ["errors", "canonical", "clock", "histogram", "interrupts", "show", "version"],
     ["units"],
     ["block", "config", "door"],
     ["security"],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvtide.block import Span
 from kvtide.desk import Holding
 from kvtide.index.keys import Chain
+from kvtide.interrupts import to_the_end
 from kvtide.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -60,7 +61,19 @@ class Match:
     ``plan`` has the expectations that decided the length.
     """
 
-    __slots__ = ("_held", "blocks", "chain", "have", "holding", "pending", "plan", "ready", "session", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "blocks",
+        "chain",
+        "have",
+        "holding",
+        "pending",
+        "plan",
+        "ready",
+        "session",
+        "tokens",
+    )
 
     def __init__(self, session: Session, chain: Chain, holding: Holding) -> None:
         self.session = session
@@ -104,11 +117,7 @@ class Match:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            self.release()
-        except BaseException:
-            self.release()
-            raise
+        to_the_end(self.release)
 
 
 class Load:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -119,8 +120,9 @@ class Session:
         self.model = model
         self.layout = model.layout
         self._namer = model.namer(tenant)
-        self._rights: set[Match | Reservation] = set()
-        """Strong: views may be in use though their match or reservation was forgotten."""
+        self._rights: dict[int, Match | Reservation | weakref.ref[Match] | weakref.ref[Reservation]] = {}
+        """By identity. Strong where views were given out: they may be in use though their right was forgotten. One that
+        was forgotten before (by a caller that was interrupted) ends by itself."""
         self._closed = False
         self._door = Door("this session is closed; open a new one with store.session(model)")
 
@@ -179,7 +181,7 @@ class Session:
     @_inside
     def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
         match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
-        self._rights.add(match)
+        self._rights[id(match)] = weakref.ref(match)
         return match
 
     @_inside
@@ -192,7 +194,12 @@ class Session:
 
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
-        self._rights.discard(right)
+        self._rights.pop(id(right), None)
+
+    def _keep(self, right: Match | Reservation) -> None:
+        """Views of ``right`` are given out."""
+        if id(right) in self._rights:
+            self._rights[id(right)] = right
 
     @_inside
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
@@ -223,6 +230,8 @@ class Session:
     @_inside
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
+        if into is None:
+            self._keep(match)
         found = self._desk.collect(match.holding)
         if into is not None:
             for name, spans in found.spans.items():
@@ -315,7 +324,8 @@ class Session:
         reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
         reservation.on_end.append(self.ended)
         reservation.door = self._home.door
-        self._rights.add(reservation)
+        reservation.on_views = self._keep
+        self._rights[id(reservation)] = weakref.ref(reservation)
         return reservation
 
     @_inside
@@ -379,10 +389,11 @@ class Session:
         """Release every match and abort every reservation of this session, when no call of it is under way any more."""
         self._closed = True
         self._door.shut()
-        for right in list(self._rights):
+        for kept in list(self._rights.values()):
+            right = kept() if isinstance(kept, weakref.ref) else kept
             if isinstance(right, Match):
                 right.release()
-            else:
+            elif right is not None:
                 right.abort()
         self._desk.close()
         self._home.ended(self)

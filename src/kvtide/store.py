@@ -22,6 +22,7 @@ from kvtide.index.account import Account
 from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
+from kvtide.interrupts import to_the_end
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.coldest import Coldest
@@ -368,16 +369,16 @@ class Store(Home):
         if not self._end_sessions():
             return
         stack = contextlib.ExitStack()
-        stack.callback(self.copier.close)
-        stack.callback(self.dram.close)
+        stack.callback(to_the_end, self.copier.close)
+        stack.callback(to_the_end, self.dram.close)
         if self.ring is not None and not self._within:
-            stack.callback(self.ring.close)
+            stack.callback(to_the_end, self.ring.close)
         stack.callback(self._close_colds)
         for share in self._reserved.values():
-            stack.callback(share.close)
+            stack.callback(to_the_end, share.close)
         for keeper in self._keepers.values():
-            stack.callback(keeper.close)
-        stack.callback(self._learner.close)
+            stack.callback(to_the_end, keeper.close)
+        stack.callback(to_the_end, self._learner.close)
         # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
         with stack:
             self._ended = True
@@ -390,4 +391,4 @@ class Store(Home):
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:
             for cold in self.colds:
-                stack.callback(cold.tier.close)
+                stack.callback(to_the_end, cold.tier.close)

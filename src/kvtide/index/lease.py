@@ -16,6 +16,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.door import Door
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
+from kvtide.interrupts import to_the_end
 
 __all__ = ["Lease", "Reservation"]
 
@@ -76,8 +77,10 @@ class Reservation:
     """
 
     __slots__ = (
+        "__weakref__",
         "_abandon",
         "_finish",
+        "_views",
         "depths",
         "door",
         "followed",
@@ -85,11 +88,11 @@ class Reservation:
         "kept",
         "keys",
         "on_end",
+        "on_views",
         "refused",
         "rows",
         "sealed",
         "serial",
-        "views",
     )
 
     def __init__(
@@ -108,7 +111,9 @@ class Reservation:
         self.serial = serial
         self.keys = keys
         self.rows = rows
-        self.views = views
+        self._views = views
+        self.on_views: Callable[[Reservation], None] | None = None
+        """Told when somebody gets the views: then he may write into them though he forgets the reservation."""
         self.depths = depths
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
@@ -130,6 +135,13 @@ class Reservation:
     @property
     def open(self) -> bool:
         return self._finish is not None
+
+    @property
+    def views(self) -> Sequence[Span]:
+        """The slots' memory, one for each key; empty when it has ended."""
+        if self.on_views is not None:
+            self.on_views(self)
+        return self._views
 
     def seal(self) -> None:
         """Everything is written: let others read it."""
@@ -155,12 +167,8 @@ class Reservation:
         except BaseException:
             self.sealed, self._finish = False, finish  # so that whoever was interrupted here can abort it
             raise
-        self.views = ()
-        try:
-            self._tell()
-        except BaseException:
-            self._tell()
-            raise
+        self._views = ()
+        to_the_end(self._tell)
         return True
 
     def _tell(self) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
+from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
@@ -162,6 +163,9 @@ class Nvme:
             )
 
     def close(self) -> None:
+        to_the_end(self._stop)
+
+    def _stop(self) -> None:
         for _ in self._threads:
             self._queue.put(None)
         try:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.errors import ConfigError, TierError
+from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory, SegmentHeader
@@ -61,6 +62,7 @@ class Shelves:
         self._directory = directory
         self._directory.create()
         self._directory.lock()
+        self._closed = False
         self._files: dict[int, int] = {}
         self.coming: dict[int, BlockKey] = {}
         """Slots that are, or will be, written: which block the header may name by now."""
@@ -112,18 +114,22 @@ class Shelves:
         return self.segments.taken + RESERVE
 
     def close(self) -> None:
-        """Let go of the directory. Nothing may be under way."""
-        self.note()
-        with self.lock:
-            dirty, self._dirty = self._dirty, set()
-        with self._journal_lock:
-            self._journal.close(synced=not self._sync_all(dirty))
-        self._let_go()
+        """Let go of the directory. Nothing may be under way. May be repeated after an interruption."""
+        if self._closed:
+            return
+        try:
+            self.note()
+            with self.lock:
+                dirty = set(self._dirty)
+            with self._journal_lock:
+                self._journal.close(synced=not self._sync_all(dirty))
+        finally:
+            to_the_end(self._let_go)
 
     def _let_go(self) -> None:
-        for fd in self._files.values():
-            self._disk.close(fd)
-        self._files.clear()
+        self._closed = True
+        while self._files:
+            self._disk.close(self._files.popitem()[1])
         self._directory.unlock()
 
     # -- slots --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.histogram import Histogram, HistogramStatistics
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
+from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity, Read
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.cold import Cold
@@ -220,11 +221,7 @@ class Ascent:
     def call_ready(self) -> None:
         """Call what was left for when nobody on this thread has the lock."""
         if self._ready and not self._index.lock_is_mine():
-            try:
-                self._call_all()
-            except BaseException:
-                self._call_all()  # others wait for it
-                raise
+            to_the_end(self._call_all)  # others wait for it
 
     def _call_all(self) -> None:
         for ready in list(self._ready):

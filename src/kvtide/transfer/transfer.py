@@ -41,8 +41,8 @@ class Transfer:
         """Whether it ended while something was under way."""
         self._ended = False
         self._lock = threading.Lock()
-        self._event: threading.Event | None = None
-        """Made by the first who waits."""
+        self._waiters: list[threading.Lock] = []
+        """One for each thread that waits, taken until the end. An Event may be left unusable by an interruption."""
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
@@ -118,8 +118,9 @@ class Transfer:
             if not self._ended:
                 lost = self.failed | self._waiting
                 self._left, self.failed, self._waiting, self._ended = bool(self._waiting), lost, set(), True
-        if self._event is not None:
-            self._event.set()
+        for waiter in list(self._waiters):
+            with contextlib.suppress(RuntimeError):  # it was given back before
+                waiter.release()
         while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
@@ -137,11 +138,16 @@ class Transfer:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
+        if self._ended:
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
         with self._lock:
             if self._ended:
                 return True
-            event = self._event = self._event or threading.Event()
-        if not event.wait(limit) and left is not None and (timeout is None or left <= timeout):
+            self._waiters.append(waiter)
+        came = waiter.acquire(timeout=-1 if limit is None else min(limit, threading.TIMEOUT_MAX))
+        if not came and left is not None and (timeout is None or left <= timeout):
             self._end()
         return self._ended
 
