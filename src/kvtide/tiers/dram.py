@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
 from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of, size_of
 
@@ -359,7 +359,7 @@ class Dram:
             self._written += size
         return place
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._lock:
             for _, place in items:
                 if self._segments.holds(place):
