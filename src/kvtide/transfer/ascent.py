@@ -170,7 +170,7 @@ class Ascent:
                 places = self._room.take(identity, len(mine), events, mine)
                 if len(places) < len(mine):
                     mine, rest = mine[: len(places)], mine[len(places) :]
-                    if self._dram.growable(identity.geometry.footprint, identity.domain):
+                    if self._room.growable(identity):
                         left = np.concatenate([left, rest])
                     else:
                         self._counts["loads dropped: no room in DRAM"] += len(rest)

@@ -146,6 +146,11 @@ class Lane:
         """Bytes that are to be written or are being written."""
         return self._write_bytes
 
+    @property
+    def write_room(self) -> int:
+        """Bytes of writes that would be taken now."""
+        return self._limit - self._write_bytes
+
     def room(self, nbytes: int) -> bool:
         """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
         with self._lock:
