@@ -8,9 +8,9 @@ first, its coldest, until it has no more than that; what nobody else wants it ke
 
 Sizes: a slot can only be reused for its own kind. If the coldest segment of another kind is colder, on average, than
 the coldest block of this kind, or this kind has nothing to give, that whole segment is emptied instead; several, if a
-slot is larger than one of them. Blocks in it that must not leave (pinned, or not yet written down) are moved to slots of
-their own kind in other segments: free ones, or those of the coldest blocks there, which leave in their place. A segment
-with a block that somebody holds cannot be emptied.
+slot is larger than one of them. Blocks in it that must not leave (pinned, or not yet written down) are moved to slots
+of their own kind in other segments: free ones, or those of the coldest blocks there, which leave in their place. A
+segment with a block that somebody holds cannot be emptied.
 
 Nothing is chosen unless it leads to a slot: if all that may leave were not enough, nothing leaves.
 """

@@ -142,7 +142,7 @@ class AnyTierContract(ABC):
             caller.tier.write([caller.block(second, who)], lambda more: then_read(places[0], more[0]))
 
         def then_read(place: int, more: int) -> None:
-            caller.tier.read([caller.wish(second, who, more)], lambda found: then_drop(place, found[0]))
+            caller.tier.read([caller.wish(second, who, more)], lambda found: then_drop(place, bool(found[0])))
 
         def then_drop(place: int, found: bool) -> None:
             assert found

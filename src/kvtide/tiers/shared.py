@@ -211,7 +211,7 @@ class Shared:
     # -- the I/O threads ----------------------------------------------------------------------------------
 
     def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` an asker who is refused."""
+        """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` a refused asker."""
         starts = _starts([item.identity for item in run], packer)
         try:
             names = [self._sealing.name(item.key) for item in run]

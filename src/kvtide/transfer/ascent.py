@@ -192,8 +192,10 @@ class Ascent:
         return left
 
     def _of_others(self, rows: Rows, identity: Identity, transfer: Transfer) -> tuple[Rows, Rows]:
-        """Of rows in DRAM, those of this identity, and those that others have. What is on its way for others is neither:
-        ``transfer`` waits for that. Under the lock."""
+        """Of rows in DRAM, those of this identity, and those that others have. Under the lock.
+
+        What is on its way for others is neither: ``transfer`` waits for that.
+        """
         others = self._residents.others(rows, identity)
         refused = _NONE
         if others is not None:

@@ -4,9 +4,9 @@ A tier makes room when it is full, by its policy. A tenant that has a quota make
 used up, however empty the tier is; only then may it take what the tier has. In both cases it is decided first whether
 what may leave makes the room that is wanted; if not, nothing leaves.
 
-A block in DRAM that must not leave, and stands in the way of another slot size, is moved: under the lock it gets its new
-slot and is held, without it the bytes are copied, and under it again the row changes its place. Until then whoever asks
-for the block reads it where it was; if somebody does so at that moment, it stays there.
+A block in DRAM that must not leave, and stands in the way of another slot size, is moved: under the lock it gets its
+new slot and is held, without it the bytes are copied, and under it again the row changes its place. Until then whoever
+asks for the block reads it where it was; if somebody does so at that moment, it stays there.
 """
 
 from __future__ import annotations
@@ -175,9 +175,15 @@ class Room:
             self._save_coldest()
 
     def _save_coldest(self, kind: int | None = None) -> None:
-        """Write down those that would leave next; also of the slot ``kind`` that is wanted, where they are others."""
+        """Write down those that would leave next.
+
+        If a slot of ``kind`` is wanted and none can be had: those in such slots too, and so many of all that a segment
+        can be emptied for it.
+        """
         with self._dram.book_lock:
             count = max(8, self._dram.blocks // 8)
+            if kind is not None:
+                count = max(count, max((s.slots for s in self._dram.segments), default=0))
         rows = self._evictor.coldest(count)
         if kind is not None:
             rows = np.union1d(rows, self._evictor.coldest(count, kind))
