@@ -3,7 +3,8 @@
 What a block holds follows from its key, so every byte that the store returns is checked. The model is a dict of the
 blocks that may be returned: whoever was never stored, was dropped, or has expired is not in it. It cannot say what
 *must* be returned, because a store may evict; that is asked only where the answer is certain: after a restart, a kill
-or, with ``durable``, a power loss, of what lay whole on the disk before.
+or, with ``durable``, a power loss, of what lay whole on the disk before; and of what was pinned in memory. Whoever
+stores and gets no slot has cost nobody a block.
 
 Which rule runs and with what depends on the drawn values alone, never on the store's answers, so that a failure is
 found again as far as the threads inside allow.
@@ -17,6 +18,8 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,10 +39,10 @@ from hypothesis.stateful import (
 
 from kvtide import config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
-from kvtide.desk import LocalHolding
+from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
-from kvtide.index.index import SEALED, Rows
+from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
@@ -61,6 +64,11 @@ TWO = Layout(
 USERS = [
     (Model(layout, "machine"), Tenant(name, name.encode() * 32)) for layout in (ONE, TWO) for name in ("ann", "bob")
 ]
+
+LARGE = Model(Layout.attention(layers=3, heads=4, head_dim=256, block_tokens=128), "large")
+"""A block of 1.5 MiB: more than a segment, so that several must be emptied for it."""
+HUGE = Model(Layout.attention(layers=8, heads=4, head_dim=256, block_tokens=128), "huge")
+"""A block of 4 MiB: more than there is memory."""
 
 Path_ = tuple[int, ...]
 """A prompt: the number that all tokens of each of its blocks have. Prompts with one beginning share those blocks."""
@@ -117,6 +125,8 @@ class Machine(RuleBasedStateMachine):
 
     folder: Path
     store: Store
+    alone = True
+    """Whether nobody else stores just now."""
 
     # -- the beginning and the end ------------------------------------------------------------------------
 
@@ -172,6 +182,8 @@ class Machine(RuleBasedStateMachine):
         """Blocks that the disk has, as far as events tell."""
         self.rights: list[Right] = []
         self.pins: list[tuple[int, Path_]] = []
+        self.pinned: set[BlockKey] = set()
+        """Blocks that were in memory when they were pinned: there they stay."""
         self.gates: list[Gate] = []
         self.corrupted = False
         self.open()
@@ -184,6 +196,7 @@ class Machine(RuleBasedStateMachine):
         self.store.follow(self.happened)
         self.sessions = [self.store.session(model, tenant) for model, tenant in USERS]
         self.pins.clear()
+        self.pinned.clear()
         self.hidden.clear()
 
     def happened(self, event: Event) -> None:
@@ -317,7 +330,20 @@ class Machine(RuleBasedStateMachine):
             self.check(right)
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
+        pinned = sorted(key for key in self.pinned if self.allowed(key))
+        found = self.store.index.find(pinned, self.clock.time())
+        assert all(f is Found.HIT for f in found), "a pinned block has left memory"
         assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
+
+    @contextmanager
+    def for_use(self) -> Iterator[list[int]]:
+        """Blocks leave memory meanwhile only if slots are taken: how many, the caller says in the list."""
+        slots: list[int] = []
+        before = self.store.pipeline.counts["blocks evicted from dram"]
+        yield slots
+        evicted = self.store.pipeline.counts["blocks evicted from dram"] - before
+        assert sum(slots) or not evicted, f"{evicted} blocks left memory for nothing"
+        self.seen["stores without room that cost nothing"] += not sum(slots)
 
     # -- storing ------------------------------------------------------------------------------------------
 
@@ -344,7 +370,12 @@ class Machine(RuleBasedStateMachine):
             g.name: [content(k, session.layout.geometry[g.name].nbytes) for k in chain.keys(g.suffix)[start:]]
             for g in session.layout.groups
         }
-        answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
+        if self.alone:
+            with self.for_use() as slots:
+                answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
+                slots.append(answer.stored)
+        else:
+            answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
         assert answer.stored + answer.present + answer.dropped == len(given) * (len(path) - start)
         return answer
 
@@ -379,6 +410,7 @@ class Machine(RuleBasedStateMachine):
             except BaseException as e:  # noqa: BLE001 - raised below
                 errors.append(e)
 
+        self.alone = False
         thread = threading.Thread(target=store)
         chosen = [self.pick(prompt)[1] for prompt in prompts]
         thread.start()
@@ -388,8 +420,29 @@ class Machine(RuleBasedStateMachine):
             if i % 2:
                 self.put(user, mine, 0, None, 0)
         thread.join()
+        self.alone = True
         if errors:
             raise errors[0]
+
+    @rule(number=st.integers(0, 3), huge=st.booleans(), into_slots=st.booleans())
+    def store_large(self, number: int, huge: bool, into_slots: bool) -> None:
+        """What needs several segments gets them or costs nothing; what is larger than memory always costs nothing."""
+        session = self.store.session(HUGE if huge else LARGE)
+        chain = session.chain([number] * session.layout.block_tokens)
+        (key,), nbytes = chain.keys(b"full"), session.layout.geometry["full"].nbytes
+        with self.for_use() as slots:
+            if into_slots:
+                with session.reserve(chain) as reservation:
+                    slots.append(len(reservation.keys))
+            else:
+                slots.append(session.store(chain, [content(key, nbytes)]).stored)
+        assert not (huge and sum(slots))
+        self.seen["large blocks stored"] += sum(slots)
+        if not self.gates:
+            with session.match(chain) as match:
+                for view in session.load(match).wait().blocks:
+                    self.same(view, session.layout.geometry["full"], key)
+        session.close()
 
     @rule(user=st.sampled_from([0, 1]), path=paths)
     def store_one_and_read(self, user: int, path: Path_) -> None:
@@ -410,7 +463,10 @@ class Machine(RuleBasedStateMachine):
         path = self.mortal(path, ttl)
         session = self.sessions[user]
         chain = self.chain(user, path)
-        with session.reserve(chain, ttl=ttl) as reservation:
+        with self.for_use() as slots:
+            reservation = session.reserve(chain, ttl=ttl)
+            slots.append(len(reservation.keys))
+        with reservation:
             for key, view in zip(reservation.keys, reservation.views, strict=True):
                 geometry = session.layout.geometry[key[32:].decode()]
                 if seal:
@@ -500,6 +556,22 @@ class Machine(RuleBasedStateMachine):
         for match, _ in loads:
             match.release()
 
+    @precondition(lambda self: not self.gates)
+    @rule(prompt=prompts, tenant=st.booleans())
+    def ask_for_anothers_blocks(self, prompt: Prompt, tenant: bool) -> None:
+        """By their names, as a client of a node could: nothing is shown, and nothing is lost by it."""
+        user, path = self.pick(prompt)
+        (model, owner), chain = USERS[user], self.chain(user, path)
+        namespace = model.namespace(owner) if tenant else b"another model of thirty-two bytes"[:32]
+        desk = LocalDesk(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
+        holding = desk.match(chain, 0, None)
+        before = self.store.pipeline.counts["blocks unreadable in nvme"]
+        desk.load(holding, None).wait(30)
+        assert desk.collect(holding).blocks == 0, "a block was shown to another"
+        holding.release()
+        lost = self.store.pipeline.counts["blocks unreadable in nvme"] - before
+        assert not lost or self.disk.struck or self.spoilt, "a mismatch was taken for damage"
+
     # -- keeping and removing -----------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.pins) < 2)
@@ -508,12 +580,17 @@ class Machine(RuleBasedStateMachine):
         user, path = self.pick(prompt)
         self.sessions[user].pin(self.chain(user, path))
         self.pins.append((user, path))
+        keys = self.keys(user, path)
+        with self.store.index.lock:
+            here = self.store.index.state[DRAM][self.store.index.rows(keys)] == SEALED
+        self.pinned.update(key for key, is_here in zip(keys, here.tolist(), strict=True) if is_here)
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 1))
     def unpin(self, which: int) -> None:
         user, path = self.pins.pop(which % len(self.pins))
         self.sessions[user].unpin(self.chain(user, path))
+        self.pinned -= set(self.keys(user, path)) - {key for others in self.pins for key in self.keys(*others)}
 
     @precondition(lambda self: not self.gates)
     @rule(prompt=prompts, start=st.integers(0, 2))
@@ -523,6 +600,7 @@ class Machine(RuleBasedStateMachine):
 
     def erase(self, user: int, path: Path_, start: int) -> None:
         keys = self.keys(user, path, start)
+        self.pinned.difference_update(keys)
         try:
             self.sessions[user].drop(self.chain(user, path), start=start)
             sure = not self.disk.lied
@@ -711,6 +789,10 @@ def test_store_against_a_model(quiet_log: None) -> None:
         "killed",
         "journals spoilt",
         "blocks that had to be there",
+        "stores without room that cost nothing",
+        "large blocks stored",
+        "blocks moved in dram",
+        "loads dropped: the block in nvme is not the asker's",
     ):
         assert Machine.seen[what], f"the run never came to {what!r}: {Machine.seen}"
 

@@ -264,11 +264,10 @@ class Index:
         return [row for row, key in enumerate(self._keys) if key is not None and known.get(key) != row]
 
     def repair(self) -> None:
-        """Make the counts of holds anew, and forget rows that are nowhere and held by nobody. Looks at all rows."""
+        """Forget rows that are nowhere and held by nobody. Looks at all rows."""
         size = self.size
         if len(self._parents) < size:
             self._parents.append(b"")
-        self.recount_holds()
         nowhere = self.holds[:size] == 0
         for state, place in zip(self.state, self.place, strict=True):
             nowhere &= state[:size] == ABSENT
@@ -338,16 +337,23 @@ class Index:
         if not self._held.strike(number):  # else nothing was taken out of a tier since it began: none is nowhere
             self._forget_nowhere(rows)
 
+    def relocate(self, row: int, tier: int, place: int) -> None:
+        """Record that ``row`` lies elsewhere in ``tier``. What was made of its old place no longer holds."""
+        self.place[tier][row] = place
+        self.departures += tier == DRAM
+
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
         self.changes += 1
         self.holds[at(rows)] -= 1
         self._forget_nowhere(rows)
 
-    def recount_holds(self) -> None:
-        """Make the counts of holds anew: from the leases in force and from what is on its way to a tier."""
+    def recount_holds(self, moved: Rows) -> None:
+        """Make the counts of holds anew: from the leases in force, from what is on its way to a tier, and from distinct
+        rows that are ``moved`` within one."""
         size = self.size
         moving = np.zeros(size, np.int32)
+        moving[moved] = 1
         for state in self.state:
             moving += state[:size] == PENDING
         self._held.recount(moving)

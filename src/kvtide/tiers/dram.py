@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of, size_of
+from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
 
 __all__ = ["Dram", "copy"]
 
@@ -198,9 +198,7 @@ class Dram:
         spare = self._segments.spare(kind, self._new)
         if spare is None:
             return False
-        size = size_of(kind)
-        wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
-        if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain_of(kind):
+        if self._segments.suits(spare, kind):
             self._segments.recut(spare, kind)
         else:
             self._remove(spare)
@@ -275,18 +273,26 @@ class Dram:
                 self._huge_pages = "transparent"
         return Memory(serial, nbytes, self._huge_pages, self._shared)
 
-    def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Make the book anew after a change of it was left half done: these slots are in use and no others.
-
-        The caller lets nobody take a slot meanwhile.
-        """
+    def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], drained: Sequence[Segment]) -> None:
+        """Make the book anew after a change of it was left half done: these slots are in use and no others, and
+        ``drained`` are being emptied. The caller lets nobody take a slot meanwhile."""
         with self._lock:
+            for segment in self._segments:
+                segment.draining &= segment is self._new or segment in drained
             self._segments.repair(places, owners)
             known = {segment.number for segment in self._segments}
             for number in [number for number in self._memory if number not in known]:
                 self._discard(number)
             for segment in [s for s in self._segments if s.number not in self._memory and s is not self._new]:
                 self._segments.remove(segment)
+
+    def settle(self, drained: Sequence[Segment]) -> bool:
+        """Segments were to be emptied: use those again that are not empty now. Answers whether one is."""
+        with self._lock:
+            for segment in drained:
+                if segment.draining and not segment.empty:
+                    self._segments.undrain(segment)
+            return any(segment.draining and segment.empty for segment in drained)
 
     def release(self, place: int) -> None:
         """Give a slot back."""
@@ -409,7 +415,7 @@ class Dram:
             self._written += size
         return place
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._lock:
             for _, place in items:
                 if self._segments.holds(place):

@@ -178,12 +178,36 @@ class Segments:
     def fit(self, kind: int) -> int:
         """How many slots a segment that could be added for ``kind`` now would have; 0 if there is no room."""
         size = size_of(kind)
-        left = self.budget - self.taken - self.aside
+        left = self.left
         room = (left - self.header) // (size + self.per_slot)
         slots = max(0, min(room, max(1, self.nominal // size)))
         while slots and self._bytes(size, slots) + slots * self.per_slot > left:
             slots -= 1
         return slots
+
+    @property
+    def left(self) -> int:
+        """Bytes of the budget that no segment has."""
+        return self.budget - self.taken - self.aside
+
+    def lacking(self, kind: int) -> int:
+        """Bytes that must come free, by emptying segments, until one with a slot of that kind can be added."""
+        return max(0, self._least(kind) - self.left)
+
+    def cost(self, segment: Segment) -> int:
+        """Bytes of the budget that a segment takes."""
+        return segment.nbytes + segment.slots * self.per_slot
+
+    def _least(self, kind: int) -> int:
+        """What a segment of one slot takes."""
+        return self._bytes(size_of(kind), 1) + self.per_slot
+
+    @staticmethod
+    def suits(segment: Segment, kind: int) -> bool:
+        """Whether a segment, once empty, may be cut anew for that kind in the bytes that it has, and wastes few."""
+        size = size_of(kind)
+        wasted = segment.nbytes % size if segment.nbytes >= size else segment.nbytes
+        return wasted * 16 <= segment.nbytes and domain_of(segment.kind) == domain_of(kind)
 
     def scarce(self, kind: int) -> bool:
         """Whether less than half a segment of that kind is free, though there is room for more."""
@@ -228,7 +252,7 @@ class Segments:
         self._open.setdefault(kind, []).append(segment)
 
     def _count(self, segment: Segment, sign: int) -> None:
-        self.taken += sign * (segment.nbytes + segment.slots * self.per_slot)
+        self.taken += sign * self.cost(segment)
         self.slots += sign * segment.slots
 
     def spare(self, kind: int, unless: Segment | None = None) -> Segment | None:
@@ -246,6 +270,11 @@ class Segments:
         """Let nothing new into ``segment``."""
         segment.draining = True
         self._close(segment)
+
+    def undrain(self, segment: Segment) -> None:
+        """``segment`` could not be emptied: what is free in it may be used again."""
+        segment.draining = False
+        self.settle(segment)
 
     def free(self, kind: int) -> bool:
         """Whether a slot of that kind is free."""
@@ -352,8 +381,8 @@ class Segments:
         return self.header + slot_of(place) * self._all[segment_of(place)].size
 
     def owners(self, kind: int) -> npt.NDArray[np.int64]:
-        """Who owns the slots of that kind."""
-        found = [s.owner for s in self._all.values() if s.kind == kind]
+        """Who owns the slots of that kind, where one that is given back can be taken again."""
+        found = [s.owner for s in self._all.values() if s.kind == kind and not s.draining]
         owners = np.concatenate(found) if found else np.zeros(0, np.int64)
         taken: npt.NDArray[np.int64] = owners[owners != EMPTY]
         return taken

@@ -92,6 +92,11 @@ class _Granted:
     spans: list[Span]
 
 
+def _anywhere(rows: Rows) -> Mask:
+    """Which blocks may be moved within DRAM, if nobody holds them: all."""
+    return np.ones(len(rows), np.bool_)
+
+
 class Pipeline:
     """The only place that changes where rows are. Safe from any thread."""
 
@@ -119,7 +124,7 @@ class Pipeline:
         self._eraser = eraser = Eraser(index, colds)
         self._descent = descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
         may_leave = descent.may_leave if any(c.admission.keeps_leaving for c in colds) else None
-        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
+        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
         quota = Quota(index, DRAM, "dram", Account(index, quotas), evictor.ranked) if quotas else None
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
@@ -129,7 +134,8 @@ class Pipeline:
         """The rows that open reservations are to fill, by the reservation's serial number."""
         self._abandoned: deque[int] = deque()
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
-        residents.interrupted = self._ascent.interrupted = self.repair
+        residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
+        self.others = residents.others
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -212,8 +218,9 @@ class Pipeline:
             lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
             state[lost] = ABSENT
             cold.lane.repair()
-        index.recount_holds()
-        self._residents.repair()
+        moving = self._room.moving()
+        index.recount_holds(moving.rows)
+        self._residents.repair(moving)
         index.repair()
         for number, account in index.accounts.items():
             account.repair(number)
@@ -355,7 +362,7 @@ class Pipeline:
             events.append(BlockStored("dram", index.keys(kept)))
         self._residents.unhold(rows)
         del self._open[reservation.serial]
-        self._room.save_ahead()
+        self._room.save_ahead(len(kept))
 
     # -- out ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -18,14 +19,24 @@ from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows,
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
-from kvtide.tiers.segments import ladder
+from kvtide.tiers.segments import Segment, ladder
 
-__all__ = ["Residents"]
+__all__ = ["Moving", "Residents"]
 
 _TENANTS = 65_535
 """That are told apart when room is short; any more have one share together."""
+_NO_SPACE = 0xFFFFFFFF
+"""The number of an identity that has no block in DRAM."""
 _NEWCOMERS = 64
 """Tenants after which it is worth a look who has gone, at least."""
+
+
+class Moving(NamedTuple):
+    """Rows on their way to other places in DRAM, so that segments become empty."""
+
+    rows: Rows
+    places: Rows
+    drained: list[Segment]
 
 
 class Residents:
@@ -161,11 +172,13 @@ class Residents:
         if self.refused:
             self.refused.discard(row)
 
-    def repair(self) -> None:
+    def repair(self, moving: Moving) -> None:
         """Make everything anew that follows from where the rows are. Under the lock."""
         index, size = self._index, self._index.size
         here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
-        self._dram.repair(index.place[DRAM][here], here)
+        self._dram.repair(
+            np.append(index.place[DRAM][here], moving.places), np.append(here, moving.rows), moving.drained
+        )
         rows = np.bincount(index.space[here], minlength=len(self._identities)).tolist()
         self._identities = self._identities[: len(rows)]
         self._rows = rows
@@ -201,6 +214,17 @@ class Residents:
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
         rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
         return rows
+
+    def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
+        """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
+
+        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        """
+        other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
+        if b"\1" not in other.tobytes():
+            return None
+        other &= self._index.state[DRAM][rows] == state  # else it says nothing: nobody clears it
+        return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""
