@@ -91,11 +91,25 @@ class Evictor:
     def _victims(self, kind: int, count: int) -> list[int]:
         rows, score = self.ranked.next(kind, count, self._rank)
         segment = self._colder_segment(kind, score if rows else None)
-        if segment is not None and (emptied := self._empty(segment)):
+        if segment is not None and self._suffices(segment, kind) and (emptied := self._empty(segment)):
             return emptied
         if rows:
             self.ranked.take(kind, count)
         return rows
+
+    def _suffices(self, segment: Segment, kind: int) -> bool:
+        """Whether a slot of ``kind`` can be had by emptying ``segment`` and, if that is too small, others that may be."""
+        with self._tier.book_lock:
+            book = self._tier.segments
+            lacking, others = book.lacking(kind) - book.cost(segment), book.others(kind)
+        for other in others:
+            if lacking <= 0:
+                break
+            owner = other.owner
+            rows = owner[owner != EMPTY]
+            if other is not segment and not (rows < 0).any() and self.ranked.leaving(rows).all():
+                lacking -= book.cost(other)
+        return lacking <= 0
 
     def _empty(self, segment: Segment) -> list[int]:
         """Let nothing new into a segment; answers what is in it. None, if it has something by now that must stay."""
