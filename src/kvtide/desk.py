@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
-from kvtide.index.index import DRAM, SEALED, Rows, every
+from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
@@ -195,13 +195,17 @@ class LocalDesk:
         now = self.store.sweep()
         with index.lock:
             resident = self._recent.find(names.joined)
+            others: dict[str, Mask] = {}
             if resident is None:
                 rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-                resident = None if self._checked else self._recent.note(names.joined, rows)
+                others = self._others(rows)
+                resident = None if self._checked or others else self._recent.note(names.joined, rows)
             if resident is not None and (names.blocks - have) * self._footprint <= room:
                 return self._all_here(names, resident, have, speed, now)
             rows = resident.rows if resident is not None else rows
             whole = {name: index.usable(r, now) for name, r in rows.items()}
+            for name, other in others.items():
+                whole[name] &= ~other
             if have:
                 for mask in whole.values():
                     mask[:have] = True
@@ -223,6 +227,11 @@ class LocalDesk:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(plan, have, part, lease, ready, pending)
+
+    def _others(self, rows: dict[str, Rows]) -> dict[str, Mask]:
+        """By group, where there are any: which rows are in DRAM with blocks of another model or tenant."""
+        found = {name: self._pipeline.others(r, self._identities[name]) for name, r in rows.items()}
+        return {name: mask for name, mask in found.items() if mask is not None}
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
         """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
@@ -248,6 +257,8 @@ class LocalDesk:
         with index.lock:
             rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
             whole = {name: index.usable(r, now) for name, r in rows.items()}
+            for name, other in self._others(rows).items():
+                whole[name] &= ~other
             here = np.logical_and.reduce([whole[g.name] for g in layout.groups if g.required])
             if not here.all():
                 self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
@@ -286,6 +297,8 @@ class LocalDesk:
                 start = g.needs(blocks, layout.block_tokens, holding.have).start
                 rows = holding.part.rows[g.name]
                 mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+                if (other := self._pipeline.others(rows, self._identities[g.name])) is not None:
+                    mask[start : start + len(rows)] &= ~other
                 whole[g.name], first[g.name] = mask, start
             spaced = {name: np.zeros(blocks, np.int64) for name in whole}
             come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
@@ -293,7 +306,7 @@ class LocalDesk:
             for g in layout.groups:
                 mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
                 if not g.required:
-                    mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
+                    mine = mine[: _leading(whole[g.name][first[g.name] :][: len(mine)])]
                 for row in mine.tolist():
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")

@@ -19,7 +19,7 @@ from kvtide.errors import TierError
 from kvtide.events import Event, Feed
 from kvtide.forgetting import forget
 from kvtide.index.account import Account
-from kvtide.index.index import DRAM, Index
+from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.plan import admit, policy
@@ -158,7 +158,7 @@ class Store(Home):
         admission = admit.make(settings.store, self.index, lambda: room(tier))
         if admission.learns:
             self._uses.teach(admission.learn)
-        evictor = Evictor(self.index, NVME, tier, ranking, self._uses)
+        evictor = Evictor(self.index, NVME, tier, ranking, self._uses, None, self._in_dram, takes_slots=False)
         quota = self._quota("nvme", NVME, evictor.ranked)
         self._next_expiry = adopt(tier, NVME, self.index, self._uses)
         if quota is not None:
@@ -175,6 +175,15 @@ class Store(Home):
             WriteBudget.of(settings.write_limit, settings.drive_writes_per_day, settings.budget, self.clock),
             quota,
         )
+
+    def _in_dram(self, rows: Rows) -> Mask:
+        """Which rows of NVMe can be written again to other slots there: those that are whole in DRAM, if that can begin
+        at once. Under the index's lock."""
+        here: Mask = self.index.state[DRAM][rows] == SEALED
+        cold = next(c for c in self.colds if c.number == NVME)
+        nbytes = sum(map(self.dram.segments.size, self.index.place[DRAM][rows[here]].tolist()))
+        writable = cold.budget is None or cold.budget.statistics().bytes_left > 0
+        return here if writable and nbytes <= cold.lane.write_room else np.zeros(len(rows), np.bool_)
 
     def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
         quotas = self._shares.quotas.get(name)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtide import Store, config
 from kvtide.block import BlockKey
 from kvtide.plan import admit
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Miss, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
@@ -32,7 +32,7 @@ class Gated:
     kept: dict[int, tuple[BlockKey, bytes]] = field(default_factory=dict)
     reads: list[tuple[Sequence[Read], ReadDone]] = field(default_factory=list)
     writes: list[tuple[Sequence[Write], WriteDone]] = field(default_factory=list)
-    drops: list[tuple[Sequence[tuple[BlockKey, int]], ReadDone]] = field(default_factory=list)
+    drops: list[tuple[Sequence[tuple[BlockKey, int]], DropDone]] = field(default_factory=list)
     inline: bool = False
     """Whether reads and writes are answered before the call returns."""
     open_drops: bool = True
@@ -52,7 +52,7 @@ class Gated:
         if self.inline:
             self.let_write()
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self.journal.append("drop")
         self.drops.append((items, done))
         if self.open_drops:
@@ -87,6 +87,11 @@ class Gated:
                 item.span[:] = b"\xee" * len(item.span)  # rubbish: nobody may see it
             results.append(here)
         done(results)
+
+    def refuse_read(self) -> None:
+        """Answer the oldest batch of reads: the blocks are not the asker's."""
+        batch, done = self.reads.pop(0)
+        done([Miss.REFUSED] * len(batch))
 
     def let_write(self, good: bool = True) -> None:
         """Answer the oldest batch of writes."""

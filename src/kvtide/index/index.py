@@ -289,6 +289,11 @@ class Index:
         self.state[tier][row], self.place[tier][row] = ABSENT, NOWHERE
         return place
 
+    def relocate(self, row: int, tier: int, place: int) -> None:
+        """Record that ``row`` lies elsewhere in ``tier``. What was made of its old place no longer holds."""
+        self.place[tier][row] = place
+        self.departures += tier == DRAM
+
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
         self.changes += 1

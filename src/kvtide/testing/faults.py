@@ -34,7 +34,18 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.testing.gate import Gate
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Tier, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import (
+    NOWHERE,
+    DropDone,
+    Held,
+    Read,
+    ReadDone,
+    ReadResult,
+    Tier,
+    TierStatistics,
+    Write,
+    WriteDone,
+)
 from kvtide.tiers.disk import AnyPath, Disk
 
 __all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
@@ -88,8 +99,8 @@ class FaultyDisk(Disk):
     """A disk that fails on command, dies, and loses what was not synced. See the module's text.
 
     One call at a time, so that a death or a power loss falls between calls; torn calls are faults of their own.
-    ``unit`` is what the device writes atomically. With ``sparse``, space is not set aside when a file is made longer, but
-    taken when a part of it is written for the first time: a full disk then refuses the write.
+    ``unit`` is what the device writes atomically. With ``sparse``, space is not set aside when a file is made longer,
+    but taken when a part of it is written for the first time: a full disk then refuses the write.
     """
 
     def __init__(self, seed: int = 0, unit: int = 512, capacity: int | None = None, sparse: bool = False) -> None:
@@ -457,8 +468,8 @@ class FaultyTier:
             bad |= {i for i, item in enumerate(batch) if (item.key, item.place) in self._lost}
         good = [i for i in range(len(batch)) if i not in bad]
 
-        def finish(results: Sequence[bool]) -> None:
-            answers = [False] * len(batch)
+        def finish(results: Sequence[ReadResult]) -> None:
+            answers: list[ReadResult] = [False] * len(batch)
             for i, result in zip(good, results, strict=True):
                 answers[i] = result
             done(answers)
@@ -484,7 +495,7 @@ class FaultyTier:
 
         self._go(lambda: self.inner.write([batch[i] for i in good], finish))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._changed:
             bad, self.fail_drops = self._spoil(len(items), self.fail_drops)
         # The medium refused, but the room comes back: that is what the contract says.

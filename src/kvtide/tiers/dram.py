@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of, size_of
+from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
 
 __all__ = ["Dram", "copy"]
 
@@ -152,9 +152,7 @@ class Dram:
         spare = self._segments.spare(kind, self._new)
         if spare is None:
             return False
-        size = size_of(kind)
-        wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
-        if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain_of(kind):
+        if self._segments.suits(spare, kind):
             self._segments.recut(spare, kind)
         else:
             self._remove(spare)
@@ -237,6 +235,14 @@ class Dram:
                 )
                 self._huge_pages = "transparent"
         return Memory(serial, nbytes, self._huge_pages, self._shared)
+
+    def settle(self, drained: Sequence[Segment]) -> bool:
+        """Segments were to be emptied: use those again that are not empty now. Answers whether one is."""
+        with self._lock:
+            for segment in drained:
+                if segment.draining and not segment.empty:
+                    self._segments.undrain(segment)
+            return any(segment.draining and segment.empty for segment in drained)
 
     def release(self, place: int) -> None:
         """Give a slot back."""
@@ -359,7 +365,7 @@ class Dram:
             self._written += size
         return place
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._lock:
             for _, place in items:
                 if self._segments.holds(place):

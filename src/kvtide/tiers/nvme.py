@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
@@ -34,7 +34,7 @@ from kvtide.tiers.record import Rejected, mark_of
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
-from kvtide.tiers.tally import Tally
+from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 from kvtide.tiers.workers import Batch, Wanted, runs_of
 from kvtide.tiers.writer import Writer
 
@@ -95,9 +95,9 @@ class Nvme:
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
-            if any(sizes):
-                self._tally.moved(read=sum(sizes))
-            done([size > 0 for size in sizes])
+            if total := bytes_read(sizes):
+                self._tally.moved(read=total)
+            done(read_results(sizes))
 
         if not batch:
             done([])
@@ -127,7 +127,7 @@ class Nvme:
         for _ in range(min(count, len(self._threads))):
             self._queue.put(lambda packer: batch.work(several, packer))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
 
     def evict(self, key: BlockKey, place: int) -> None:
@@ -223,7 +223,7 @@ class Nvme:
             del task  # else the spans of the last one live on until the next comes
 
     def _read_run(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; 0 if not all was."""
+        """Of each, how many bytes were read and verified; if not all was, ``size_for`` the error."""
         try:
             starts, got = self._fill(run, packer)
         except Exception as e:  # noqa: BLE001 - see Tally
@@ -265,7 +265,7 @@ class Nvme:
 
     def _failed_read(self, e: Exception) -> int:
         self._tally.failed("read", e)
-        return 0
+        return size_for(e)
 
     def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], packer: Packer) -> None:
         try:

@@ -113,7 +113,7 @@ class Opening:
                 try:
                     self._disk.resize(fd, header.nbytes)
                 except OSError as e:
-                    # What is there can be read; slots behind its end are empty, and a write there may find room one day.
+                    # What is there can be read. Slots behind its end are empty; a write there may find room one day.
                     log.warning("%s is shorter than it was, and stays so: %s", path, e.strerror or e)
                     self.reasons[f"segment: {e.strerror or e}"] += 1
             if not problem:

@@ -29,6 +29,7 @@ from kvtide.tiers.record import (
     BODY,
     FLAG_SEALED,
     Header,
+    NotForAsker,
     Rejected,
     check_table,
     header_bytes,
@@ -312,4 +313,4 @@ def _check_names(header: Header, item: Read, sequence: int) -> None:
     if header.key != item.key or header.sequence != sequence:
         raise Rejected("another block")
     if (header.namespace, header.tenant, header.layout) != (identity.namespace, identity.tenant, identity.layout):
-        raise Rejected("another model or tenant")
+        raise NotForAsker("another model or tenant")

@@ -62,6 +62,7 @@ __all__ = [
     "SECTION",
     "VERSION",
     "Header",
+    "NotForAsker",
     "Rejected",
     "belongs",
     "check_table",
@@ -103,6 +104,10 @@ _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
     """A record that is not what was asked for. Never leaves the tiers: there it becomes a miss with a reason."""
+
+
+class NotForAsker(Rejected):
+    """A record that may be sound, but that this asker cannot have: another's, or its key cannot be had now."""
 
 
 @dataclass(slots=True)
@@ -385,7 +390,7 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     if header.codec == 0 and places == b"".join(usual.table) and first + geometry.footprint <= room:
         return
     if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
-        raise Rejected("another layout")
+        raise NotForAsker("another layout")
     offsets, stored = table["offset"], table["stored"]
     ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN
     inside = (stored <= table["raw"]).all() and (offsets <= room).all() and offsets[0] >= first and ends[-1] <= room

@@ -32,11 +32,11 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
-from kvtide.security.ring import OWN, DataKey, Ring
+from kvtide.security.ring import DESTROYED, OWN, DataKey, Ring
 from kvtide.security.wrapping import Unavailable, aead
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import VECTORS
-from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected, cuts_of, plain, sealed_by
+from kvtide.tiers.record import BODY, FLAG_SEALED, NotForAsker, Rejected, cuts_of, plain, sealed_by
 
 __all__ = ["NO_KEY", "OPEN", "TAG", "Aside", "Paper", "Seal", "Sealing"]
 
@@ -250,13 +250,16 @@ class Sealing:
         return self.seals and geometry.section < _SHORT and even
 
     def old(self, number: bytes, salt: bytes) -> Seal:
-        """What opens a record that was sealed with that key and salt. Raises Rejected."""
+        """What opens a record that was sealed with that key and salt. Raises Rejected.
+
+        A key that cannot be had now may be there later, so its record is kept; one that was destroyed never comes back.
+        """
         if self._ring is None:
-            raise Rejected("its key is not here")
+            raise NotForAsker("its key is not here")
         try:
             return Seal(self._ring.find(number), salt)
         except Unavailable as e:
-            raise Rejected(str(e)) from e
+            raise Rejected(DESTROYED) if str(e) == DESTROYED else NotForAsker(str(e)) from e
 
     def name(self, key: BlockKey) -> str:
         """The name of a block in storage that others see too. Raises Rejected.

@@ -9,13 +9,13 @@ A segment belongs to one *trust domain*, where a tier has several: it is never c
 mapped it would see that one's blocks. The *kind* of a slot is its size and its domain in one number: sizes are whole
 pages, so their low bits are free for it.
 
-How large a segment is: ``nominal``, as long as all slots are of one size. Where there are many sizes, as compression makes
-them, each has a segment that is only partly in use. With few large segments, most of the budget is then free slots of
-sizes that nobody asks for just now: with 60 sizes in 16 segments, a tier held 8 % of its budget. So in a tier that allows it
-(``least``) a segment has at most 1/4 of what each size would get if all had the same share. Then about 1/8 of the
-budget is free slots, whatever the number of sizes, and a tier with one model still has large segments. A segment is
-a file with a length of its own, so segments of different lengths fit into the budget without gaps; how many there
-may be is limited.
+How large a segment is: ``nominal``, as long as all slots are of one size. Where there are many sizes, as compression
+makes them, each has a segment that is only partly in use. With few large segments, most of the budget is then free slots
+of sizes that nobody asks for just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 % of it. So in
+a tier that allows it (``least``) a segment has at most 1/4 of what each size would get if all had the same share. Then
+about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has large segments.
+A segment is a file with a length of its own, so segments of different lengths fit into the budget without gaps; how many
+there may be is limited.
 
 This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
 """
@@ -240,6 +240,13 @@ class Segments:
         """What a segment of one slot takes."""
         return self._bytes(size_of(kind), 1) + self.per_slot
 
+    @staticmethod
+    def suits(segment: Segment, kind: int) -> bool:
+        """Whether a segment, once empty, may be cut anew for that kind in the bytes that it has, and wastes few."""
+        size = size_of(kind)
+        wasted = segment.nbytes % size if segment.nbytes >= size else segment.nbytes
+        return wasted * 16 <= segment.nbytes and domain_of(segment.kind) == domain_of(kind)
+
     def scarce(self, kind: int) -> bool:
         """Whether less than half a segment of that kind is free, though there is room for more."""
         some = self._open.get(kind, [])
@@ -307,6 +314,11 @@ class Segments:
         """Let nothing new into ``segment``."""
         segment.draining = True
         self._close(segment)
+
+    def undrain(self, segment: Segment) -> None:
+        """``segment`` could not be emptied: what is free in it may be used again."""
+        segment.draining = False
+        self.settle(segment)
 
     def free(self, kind: int) -> bool:
         """Whether a slot of that kind is free."""
@@ -415,8 +427,8 @@ class Segments:
         return self.header + slot_of(place) * self._all[segment_of(place)].size
 
     def owners(self, kind: int) -> npt.NDArray[np.int64]:
-        """Who owns the slots of that kind."""
-        found = [s.owner for s in self._all.values() if s.kind == kind]
+        """Who owns the slots of that kind, where one that is given back can be taken again."""
+        found = [s.owner for s in self._all.values() if s.kind == kind and not s.draining]
         owners = np.concatenate(found) if found else np.zeros(0, np.int64)
         taken: npt.NDArray[np.int64] = owners[owners != EMPTY]
         return taken

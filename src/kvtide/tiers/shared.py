@@ -28,15 +28,15 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers.base import NOWHERE, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
-from kvtide.tiers.record import Rejected, header_bytes, parse, recognise
+from kvtide.tiers.record import NotForAsker, Rejected, header_bytes, parse, recognise
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.steward import StewardStatistics
-from kvtide.tiers.tally import Tally
+from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 
 __all__ = ["Credit", "Entry", "Shared", "Wish", "place_of"]
 
@@ -134,9 +134,9 @@ class Shared:
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
-            if any(sizes):
-                self._tally.moved(read=sum(sizes))
-            done([size > 0 for size in sizes])
+            if total := bytes_read(sizes):
+                self._tally.moved(read=total)
+            done(read_results(sizes))
 
         def late(items: Sequence[Read]) -> None:
             self._late([item.key for item in items])
@@ -148,7 +148,7 @@ class Shared:
         job = Batch("write", batch, self._write, NOWHERE, done, late=lambda _: None)
         self._jobs.submit(job, _together(batch))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         keys = [key for key, _ in items]
 
         def gone(results: list[bool]) -> None:
@@ -198,10 +198,10 @@ class Shared:
         """Where blocks are that others may have written; None for those that are not there, or are not sound."""
         self._jobs.submit(Batch("find", wishes, self._find, None, done))
 
-    def absent(self, key: BlockKey) -> bool:
-        """Whether a block was asked for a moment ago, and was not there."""
-        until = self._absent.get(key)
-        return until is not None and until > self._clock.monotonic()
+    def absent(self, key: BlockKey, who: Identity) -> bool:
+        """Whether a block was asked for a moment ago, and was not there, or not for blocks of such an identity."""
+        until = max(self._absent.get(key, 0.0), self._absent.get(_refused(key, who), 0.0))
+        return until > self._clock.monotonic()
 
     def _miss(self, key: BlockKey) -> None:
         if len(self._absent) >= _REMEMBERED:
@@ -211,7 +211,7 @@ class Shared:
     # -- the I/O threads ----------------------------------------------------------------------------------
 
     def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; 0 if not all was."""
+        """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` an asker who is refused."""
         starts = _starts([item.identity for item in run], packer)
         try:
             names = [self._sealing.name(item.key) for item in run]
@@ -227,7 +227,7 @@ class Shared:
             for item, name, start, count in zip(run, names, starts, got, strict=True)
         ]
         if self._credit is not None:
-            self._credit.used([name for name, size in zip(names, sizes, strict=True) if size])
+            self._credit.used([name for name, size in zip(names, sizes, strict=True) if size > 0])
         return sizes
 
     def _unpack(self, item: Read, name: str, start: Span, got: int, packer: Packer) -> int:
@@ -245,8 +245,10 @@ class Shared:
             return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
         except Exception as e:  # noqa: BLE001 - see Tally
             self._failed("read", e)
-            self._unsound(item.key, e)
-            return 0
+            self._unsound(item.key, item.identity, e)
+            if isinstance(e, NotForAsker):
+                return size_for(e)
+            return 0  # whatever it is: the blob stays, and whoever asks again finds it
 
     def _write(self, run: Sequence[Write], packer: Packer) -> list[int]:
         """Together, where they are written as they lie: a packed one is in the packer's memory until the next."""
@@ -344,22 +346,27 @@ class Shared:
                 got = self._blobs.read_part(name, start, 0, self._timeout)
             self._sealing.check(start)
             header = parse(start[:got], self._sealing.open_header)
-            if (header.key, header.namespace, header.tenant) != (key, who.namespace, who.tenant):
+            if header.key != key:
                 raise Rejected("another block")
+            if (header.namespace, header.tenant) != (who.namespace, who.tenant):
+                raise NotForAsker("another model or tenant")
             if header.expiry <= self._clock.time():
                 raise Rejected("expired")  # whoever finds it makes room for the next
             return Entry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
         except Exception as e:  # noqa: BLE001 - see Tally
             if str(e) != _GONE:
                 self._failed("find", e)
-            self._unsound(key, e)
+            self._unsound(key, who, e)
             return None
 
     def _goes(self, key: BlockKey) -> bool:
         return key in self._leaving or key in self._undead
 
-    def _unsound(self, key: BlockKey, e: Exception) -> None:
-        """There is no such block, or none that can be read: for a moment, or for good."""
+    def _unsound(self, key: BlockKey, who: Identity, e: Exception) -> None:
+        """There is no such block, or none that can be read: for a moment, or for good; or not for this asker."""
+        if isinstance(e, NotForAsker):
+            self._miss(_refused(key, who))  # whose it is must find it at once
+            return
         self._miss(key)
         if isinstance(e, Rejected) and str(e) in _RUBBISH:
             self._delete([key])
@@ -386,6 +393,11 @@ class Shared:
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._tally.failed(verb, TimeoutError(errno.ETIMEDOUT, "storage does not answer"), count)
+
+
+def _refused(key: BlockKey, who: Identity) -> BlockKey:
+    """Under which it is remembered that a block is not for an asker."""
+    return BlockKey(key + who.namespace + who.tenant)
 
 
 def _together(batch: Sequence[Read] | Sequence[Write]) -> int:

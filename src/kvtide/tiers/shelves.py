@@ -364,7 +364,7 @@ class Shelves:
             log.warning("%s takes segments again", self._directory.path)
 
     def _refuse(self, e: OSError | Rejected, frozen: bool) -> None:
-        """The disk gives no more: go on as if the budget ended here. If ``frozen``, not even what there is can be cut."""
+        """The disk gives no more: go on as if the budget ended here. ``frozen``: nor can what there is be cut."""
         reason, self.refused = (str(e), 0) if isinstance(e, Rejected) else (e.strerror or str(e), e.errno or 0)
         with self.lock:
             self.segments.aside = self.segments.budget - self.segments.taken

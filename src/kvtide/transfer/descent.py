@@ -69,16 +69,17 @@ class Descent:
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
         if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
             rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
+        beyond = rows[:0]
         if cold.quota is not None:
-            rows = self._within(cold, cold.quota, rows)
+            if cold.budget is not None and not last and cold.budget.statistics().bytes_left <= 0:
+                rows = self._over_budget(cold, rows)
+            rows, beyond = self._within(cold, cold.quota, rows)
         charged = rows
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
             if cold.budget is not None and not cold.budget.take(len(span), last):
-                over = rows[len(items) :]
-                self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(over)
-                self._residents.refused.update(over.tolist())
+                self._over_budget(cold, rows[len(items) :])
                 rows = rows[: len(items)]
                 break
             if not cold.lane.room(len(span)):
@@ -97,7 +98,7 @@ class Descent:
                 self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
             )
             items.append(write)
-        rows, refused = rows[: len(items)], rows[len(items) :]
+        rows, refused = rows[: len(items)], np.concatenate([rows[len(items) :], beyond])
         if cold.quota is not None:
             for row in charged[len(items) :].tolist():
                 cold.quota.account.leave(row)
@@ -111,26 +112,40 @@ class Descent:
             cold.lane.write(part, functools.partial(self._written, cold, part))
         return refused
 
-    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> Rows:
-        """The rows that their tenants may have in a tier, and are charged for from now on. Under the lock."""
+    def _over_budget(self, cold: Cold, rows: Rows) -> Rows:
+        """A tier's budget of writes does not allow these rows; answers none. Under the lock."""
+        self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
+        self._residents.refused.update(rows.tolist())
+        self._index.changes += 1  # they may leave DRAM now
+        return rows[:0]
+
+    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> tuple[Rows, Rows]:
+        """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
+        that its lane would not take: for them nothing need leave. Under the lock."""
         good = np.ones(len(rows), np.bool_)
         full: set[int] = set()
+        room, stop = cold.lane.write_room, len(rows)
         for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
+            identity = self._residents.identity(row)
+            room -= identity.geometry.footprint
+            if room < 0 and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+                stop = i
+                break
             if tenant not in quota.account.quotas:
                 continue
-            identity = self._residents.identity(row)
             tokens = 4 * identity.block_tokens if cold.keep_tokens else 0
             nbytes = header_bytes(identity.geometry.sections, tokens) + identity.geometry.footprint
-            while tenant not in full and (own := quota.victims(tenant, nbytes)):
+            allowed, own = (0, []) if tenant in full else quota.allow(tenant, 1, nbytes)
+            if own:
                 self.evict(cold, own, self._unsaid)
-            if quota.account.left(tenant) < nbytes:
+            if not allowed:
                 full.add(tenant)
                 good[i] = False
                 quota.refuse(tenant, "store", 1, self._counts)
                 self._residents.refused.add(row)
             else:
                 quota.account.enter(rows[i : i + 1], nbytes)
-        return rows[good]
+        return rows[:stop][good[:stop]], rows[stop:]
 
     def evict(self, cold: Cold, rows: list[int], events: list[Event]) -> bool:
         """Let rows leave a colder tier; answers whether there were any. Under the lock."""
@@ -183,8 +198,8 @@ class Descent:
     def may_leave(self, rows: Rows) -> Mask:
         """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
         free = self.saved(rows)
-        if self._residents.refused:
-            free |= np.array([row in self._residents.refused for row in rows.tolist()], np.bool_)
+        if refused := self._residents.refused:
+            free |= np.isin(rows, np.fromiter(refused, np.int64, len(refused)))
         return free
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ from itertools import compress
 
 from kvtide.clock import Clock
 from kvtide.plan.cost import Speed, SpeedStatistics
-from kvtide.tiers.base import NOWHERE, Read, Tier, Write
+from kvtide.tiers.base import NOWHERE, Read, ReadDone, ReadResult, Tier, Write
 
 __all__ = ["Lane", "LaneStatistics"]
 
@@ -59,9 +59,7 @@ class _ReadJob:
 
     __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started")
 
-    def __init__(
-        self, lane: Lane, items: Sequence[Read], done: Callable[[Sequence[bool]], None], give_up: Callable[[], bool]
-    ) -> None:
+    def __init__(self, lane: Lane, items: Sequence[Read], done: ReadDone, give_up: Callable[[], bool]) -> None:
         self.lane = lane
         self.items = items
         self.done = done
@@ -73,7 +71,7 @@ class _ReadJob:
         self.started = self.lane._clock.monotonic()
         self.lane._tier.read(self.items, self._finish)
 
-    def _finish(self, results: Sequence[bool]) -> None:
+    def _finish(self, results: Sequence[ReadResult]) -> None:
         # What is not there is found out at once, and says nothing of how soon the rest comes.
         came = self.nbytes if all(results) else sum(map(len, map(_SPAN, compress(self.items, results))))
         if came:
@@ -148,6 +146,11 @@ class Lane:
         """Bytes that are to be written or are being written."""
         return self._write_bytes
 
+    @property
+    def write_room(self) -> int:
+        """Bytes of writes that would be taken now."""
+        return self._limit - self._write_bytes
+
     def room(self, nbytes: int) -> bool:
         """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
         with self._lock:
@@ -161,7 +164,7 @@ class Lane:
     def read(
         self,
         items: Sequence[Read],
-        done: Callable[[Sequence[bool]], None],
+        done: ReadDone,
         cancel: Callable[[], bool],
     ) -> None:
         """Read ``items``. If that must wait, ``cancel`` is asked just before; if it answers True, nothing is read."""

@@ -81,6 +81,11 @@ class _Granted:
     spans: list[Span]
 
 
+def _anywhere(rows: Rows) -> Mask:
+    """Which blocks may be moved within DRAM, if nobody holds them: all."""
+    return np.ones(len(rows), np.bool_)
+
+
 class Pipeline:
     """The only place that changes where rows are. Safe from any thread."""
 
@@ -108,11 +113,12 @@ class Pipeline:
         self._eraser = eraser = Eraser(index, colds)
         self._descent = descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
         may_leave = descent.may_leave if any(c.admission.keeps_leaving for c in colds) else None
-        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
+        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
         quota = Quota(index, DRAM, "dram", Account(index, quotas), evictor.ranked) if quotas else None
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
+        self.others = residents.others
         self._reservations = 0
 
     def statistics(self) -> PipelineStatistics:
@@ -262,7 +268,7 @@ class Pipeline:
             if self._feed.followed and len(kept):
                 events.append(BlockStored("dram", index.keys(kept)))
             self._residents.unhold(rows)
-            self._room.save_ahead()
+            self._room.save_ahead(len(kept))
         self._feed.publish(events)
         ready()
 

@@ -22,6 +22,8 @@ __all__ = ["Residents"]
 
 _TENANTS = 65_535
 """That are told apart when room is short; any more have one share together."""
+_NO_SPACE = 0xFFFFFFFF
+"""The number of an identity that has no block in DRAM."""
 _NEWCOMERS = 64
 """Tenants after which it is worth a look who has gone, at least."""
 
@@ -150,6 +152,17 @@ class Residents:
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
         rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
         return rows
+
+    def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
+        """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
+
+        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        """
+        other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
+        if b"\1" not in other.tobytes():
+            return None
+        other &= self._index.state[DRAM][rows] == state  # else it says nothing: nobody clears it
+        return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""

@@ -81,8 +81,8 @@ class Search:
             return True
         if not self._tiers or usable[blocks + 1 :].any():
             return False
-        first = keys(layout.group(lacking[0]).suffix)[blocks]
-        if first not in self._under_way and not all(tier.absent(first) for _, tier in self._tiers):
+        first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
+        if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
             wishes = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             self._under_way.add(first)
             self._seek({first}, wishes, blocks)
