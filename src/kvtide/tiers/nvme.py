@@ -42,6 +42,8 @@ __all__ = ["Nvme"]
 
 T = TypeVar("T")
 
+_SIZES = 16
+"""Slot sizes that compressed blocks are expected to have, at least."""
 _ASIDE = 8 << 20
 """Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
 
@@ -77,7 +79,9 @@ class Nvme:
         packers = [Packer(compression, sealing) for _ in range(2 * threads)]
         self._disk = disk or Disk()
         clock = clock or SystemClock()
-        self._shelves = Shelves(Directory(path, self._disk, sealing), budget, segment, threads, direct, clock)
+        directory = Directory(path, self._disk, sealing)
+        sizes = _SIZES if self._compressed else 1
+        self._shelves = Shelves(directory, budget, segment, threads, direct, clock, sizes)
         self._tally = Tally()
         self._writer = Writer(self._shelves, evict, clock, self._tally)
         self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()

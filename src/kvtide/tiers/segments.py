@@ -10,12 +10,13 @@ mapped it would see that one's blocks. The *kind* of a slot is its size and its 
 pages, so their low bits are free for it.
 
 How large a segment is: ``nominal``, as long as all slots are of one size. Where there are many sizes, as compression
-makes them, each has a segment that is only partly in use. With few large segments, most of the budget is then free slots
-of sizes that nobody asks for just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 % of it. So in
-a tier that allows it (``least``) a segment has at most 1/4 of what each size would get if all had the same share. Then
-about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has large segments.
-A segment is a file with a length of its own, so segments of different lengths fit into the budget without gaps; how many
-there may be is limited.
+makes them, each has a segment that is only partly in use. With few large segments, most of the budget is then free
+slots of sizes that nobody asks for just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 % of
+it. So in a tier that allows it (``least``) a segment has at most 1/4 of what each size would get if all had the same
+share. Then about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has
+large segments. A tier that compresses says at once that it expects many ``sizes``, or the first few of them would
+have most of the budget. A segment is a file with a length of its own, so segments of different lengths fit into the budget
+without gaps; how many there may be is limited.
 
 This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
 """
@@ -152,15 +153,24 @@ class Segments:
 
     ``nominal`` is the usual size of a segment, ``header`` what each one needs for itself besides its slots, and
     ``per_slot`` what a slot costs elsewhere (in a journal). Segments are a multiple of ``grain`` bytes. Where there are
-    many slot sizes, segments may be as small as ``least``; 0: they are of the usual size whatever there is.
+    many slot sizes, segments may be as small as ``least``; 0: they are of the usual size whatever there is. At least so
+    many ``sizes`` are expected.
     """
 
     def __init__(
-        self, budget: int, nominal: int, header: int = 0, per_slot: int = 0, grain: int = ALIGN, least: int = 0
+        self,
+        budget: int,
+        nominal: int,
+        header: int = 0,
+        per_slot: int = 0,
+        grain: int = ALIGN,
+        least: int = 0,
+        sizes: int = 1,
     ) -> None:
         self.budget = budget - budget % grain
         self.nominal = max(nominal, budget // _MOST)
         self.least = max(least, budget // _MOST) if least else 0
+        self._sizes = sizes
         self.grain = grain
         self.header = header
         self.per_slot = per_slot
@@ -214,7 +224,7 @@ class Segments:
 
     def _usual(self, kind: int) -> int:
         """Bytes of a segment of that kind, if there is room for it. See the module's text."""
-        kinds = len(self._kinds) + (kind not in self._kinds)
+        kinds = max(self._sizes, len(self._kinds) + (kind not in self._kinds))
         if not self.least or kinds == 1:
             return self.nominal
         return min(self.nominal, max(self.least, (self.budget - self.aside) // (_PER_SIZE * kinds)))

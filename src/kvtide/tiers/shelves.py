@@ -67,10 +67,20 @@ _BLANK[:] = bytes(ALIGN)
 
 
 class Shelves:
-    """An open directory. ``writes`` payloads are written at a time. See the module's text for the locks."""
+    """An open directory. ``writes`` payloads are written at a time; at least so many ``sizes`` of slots are expected.
+
+    See the module's text for the locks.
+    """
 
     def __init__(
-        self, directory: Directory, budget: int, segment: int, writes: int, direct: bool, clock: Clock
+        self,
+        directory: Directory,
+        budget: int,
+        segment: int,
+        writes: int,
+        direct: bool,
+        clock: Clock,
+        sizes: int = 1,
     ) -> None:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
@@ -99,7 +109,7 @@ class Shelves:
         """Whether a thread is erasing headers; never while others write some."""
         self._grow_lock = threading.Lock()
         self._journal_lock = threading.Lock()
-        self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT, least=_LEAST)
+        self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT, least=_LEAST, sizes=sizes)
         self.budget = budget
         self.refused = 0
         """The system's error, while the disk gives no more segments."""
