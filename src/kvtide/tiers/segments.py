@@ -14,8 +14,8 @@ makes them, each has a segment that is only partly in use. With few large segmen
 slots of sizes that nobody asks for just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 % of
 it. So in a tier that allows it (``least``) a segment has at most 1/4 of what each size would get if all had the same
 share. Then about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has
-large segments. A tier that compresses says at once that it expects many ``sizes``, or the first few of them would
-have most of the budget. A segment is a file with a length of its own, so segments of different lengths fit into the budget
+large segments. A tier that compresses expects many ``sizes`` from the start, or the first few would have most of the
+budget. A segment is a file with a length of its own, so segments of different lengths fit into the budget
 without gaps; how many there may be is limited.
 
 This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
