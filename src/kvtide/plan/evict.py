@@ -173,15 +173,24 @@ class Evictor:
         state = self._index.changes, lacking, book.used
         if not others or self._hopeless.get((kind, in_place)) == state:
             return []
-        found = [c for c in map(self._candidate, others) if c is not None]
+        colder = self._colder(others, than)
+        found: list[_Candidate] = []
+        if colder is None:
+            found = [c for c in map(self._candidate, others) if c is not None]
+        ranked = map(self._candidate, colder) if colder is not None else sorted(found, key=lambda c: c.score)
 
         def enough(chosen: Sequence[_Candidate]) -> bool:
             if in_place:
                 return any(book.suits(c.segment, kind) for c in chosen)
-            return sum(book.cost(c.segment) for c in chosen) >= lacking
+            free = sum(book.cost(c.segment) for c in chosen)
+            if not self._takes_slots:  # what must stay is written again, and needs as much room as before
+                free -= sum(len(c.stay) * c.segment.size for c in chosen)
+            return free >= lacking
 
         chosen: list[_Candidate] = []
-        for candidate in sorted((c for c in found if c.ready), key=lambda c: c.score):
+        for candidate in ranked:
+            if candidate is None or not candidate.ready:
+                continue
             if candidate.score >= than or enough(chosen):
                 break
             if (not in_place or book.suits(candidate.segment, kind)) and self._fits([*chosen, candidate], found):
@@ -195,6 +204,30 @@ class Evictor:
             if enough(rest) and self._fits(rest, found):
                 chosen = rest
         return chosen
+
+    def _colder(self, others: Sequence[Segment], than: float) -> list[Segment] | None:
+        """Segments that are colder than ``than``, the coldest first; None if something in one might have to be moved.
+
+        There may be hundreds, and this is done for nearly every block that is written to a full tier: all of them are
+        judged by a few array operations.
+        """
+        owners = [s.owner for s in others]  # once: another thread may cut an empty segment anew
+        rows = np.concatenate(owners)
+        which = np.repeat(np.arange(len(owners)), [len(owner) for owner in owners])[rows != EMPTY]
+        rows = rows[rows != EMPTY]
+        # Slots whose owners are not known yet, and blocks that stay: segments that have some cannot be emptied.
+        leaving = rows > EMPTY
+        leaving[leaving] = self.ranked.leaving(rows[leaving])
+        if not leaving.all():
+            stay = rows[~leaving & (rows > EMPTY)]
+            if ((self._index.state[self._number][stay] == SEALED) & (self._index.holds[stay] == 0)).any():
+                return None
+            good = np.bincount(which[~leaving], minlength=len(owners))[which] == 0
+            rows, which = rows[good], which[good]
+        counts = np.bincount(which, minlength=len(owners))
+        sums = np.bincount(which, self._policy.score(rows), minlength=len(owners))
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
+        return [others[i] for i in np.argsort(means, kind="stable").tolist() if means[i] < than]
 
     def _candidate(self, segment: Segment) -> _Candidate | None:
         """A segment as it is now; None where it has slots whose owners are not known yet."""

@@ -13,6 +13,8 @@ one are remains of an earlier cut and are not read.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -150,8 +152,9 @@ class Directory:
                 f"{self.path} is open in another process (pid {holder}). "
                 "Stop that one, or give this one a directory of its own"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk: the number is only for others' error messages
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock = fd
 
     def unlock(self) -> None:
@@ -173,8 +176,9 @@ class Directory:
         try:
             fd = self.disk.open(probe, direct=True, create=True)
             self.disk.write(fd, [Scratch().get(ALIGN)], 0)
-        except OSError:
-            return False
+        except OSError as e:
+            # A full disk that opened the file says nothing against direct I/O.
+            return fd >= 0 and e.errno in (errno.ENOSPC, errno.EDQUOT)
         finally:
             if fd >= 0:
                 self.disk.close(fd)

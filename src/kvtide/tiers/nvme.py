@@ -43,6 +43,8 @@ __all__ = ["Nvme"]
 
 T = TypeVar("T")
 
+_SIZES = 16
+"""Slot sizes that compressed blocks are expected to have, at least."""
 _ASIDE = 8 << 20
 """Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
 
@@ -77,9 +79,12 @@ class Nvme:
         self._compressed = compression != "raw"
         packers = [Packer(compression, sealing) for _ in range(2 * threads)]
         self._disk = disk or Disk()
-        self._shelves = Shelves(Directory(path, self._disk, sealing), budget, segment, threads, direct)
+        clock = clock or SystemClock()
+        directory = Directory(path, self._disk, sealing)
+        sizes = _SIZES if self._compressed else 1
+        self._shelves = Shelves(directory, budget, segment, threads, direct, clock, sizes)
         self._tally = Tally()
-        self._writer = Writer(self._shelves, evict, clock or SystemClock(), self._tally)
+        self._writer = Writer(self._shelves, evict, clock, self._tally)
         self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
@@ -150,7 +155,7 @@ class Nvme:
         shelves, tally = self._shelves, self._tally
         with tally.lock, shelves.lock:
             return TierStatistics(
-                blocks=sum(s.slots - len(s.free) for s in shelves.segments),
+                blocks=sum(s.used for s in shelves.segments),
                 bytes_used=shelves.segments.used,
                 bytes_taken=shelves.taken,
                 budget=shelves.budget,

@@ -113,7 +113,9 @@ class Opening:
                 try:
                     self._disk.resize(fd, header.nbytes)
                 except OSError as e:
-                    problem = e.strerror or str(e)
+                    # What is there can be read. Slots behind its end are empty; a write there may find room one day.
+                    log.warning("%s is shorter than it was, and stays so: %s", path, e.strerror or e)
+                    self.reasons[f"segment: {e.strerror or e}"] += 1
             if not problem:
                 self.sequences[number] = np.zeros(header.slots, np.int64)
                 self._segments.add(header.size, header.slots, number)

@@ -9,6 +9,13 @@ whose header still names a block (``_stale``), slots whose header is just being 
 that were written to since they were last synced (``_dirty``), because until then a power loss may bring back what was
 overwritten.
 
+A disk may have less room than the budget. When it refuses a segment, the tier goes on as if its budget ended there: it
+takes a smaller segment if it can have one, then recuts the segments that it has and evicts for what is recut. It asks
+for more again after ``_RETRY`` seconds, not at each write. It says so once when this begins and once when it ends.
+A slot whose write failed is not used again until then, because the next writer would otherwise get the same one. If
+even slots that were written before fail, or empty segments cannot be cut, nothing is evicted for them until then:
+it would be lost without making room.
+
 Locks: ``lock`` guards the book and is held for microseconds, never during I/O, because callers of ``free`` hold the
 index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` the cutting of segments; these are taken by the
 tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
@@ -17,6 +24,7 @@ tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -27,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
+from kvtide.clock import Clock
 from kvtide.errors import ConfigError, TierError
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held
@@ -35,7 +44,7 @@ from kvtide.tiers.directory import Directory, SegmentHeader
 from kvtide.tiers.journal import FREED, PER_SLOT, RESERVE, Journal, entry
 from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import Rejected
-from kvtide.tiers.segments import Segment, Segments, segment_of, slot_of
+from kvtide.tiers.segments import Segment, Segments, place_of, segment_of, slot_of
 
 __all__ = ["Location", "Shelves"]
 
@@ -44,18 +53,40 @@ log = logging.getLogger("kvtide.nvme")
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
 
+_RETRY = 10.0
+"""Seconds until a disk that refused is asked again."""
+_LEAST = 256 << 10
+"""The smallest segment, if there is room and its slots are not larger: its header then takes 1/64."""
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system answers where a smaller file might be possible."""
+_ATTEMPTS = 2
+"""After so many failed writes in a row to slots that were written before, nothing more is evicted for a while."""
+
 _BLANK = Scratch().get(ALIGN)
 """What is written over a header that must not be found any more."""
 _BLANK[:] = bytes(ALIGN)
 
 
 class Shelves:
-    """An open directory. ``writes`` payloads are written at a time. See the module's text for the locks."""
+    """An open directory. ``writes`` payloads are written at a time; at least so many ``sizes`` of slots are expected.
 
-    def __init__(self, directory: Directory, budget: int, segment: int, writes: int, direct: bool) -> None:
+    See the module's text for the locks.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        budget: int,
+        segment: int,
+        writes: int,
+        direct: bool,
+        clock: Clock,
+        sizes: int = 1,
+    ) -> None:
         if budget < 4 * RESERVE:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
         self._disk = directory.disk
+        self._clock = clock
         self._turns: SimpleQueue[None] = SimpleQueue()  # a semaphore without a line of Python in it
         for _ in range(writes):
             self._turns.put(None)
@@ -80,10 +111,20 @@ class Shelves:
         """Whether a thread is erasing headers; never while others write some."""
         self._grow_lock = threading.Lock()
         self._journal_lock = threading.Lock()
-        self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT)
+        self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT, least=_LEAST, sizes=sizes)
         self.budget = budget
         self.refused = 0
-        """The system's error, where the disk did not give the last segment that was wanted."""
+        """The system's error, while the disk gives no more segments."""
+        self._refusing = False
+        """Whether the disk gives no more segments, and a warning said so."""
+        self._ask_again = 0.0
+        """When the disk is asked again for a segment, after it refused."""
+        self._withheld = 0
+        """How many slots are withheld: their writes failed."""
+        self._in_vain = 0
+        """Failed writes in a row to slots that were written before: the disk did not lack room for them."""
+        self._write_again = 0.0
+        """When withheld slots are used again."""
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
@@ -186,15 +227,34 @@ class Shelves:
                 if self._erasing:
                     self._headers.notify_all()
                 if written:
+                    self._in_vain = 0
                     del self._stale[place], self.coming[place]
                     self._dirty.add(number)
                     self._unnoted.append(record)
 
-    def failed(self, place: int) -> None:
-        """The record could not be written."""
+    def failed(self, place: int, e: Exception | None = None) -> None:
+        """The record could not be written; ``e`` says why, if the slot was to blame or may have been."""
+        number, slot = segment_of(place), slot_of(place)
         with self.lock:
             self.coming.pop(place, None)
-            self.segments.release(place)
+            if not isinstance(e, (OSError, Rejected)):
+                self.segments.release(place)
+                return
+            slots = [slot]
+            if self._untouched(place):
+                if isinstance(e, OSError) and e.errno in _SPACE:
+                    # A file with holes: those beside it cannot be filled either.
+                    slots += [s for s in self.segments[number].free if self._untouched(place_of(number, s))]
+            else:
+                self._in_vain += 1
+            for one in slots:
+                self.segments.withhold(place_of(number, one))
+            self._withheld += len(slots)
+            self._write_again = self._clock.monotonic() + _RETRY
+
+    def _untouched(self, place: int) -> bool:
+        """Whether nothing was written to a slot since its segment was cut. Under the lock."""
+        return not self._sequences[segment_of(place)][slot_of(place)] and place not in self._stale
 
     def free(self, key: BlockKey, place: int) -> None:
         """Give back a slot whose header names ``key``."""
@@ -219,62 +279,123 @@ class Shelves:
     def take(self, size: int, owners: Sequence[int], make_room: Callable[[int], bool] | None) -> Iterator[int]:
         """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
         left = np.array(owners, np.int64)
+        if not self.segments.possible(size):
+            return  # nothing that could leave would make room for it
         for _ in range(1000 * len(owners)):
             with self._headers:
                 self._headers.wait_for(lambda: not self._erasing)
+                if self._withheld and self._clock.monotonic() >= self._write_again:
+                    self.segments.restore()
+                    self._withheld = 0
                 places = self.segments.take_many(size, len(left), left)
                 self.coming.update(dict.fromkeys(places, ANY))
             yield from places
             left = left[len(places) :]
-            if not len(left) or not (self._grow(size) or (make_room and make_room(size))):
+            if not len(left) or not (self._grow(size) or self._evict(size, make_room)):
                 return
+
+    def _evict(self, size: int, make_room: Callable[[int], bool] | None) -> bool:
+        """Make room for a slot of ``size``, unless what would be written to it is likely to fail."""
+        if make_room is None:
+            return False
+        if self._in_vain >= _ATTEMPTS and self._clock.monotonic() < self._write_again:
+            return False
+        return make_room(size)
 
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""
         with self._grow_lock:
-            self.refused = 0
-            with self.lock:
-                if self.segments.free(size):
-                    return True
-                spare = None if self.segments.fit(size) else self.segments.spare(size)
-                if spare is not None:
-                    self.segments.drain(spare)
-            segment = None
-            try:
-                if spare is not None:
-                    self._give_up(spare)
+            if self._refusing and (not self.segments.used or self._clock.monotonic() >= self._ask_again):
                 with self.lock:
-                    if slots := self.segments.fit(size):
-                        segment = self.segments.add(size, slots, spare.number if spare else None)
-                        self.segments.drain(segment)
-                        self._cuts[segment.number] = self._sequence
-                        self._sequence += 1
-                if segment is None:
+                    self.segments.aside, self.segments.frozen = 0, False
+            while True:
+                with self.lock:
+                    if self.segments.free(size):
+                        return True
+                    slots = self.segments.fit(size)
+                    spare = None if slots else self.segments.spare(size)
+                    if not slots and (spare is None or self.segments.frozen):
+                        return False
                     if spare is not None:
-                        # Too small for one slot: its bytes join those that the next empty segment will free.
-                        self._disk.resize(self._files[spare.number], 0)
-                    return spare is not None
+                        self.segments.drain(spare)
+                try:
+                    if spare is not None:
+                        slots = self._reuse(spare, size)
+                    if slots:
+                        self._cut(size, slots, None if spare is None else spare.number)
+                        return True
+                except (OSError, Rejected) as e:
+                    # Without a spare there was no room for more. With one, what was emptied could not be used.
+                    frozen = spare is not None or not (isinstance(e, OSError) and e.errno in _SPACE)
+                    self._refuse(e, frozen)
+
+    def _reuse(self, spare: Segment, size: int) -> int:
+        """Take an empty segment out of the book; answers how many slots of ``size`` fit into what is left then."""
+        self._give_up(spare)
+        with self.lock:
+            slots = self.segments.fit(size)
+        if not slots:
+            # Too small for one slot: its bytes join those that the next empty segment will free.
+            self._disk.resize(self._files[spare.number], 0)
+        return slots
+
+    def _cut(self, size: int, slots: int, number: int | None) -> None:
+        """Add a segment of ``slots``, or fewer if the disk has no room for these. Raises if it has none at all.
+
+        ``number`` is that of a file that is there, in whose bytes it may lie.
+        """
+        refusal: OSError | None = None
+        there = 0 if number is None or number not in self._files else os.fstat(self._files[number]).st_size
+        while True:
+            with self.lock:
+                segment = self.segments.add(size, slots, number)
+                self.segments.drain(segment)
+                self._cuts[segment.number] = self._sequence
+                self._sequence += 1
+            try:
                 self.note()  # the journal's share of the budget goes by the number of slots
                 self._make(segment)
+                break
             except (OSError, Rejected) as e:
-                return self._not_grown(segment, e)
-            with self.lock:
-                segment.draining = False
-                self.segments.settle(segment)
-            return True
-
-    def _not_grown(self, segment: Segment | None, e: OSError | Rejected) -> bool:
-        reason, self.refused = (str(e), 0) if isinstance(e, Rejected) else (e.strerror or str(e), e.errno or 0)
-        log.warning("%s cannot take a segment: %s", self._directory.path, reason)
-        with self.lock:
-            self.reasons[f"segment: {reason}"] += 1
-        if segment is not None:
-            # If not even this works it stays in the book, empty: a spare for the next who wants one.
-            with contextlib.suppress(OSError, Rejected):
+                # If giving it up fails too it stays in the book, empty: a spare for the next who wants one.
                 self._give_up(segment)
-                if segment.number in self._files:
-                    self._disk.resize(self._files[segment.number], 0)
-        return False
+                number = segment.number
+                inside = (there - self.segments.header) // size
+                slots = inside if 0 < inside < slots else slots // 2
+                if not slots or not isinstance(e, OSError) or e.errno not in _SPACE:
+                    if number in self._files:
+                        with contextlib.suppress(OSError):
+                            self._disk.resize(self._files[number], 0)
+                    raise
+                refusal = e
+        with self.lock:
+            segment.draining = False
+            self.segments.settle(segment)
+            again = self._refusing and not self.segments.aside and refusal is None
+            if again:
+                self._refusing, self.refused, self.segments.frozen = False, 0, False
+        if refusal is not None:
+            self._refuse(refusal, frozen=False)
+        if again:
+            log.warning("%s takes segments again", self._directory.path)
+
+    def _refuse(self, e: OSError | Rejected, frozen: bool) -> None:
+        """The disk gives no more: go on as if the budget ended here. ``frozen``: nor can what there is be cut."""
+        reason, self.refused = (str(e), 0) if isinstance(e, Rejected) else (e.strerror or str(e), e.errno or 0)
+        with self.lock:
+            self.segments.aside = self.segments.budget - self.segments.taken
+            self.segments.frozen = frozen
+            self.reasons[f"segment: {reason}"] += 1
+            said, self._refusing = self._refusing, True
+            self._ask_again = self._clock.monotonic() + _RETRY
+        if not said:
+            log.warning(
+                "%s cannot take a segment: %s. It goes on with the %d bytes that it has of a budget of %d",
+                self._directory.path,
+                reason,
+                self.taken,
+                self.budget,
+            )
 
     def _make(self, segment: Segment) -> None:
         """The file of a new segment, at its full size, with a header that survives a power loss."""
@@ -284,6 +405,9 @@ class Shelves:
             self._files[segment.number] = fd
             self._nameless.add(segment.number)
         self._sequences[segment.number] = np.zeros(segment.slots, np.int64)
+        if segment.nbytes > os.fstat(fd).st_size:
+            # The journal grows later. On a disk that is then full it would be lost, so its room must be there now.
+            self._disk.resize(fd, segment.nbytes + self._journal_room())
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
         page[:] = SegmentHeader(segment.size, segment.slots, self._cuts[segment.number]).pack()
@@ -292,6 +416,12 @@ class Shelves:
         if segment.number in self._nameless:
             self._disk.sync_folder(self._directory.path)
             self._nameless.discard(segment.number)
+
+    def _journal_room(self) -> int:
+        """Bytes by which the journal may still grow, its successor beside it."""
+        with self.lock:
+            most = RESERVE + self.segments.slots * PER_SLOT
+        return max(0, most - self._journal.size) // ALIGN * ALIGN
 
     def _give_up(self, segment: Segment) -> None:
         """Take an empty segment out of the book, as soon as the medium has no header of it any more.
