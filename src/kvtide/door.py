@@ -3,6 +3,8 @@
 Everybody goes in and out, and hardly anybody closes: so the way in takes no lock. Appending to a list and taking from
 it are each one step that no other thread sees half of. Who comes in is first counted and then looks whether the door is
 open; who shuts it first says so and then looks who is inside. So one of the two sees the other.
+
+A fork shuts it too, in the child: so what is inside costs nothing to be kept from a child.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from kvtide import forks
 from kvtide.errors import ClosedError
 
 __all__ = ["Door"]
@@ -25,11 +28,14 @@ class Door:
         """One for each that is inside."""
         self._open = True
         self._left = threading.Condition()
+        self._origin = forks.here
+        forks.tell(self)
 
     def __enter__(self) -> None:
         self._inside.append(None)
         if not self._open:
             self.__exit__(None, None, None)
+            forks.check(self._origin)
             raise ClosedError(self._closed)
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
@@ -39,6 +45,12 @@ class Door:
                 self._left.notify_all()
 
     def shut(self) -> None:
+        if self._origin is not forks.here:
+            return  # whoever is inside is so in our parent
         with self._left:
             self._open = False
             self._left.wait_for(lambda: not self._inside)
+
+    def forked(self) -> None:
+        self._left = threading.Condition()  # the old one may be held by a thread that is not here
+        self._open = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.desk import Holding
 from kvtide.index.keys import Chain
@@ -95,7 +96,7 @@ class Match:
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
         held, self._held = self._held, False
-        if held:
+        if held and self.session.origin is forks.here:
             self.session.ended(self)
             self.holding.release()
 

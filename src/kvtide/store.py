@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
@@ -274,6 +275,7 @@ class Store(Home):
 
     def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``."""
+        forks.check(self.origin)
         ended = threading.Event()
         failed = 0
         if timeout is None:  # storage that others use too may hang for ever
@@ -302,6 +304,7 @@ class Store(Home):
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
         then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
         """
+        forks.check(self.origin)
         return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
@@ -325,15 +328,19 @@ class Store(Home):
         It is called on the thread that moves the block: it must be quick, and must not close the store, which would
         wait for itself.
         """
-        return self.feed.follow(follower)
+        forks.check(self.origin)
+        leave = self.feed.follow(follower)
+        return lambda: leave() if self.origin is forks.here else None
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        forks.check(self.origin)
         return all(
             [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
         )
 
     def statistics(self) -> Statistics:
+        forks.check(self.origin)
         with self.index.lock:
             index = self.index.statistics()
             planner = self.planner.statistics()

@@ -13,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.block import BlockKey, Span
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
@@ -68,6 +69,7 @@ class Reservation:
         "kept",
         "keys",
         "on_end",
+        "origin",
         "refused",
         "rows",
         "sealed",
@@ -90,6 +92,7 @@ class Reservation:
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
+        self.origin = forks.here
         self.sealed = False
         self.followed = False
         """Whether another one goes on with the same prompt."""
@@ -121,6 +124,11 @@ class Reservation:
         finish, self._finish = self._finish, None
         if finish is None:
             return False
+        if self.origin is not forks.here:  # the slots are our parent's, and it still fills them
+            self.views = ()
+            if sealed:
+                forks.check(self.origin, "reservation")
+            return True
         self.sealed = sealed
         with self.door:
             finish(self, sealed)

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtide import errors
+from kvtide import errors, forks
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
@@ -109,6 +109,7 @@ class Client(Home):
 
     @property
     def line(self) -> Line:
+        forks.check(self.origin, "client")
         line = self._line
         if line is None or not line.alive:
             raise Lost
@@ -191,6 +192,8 @@ class Client(Home):
 
     def settle(self) -> None:
         """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
+        if self.origin is not forks.here:
+            return
         for past in [line for line in list(self._past) if line.finish()]:
             with contextlib.suppress(Lost):
                 self.line.post(p.Forget(past.welcome.token))
@@ -243,12 +246,14 @@ class Client(Home):
         It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
         slow, or the node was away, it gets ``EventsLost``.
         """
+        forks.check(self.origin, "client")
         leave = self._feed.follow(follower)
         self._follow()
 
         def unfollow() -> None:
-            leave()
-            self._follow()
+            if self.origin is forks.here:
+                leave()
+                self._follow()
 
         return unfollow
 

@@ -13,7 +13,6 @@ one are remains of an earlier cut and are not read.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
@@ -25,6 +24,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError, TierVersionError
+from kvtide.forks import LockFile
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.record import Header, Rejected, parse, recognise
@@ -81,7 +81,7 @@ class Directory:
         self.path = path
         self.sealing = sealing
         self.disk = disk
-        self._lock = -1
+        self._lock: LockFile | None = None
 
     @property
     def journal(self) -> Path:
@@ -137,27 +137,31 @@ class Directory:
 
     def lock(self) -> None:
         """Take the directory for this process alone."""
+        lock = None
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise TierError(f"cannot lock {self.path}: {e.strerror}") from e
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = LockFile(self.path / "lock")
+            lock.take(wait=False)
+            lock.write(f"{os.getpid()}\n")
         except BlockingIOError:
-            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
+            assert lock is not None
+            holder = lock.read() or "unknown"
+            lock.close()
             raise TierLockedError(
                 f"{self.path} is open in another process (pid {holder}). "
                 "Stop that one, or give this one a directory of its own"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock = fd
+        except BaseException as e:
+            if lock is not None:
+                lock.close()
+            if isinstance(e, OSError):
+                raise TierError(f"cannot lock {self.path}: {e.strerror}") from e
+            raise
+        self._lock = lock
 
     def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
     def segments(self) -> Iterator[int]:
         """The numbers of the segment files that are there."""

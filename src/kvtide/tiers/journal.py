@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvtide import forks
 from kvtide.security.ring import OWN
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.record import Rejected
@@ -178,6 +179,7 @@ class Journal:
         self._fd = -1
         self._size = 0
         self.failed = ""
+        forks.tell(self)
 
     @property
     def size(self) -> int:
@@ -259,7 +261,16 @@ class Journal:
                 self._disk.unlink(path)
         self._size = 0
 
+    def abandon(self) -> None:
+        """Let go of the file, and say nothing: whoever opens the directory next decides what it is worth."""
+        self._shut()
+
+    def forked(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            forks.close([fd])
+
     def _shut(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a fork in between must not close a number that is another file's by then
+        if fd >= 0:
+            self._disk.close(fd)

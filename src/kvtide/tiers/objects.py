@@ -33,6 +33,7 @@ import numpy as np
 import obstore
 from obstore.store import from_url
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.blobs import Turn
@@ -234,6 +235,7 @@ class _Requests:
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(most)
         self._futures: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._origin = forks.here
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtide-objects", daemon=True)
         self._thread.start()
@@ -293,6 +295,8 @@ class _Requests:
                 await asyncio.sleep(0.001)
 
         atexit.unregister(self.close)
+        if self._origin is not forks.here:
+            return  # the loop, and what it waits for, are our parent's
         end = time.monotonic() + _PATIENCE
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(give_up(), self._loop).result()

@@ -26,6 +26,7 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
+from kvtide import forks
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.errors import ConfigError, TierError
 from kvtide.tiers.base import NOWHERE, Held
@@ -59,9 +60,9 @@ class Shelves:
         for _ in range(writes):
             self._turns.put(None)
         self._directory = directory
-        self._directory.create()
-        self._directory.lock()
+        self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
         self._files: dict[int, int] = {}
+        forks.tell(self)
         self.coming: dict[int, BlockKey] = {}
         """Slots that are, or will be, written: which block the header may name by now."""
         self._dirty: set[int] = set()
@@ -82,11 +83,12 @@ class Shelves:
         self.budget = budget
         self.refused = 0
         """The system's error, where the disk did not give the last segment that was wanted."""
+        self._directory.create()
+        self._directory.lock()
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", directory.path)
-            self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
             found = Opening(directory, self._direct, self.segments)
             self._files = found.files
             self.held: Held | None = found.run(self._journal)  # what was here before
@@ -113,18 +115,26 @@ class Shelves:
 
     def close(self) -> None:
         """Let go of the directory. Nothing may be under way."""
-        self.note()
-        with self.lock:
-            dirty, self._dirty = self._dirty, set()
-        with self._journal_lock:
-            self._journal.close(synced=not self._sync_all(dirty))
-        self._let_go()
+        try:
+            self.note()
+            with self.lock:
+                dirty, self._dirty = self._dirty, set()
+            with self._journal_lock:
+                self._journal.close(synced=not self._sync_all(dirty))
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
-        for fd in self._files.values():
-            self._disk.close(fd)
-        self._files.clear()
-        self._directory.unlock()
+        try:
+            self._journal.abandon()
+            while self._files:  # one after the other: a fork in between finds only those that are open
+                self._disk.close(self._files.popitem()[1])
+        finally:
+            self._directory.unlock()
+
+    def forked(self) -> None:
+        while self._files:
+            forks.close([self._files.popitem()[1]])
 
     # -- slots --------------------------------------------------------------------------------------------
 
