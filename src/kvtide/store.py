@@ -85,30 +85,31 @@ class Store(Home):
         self.feed: Feed = within.feed if within else Feed()
         self._serials: Iterator[int] = within._serials if within else itertools.count()
         self._within = within
-        memory = config.dram
-        self.dram = Dram(
-            memory.budget,
-            memory.segment,
-            memory.huge_pages,
-            memory.prefault,
-            shared,
-            aside,
-            ahead=shared,
-            serials=self._serials,
-        )
-        self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
-        self._uses = Uses(self.index, self.clock)
-        ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
-        self._uses.serve(ranking)
-        self._next_expiry = float("inf")
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
         self._reserved: dict[bytes, Store] = {}
-        self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
+        self._next_expiry = float("inf")
+        memory = config.dram
+        # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
+            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
             undo.callback(self.copier.close)
+            self.dram = Dram(
+                memory.budget,
+                memory.segment,
+                memory.huge_pages,
+                memory.prefault,
+                shared,
+                aside,
+                ahead=shared,
+                serials=self._serials,
+            )
             undo.callback(self.dram.close)
+            self._uses = Uses(self.index, self.clock)
+            ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
+            self._uses.serve(ranking)
+            self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
             if self.ring is not None and not within:
                 undo.callback(self.ring.close)
                 self.ring.start()
@@ -118,26 +119,30 @@ class Store(Home):
             for storage in shared_ones:
                 self.colds.append(self._open_shared(*storage))
             self._open_reserved(shares, disk, shared, undo)
+            self.pipeline = Pipeline(
+                self.index,
+                self.dram,
+                self.colds,
+                ranking,
+                self._uses,
+                self.feed,
+                config.dram.checksum,
+                shares.tenants,
+                shares.quotas.get("dram", {}),
+            )
+            self.search = Search(
+                self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry
+            )
+            self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
+            if self.ring is not None:
+                self.ring.on_gone(self._drop_resident)
+            self._learner = Learner(self._uses)
+            undo.callback(self._learner.close)
+            for keeper in self._keepers.values():
+                undo.callback(keeper.close)
+                keeper.start()
+            self.pipeline.bring_down()
             undo.pop_all()
-        self.pipeline = Pipeline(
-            self.index,
-            self.dram,
-            self.colds,
-            ranking,
-            self._uses,
-            self.feed,
-            config.dram.checksum,
-            shares.tenants,
-            shares.quotas.get("dram", {}),
-        )
-        self.pipeline.bring_down()
-        self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry)
-        if self.ring is not None:
-            self.ring.on_gone(self._drop_resident)
-        self._learner = Learner(self._uses)
-        for keeper in self._keepers.values():
-            keeper.start()
-        self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
@@ -154,6 +159,14 @@ class Store(Home):
             clock=self.clock,
             sealing=Sealing(self.ring, seals=security.encrypt, accept_open=security.accept_open),
         )
+        with contextlib.ExitStack() as undo:
+            undo.callback(tier.close)
+            cold = self._nvme(tier)
+            undo.pop_all()
+        return cold
+
+    def _nvme(self, tier: Nvme) -> Cold:
+        settings = self.config.nvme
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
@@ -182,34 +195,41 @@ class Store(Home):
         return Quota(self.index, number, name, Account(self.index, quotas), coldest) if quotas else None
 
     def _open_shared(self, name: str, settings: Storage, opened: Callable[[], Blobs]) -> Cold:
-        blobs, purse = opened(), None
-        if settings.budget:
-            papers = Papers(blobs, settings.lease)
-            purse = Purse(
-                papers,
-                lambda: self.pipeline.catch_up(name),
-                lambda names: self.search.removed(name, names),
-                self.clock,
+        blobs = opened()
+        with contextlib.ExitStack() as undo:
+            undo.callback(blobs.close)
+            purse = self._purse(name, settings, blobs) if settings.budget else None
+            tier = Shared(
+                blobs,
+                threads=settings.threads,
+                timeout=settings.timeout,
+                compression=settings.codec,
+                sealing=Sealing(self.ring, seals=self.config.security.encrypt),
+                credit=purse,
+                late=lambda keys: self.pipeline.late(name, keys),
+                clock=self.clock,
             )
-            self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
-        tier = Shared(
-            blobs,
-            threads=settings.threads,
-            timeout=settings.timeout,
-            compression=settings.codec,
-            sealing=Sealing(self.ring, seals=self.config.security.encrypt),
-            credit=purse,
-            late=lambda keys: self.pipeline.late(name, keys),
-            clock=self.clock,
-        )
-        admission = admit.make(
-            settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
-        )
-        lane = Lane(tier, self.clock, settings.queue, depth=4 * settings.threads)
-        number = len(self.colds) + 1
-        quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
-        patience = 2 * settings.timeout
+            undo.callback(tier.close)
+            admission = admit.make(
+                settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
+            )
+            lane = Lane(tier, self.clock, settings.queue, depth=4 * settings.threads)
+            number = len(self.colds) + 1
+            quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
+            patience = 2 * settings.timeout
+            undo.pop_all()
         return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience)
+
+    def _purse(self, name: str, settings: Storage, blobs: Blobs) -> Purse:
+        papers = Papers(blobs, settings.lease)
+        purse = Purse(
+            papers,
+            lambda: self.pipeline.catch_up(name),
+            lambda names: self.search.removed(name, names),
+            self.clock,
+        )
+        self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
+        return purse
 
     def _open_reserved(self, shares: Shares, disk: Disk | None, shared: bool, undo: contextlib.ExitStack) -> None:
         shares.clear()

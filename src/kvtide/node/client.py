@@ -81,22 +81,26 @@ class Client(Home):
         """Whether a node is just being called."""
         self._name = secrets.token_hex(16)
         self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
-        try:
-            self._line: Line | None = self._dial(self._name, self._mappings)
-        except OSError as e:
-            self.copier.close()
-            raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
-        except BaseException:
-            self.copier.close()
-            raise
-        self.deadline = self._line.welcome.deadline
-        self.dram = self._line.welcome.dram
-        """Bytes of DRAM that the blocks of the node may take, or of the last one."""
-        self.calls = Calls("kvtide-client-calls")
-        self._nudger = Nudger()
-        self._line.watch = self._nudger.watch
-        self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
-        self._listener.start()
+        # Whatever fails, a thread that cannot be started say, the node is hung up on and our threads end.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.copier.close)
+            try:
+                line = self._dial(self._name, self._mappings)
+            except OSError as e:
+                raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
+            self._line: Line | None = line
+            undo.callback(line.close)
+            self.deadline = line.welcome.deadline
+            self.dram = line.welcome.dram
+            """Bytes of DRAM that the blocks of the node may take, or of the last one."""
+            self.calls = Calls("kvtide-client-calls")
+            undo.callback(self.calls.close, _CLOSING)
+            self._nudger = Nudger()
+            undo.callback(self._nudger.close)
+            line.watch = self._nudger.watch
+            self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
+            self._listener.start()
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "without a node"

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,11 @@ class Copier:
                 np.copyto(target, source)
             return
         pieces = _Pieces(pairs)
-        helpers = [self._pool.submit(pieces.work) for _ in range(count)]
+        helpers: list[Future[None]] = []
         try:
+            with contextlib.suppress(RuntimeError):  # the system has no more threads: those that there are do it
+                for _ in range(count):
+                    helpers.append(self._pool.submit(pieces.help))
             pieces.work()
         finally:
             # Whoever was interrupted gives the slots to others now: nobody may write there any more.
@@ -59,6 +62,9 @@ class Copier:
             while [h for h in helpers if not h.cancel() and not h.done()]:
                 with contextlib.suppress(KeyboardInterrupt):
                     wait(helpers)
+            while len(helpers) < count and pieces.helpers:  # a pool that cannot start a thread does our work later
+                with contextlib.suppress(KeyboardInterrupt):
+                    pieces.wait()
         for helper in helpers:
             if not helper.cancelled():
                 helper.result()
@@ -80,11 +86,29 @@ class _Pieces:
             ]
         )
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self.helpers = 0
+        """Threads of a pool that are at work."""
 
     def stop(self) -> None:
         """Take no more."""
         with self._lock:
             self._pieces = iter(())
+
+    def wait(self) -> None:
+        """Until no helper is at work."""
+        with self._left:
+            self._left.wait_for(lambda: not self.helpers)
+
+    def help(self) -> None:
+        with self._lock:
+            self.helpers += 1
+        try:
+            self.work()
+        finally:
+            with self._left:
+                self.helpers -= 1
+                self._left.notify_all()
 
     def work(self) -> None:
         while True:

@@ -84,8 +84,12 @@ class Nvme:
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, p in enumerate(packers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads, say: then nobody may find the directory locked
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Nvme of {self._shelves!r}>"
@@ -161,7 +165,8 @@ class Nvme:
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # else it could not be started
+                thread.join()
         self._shelves.close()
 
     def shred(self, mine: Callable[[Span], bool]) -> tuple[list[int], list[BlockKey]]:

@@ -238,7 +238,12 @@ class _Requests:
         self._origin = forks.here
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtide-objects", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            atexit.unregister(self.close)
+            self._loop.close()
+            raise
 
     def run(self, requests: Sequence[Request], end: float) -> Iterator[Outcome]:
         """Outcomes as they come. Raises TimeoutError at ``end``; whatever is under way then is given up."""
