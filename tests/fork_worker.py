@@ -120,7 +120,7 @@ def descriptors(folder: Path) -> list[str]:
     found = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            name = os.readlink(fd)
+            name = str(fd.readlink())
             if name.startswith(str(folder)) or "memfd:kvtide" in name:
                 found.append(name)
     return sorted(found)

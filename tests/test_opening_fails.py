@@ -1,4 +1,4 @@
-"""An opening that fails leaves nothing behind: no lock, thread, descriptor or memory. The next one finds all as it was."""
+"""An opening that fails leaves nothing behind: no lock, thread or descriptor. The next one finds all as it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,9 @@ def settings(folder: Path) -> dict[str, Any]:
 def taken() -> tuple[set[str], list[str]]:
     """The threads and descriptors of this process."""
     names = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # of the listing itself
-            continue
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            names.append(str(fd.readlink()))
     return {t.name for t in threading.enumerate()}, sorted(n for n in names if "/proc/" not in n)
 
 

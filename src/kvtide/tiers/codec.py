@@ -18,7 +18,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table, unchecked_table
+from kvtide.tiers.record import SECTION, Header, OtherVersion, Rejected, plain, section_table, unchecked_table
 
 __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
 
@@ -172,7 +172,7 @@ def decode(
 ) -> None:
     """Fill ``span`` with verified, compressed sections; ``payload`` starts with the first of them."""
     if header.codec not in codec.reads:
-        raise Rejected(f"codec {header.codec} is not known here")
+        raise OtherVersion(f"codec {header.codec} is not known here")
     table = header.sections[sections.start : sections.stop]
     start = int(table["offset"][0])
     for i, (offset, stored, raw) in enumerate(table[["offset", "stored", "raw"]].tolist()):

@@ -1,7 +1,8 @@
 """A hint of what a directory holds, so that a full terabyte opens in seconds.
 
 The journal is a file of *frames*: a small head (magic, length, checksum), then records of fixed size that say "this
-slot holds this block", "this slot was freed" or "this slot is being written". Frames are appended without fsync, so
+slot holds this block", "this slot was freed", "this slot is being written" or "this slot has a record of another
+version, and is kept". Frames are appended without fsync, so
 after a power loss the end may be missing or torn. That is harmless, because headers are the truth: every read checks
 key, sequence and checksums. The opener therefore decides by the journal's own end:
 
@@ -44,6 +45,7 @@ from kvtide.tiers.sealing import OPEN, Paper, Sealing
 __all__ = [
     "FREED",
     "HOLDS",
+    "KEEPS",
     "PER_SLOT",
     "RECORD",
     "RESERVE",
@@ -72,7 +74,7 @@ assert RECORD.itemsize == 128
 
 Records = npt.NDArray[np.void]
 
-HOLDS, FREED, WRITING = 1, 2, 3
+HOLDS, FREED, WRITING, KEEPS = 1, 2, 3, 4
 
 _FRAME = struct.Struct("<4sIQ")
 _RECORDS, _OPENED, _CLOSED, _SEALED = b"KVJr", b"KVJo", b"KVJc", b"KVJs"

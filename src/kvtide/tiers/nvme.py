@@ -30,7 +30,7 @@ from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
-from kvtide.tiers.record import Rejected, mark_of
+from kvtide.tiers.record import OtherVersion, Rejected, mark_of
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
@@ -198,6 +198,11 @@ class Nvme:
                 places.append(place)
             elif gone and key is not None:
                 keys.append(key)
+        for place, (fd, offset, size, _) in shelves.kept():  # of another version: whose it is stands in the same place
+            with contextlib.suppress(OSError), shelves.erasing():
+                if is_mine(fd, offset):
+                    self._disk.discard(fd, offset, size)
+                    shelves.erased(place)
         return places, keys
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
@@ -244,6 +249,8 @@ class Nvme:
                     sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
                 except Exception as e:  # noqa: BLE001 - see Tally
                     sizes.append(self._failed_read(e))
+                    if isinstance(e, OtherVersion):
+                        self._shelves.keep(item.key, item.place, sequence, e.newer)
                 got -= room
         return sizes
 
