@@ -128,7 +128,7 @@ def descriptors(folder: Path) -> list[str]:
 
 def uses(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> Any:
     """What comes of every verb, of things that were made before the fork."""
-    more = {"forget": lambda: home.forget(b"x" * 16)} if isinstance(home, Store) else {}  # type: ignore[attr-defined]
+    more = {"forget": lambda: home.forget(b"x" * 16)} if isinstance(home, Store) else {}
     chain = session.chain(tokens(1))
     verbs: dict[str, Callable[[], object]] = {
         "session": lambda: home.session(MODEL),
@@ -183,7 +183,7 @@ def goes_on(home: Home, session: Session, match: kvtide.Match, reservation: kvti
     session.store(tokens(5), data(5))
     with session.match(tokens(5)) as found:
         good = good and session.load(found).wait().tokens == 32
-    return good and home.flush(PATIENCE)  # type: ignore[attr-defined, no-any-return]
+    return good and home.flush(PATIENCE)  # type: ignore[attr-defined]
 
 
 def locks_of(store: Store) -> list[Any]:

@@ -28,12 +28,13 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
-from kvtide.tiers.codec import PLANES, RAW, ZSTD, Scratch
+from kvtide.tiers.codec import PLANES, RAW, ZSTD
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
 from kvtide.tiers.parcel import check_sections
 from kvtide.tiers.record import Header, OtherVersion, Rejected, parse
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import NO_KEY, OPEN, Sealing
 from kvtide.tiers.segments import place_of, segment_of, slot_of
 

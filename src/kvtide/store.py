@@ -34,7 +34,7 @@ from kvtide.plan.uses import Uses
 from kvtide.security.ring import Ring, open_ring
 from kvtide.session import Home
 from kvtide.shares import Shares, divide
-from kvtide.statistics import Statistics, TenantStatistics
+from kvtide.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.storages import storages
 from kvtide.tiers.blobs import Blobs
 from kvtide.tiers.copier import Copier
@@ -42,6 +42,7 @@ from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.purse import Keeper, Purse
+from kvtide.tiers.scratch import Pool
 from kvtide.tiers.sealing import Sealing
 from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
@@ -53,6 +54,8 @@ from kvtide.transfer.search import Search
 __all__ = ["Statistics", "Store"]
 
 NVME = 1
+_SCRATCH, _PART = 64 << 20, 8
+"""Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
 
 
 class Store(Home):
@@ -91,6 +94,7 @@ class Store(Home):
         self._reserved: dict[bytes, Store] = {}
         self._next_expiry = float("inf")
         memory = config.dram
+        self._scratch: list[Pool] = []
         # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
@@ -158,6 +162,7 @@ class Store(Home):
             disk=disk,
             clock=self.clock,
             sealing=Sealing(self.ring, seals=security.encrypt, accept_open=security.accept_open),
+            scratch=self._pool(),
         )
         with contextlib.ExitStack() as undo:
             undo.callback(tier.close)
@@ -190,6 +195,12 @@ class Store(Home):
             quota,
         )
 
+    def _pool(self) -> Pool:
+        """For one tier: a storage that hangs keeps its memory, and others must not wait for it."""
+        pool = Pool(max(_SCRATCH, self.config.dram.budget // _PART))
+        self._scratch.append(pool)
+        return pool
+
     def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
         quotas = self._shares.quotas.get(name)
         return Quota(self.index, number, name, Account(self.index, quotas), coldest) if quotas else None
@@ -208,6 +219,7 @@ class Store(Home):
                 credit=purse,
                 late=lambda keys: self.pipeline.late(name, keys),
                 clock=self.clock,
+                scratch=self._pool(),
             )
             undo.callback(tier.close)
             admission = admit.make(
@@ -378,6 +390,11 @@ class Store(Home):
             len(self._sessions),
             self._tenants(),
             {name: keeper.statistics() for name, keeper in self._keepers.items()},
+            ScratchStatistics(
+                sum(pool.taken for pool in self._scratch),
+                sum(pool.most for pool in self._scratch),
+                sum(pool.limit for pool in self._scratch),
+            ),
         )
 
     def _tenants(self) -> dict[str, TenantStatistics]:

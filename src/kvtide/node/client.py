@@ -229,6 +229,7 @@ class Client(Home):
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
+        forks.check(self.origin, "client")
         if session not in self._sessions:
             raise RightError("this session is closed, or of another store")
         return Crew(session, ranks)

@@ -13,6 +13,7 @@ one are remains of an earlier cut and are not read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -25,9 +26,9 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError, TierVersionError
 from kvtide.forks import LockFile
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.record import Header, OtherVersion, Rejected, parse, recognise
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 
 __all__ = ["FORMAT", "Directory", "SegmentHeader"]
@@ -168,7 +169,8 @@ class Directory:
         try:
             lock = LockFile(self.path / "lock")
             lock.take(wait=False)
-            lock.write(f"{os.getpid()}\n")
+            with contextlib.suppress(OSError):  # only for the next one's message: a full disk must open too
+                lock.write(f"{os.getpid()}\n")
         except BlockingIOError:
             assert lock is not None
             holder = lock.read() or "unknown"

@@ -26,17 +26,17 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.record import OtherVersion, Rejected, mark_of
+from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
 from kvtide.tiers.workers import Batch, Wanted, runs_of
-from kvtide.tiers.writer import Writer
+from kvtide.tiers.writer import Run, Writer
 
 __all__ = ["Nvme"]
 
@@ -70,11 +70,14 @@ class Nvme:
         disk: Disk | None = None,
         clock: Clock | None = None,
         sealing: Sealing = OPEN,
+        scratch: Pool | None = None,
     ) -> None:
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
         self._durable = durable
         self._sealing = sealing
         self._compressed = compression != "raw"
-        packers = [Packer(compression, sealing) for _ in range(2 * threads)]
+        self._copies = self._compressed or sealing.seals
+        packers = [Packer(compression, sealing, scratch) for _ in range(2 * threads)]
         self._disk = disk or Disk()
         self._shelves = Shelves(Directory(path, self._disk, sealing), budget, segment, threads, direct)
         self._tally = Tally()
@@ -110,7 +113,7 @@ class Nvme:
             for one in {item.identity.geometry for item in batch}:
                 most = min(most, _ASIDE // one.footprint, VECTORS // (1 + one.sections))
         runs = runs_of(list(zip(batch, found, strict=True)), most)
-        self._share(Batch(runs, finish), self._read_run, len(runs))
+        self._share(Batch(runs, finish), self._read_job, len(runs))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -122,7 +125,7 @@ class Nvme:
         if not batch:
             done([])
         elif self._compressed:
-            self._share(Batch([[(item, None)] for item in batch], finish), self._writer.write, len(batch))
+            self._share(Batch([[(item, None)] for item in batch], finish), self._write_job, len(batch))
         else:
             self._queue.put(lambda packer: self._write_raw(batch, finish, packer))
 
@@ -286,9 +289,25 @@ class Nvme:
             finish([NOWHERE] * len(batch))
             return
         shared = Batch(runs, finish)
-        self._share(shared, self._writer.write, len(runs) - 1)
+        self._share(shared, self._write_job, len(runs) - 1)
         # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
-        shared.work(self._writer.write, packer)
+        shared.work(self._write_job, packer)
+
+    def _write_job(self, run: Run, packer: Packer) -> list[int]:
+        try:
+            if self._copies:
+                packer.workspace.begin(packer.to_write([item for item, _ in run]))
+            return self._writer.write(run, packer)
+        finally:
+            packer.workspace.end()
+
+    def _read_job(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
+        try:
+            if self._sealing.seals:
+                packer.workspace.begin(packer.to_read([item for item, _ in run]))
+            return self._read_run(run, packer)
+        finally:
+            packer.workspace.end()
 
 
 def _whole(item: Read, room: int) -> bool:

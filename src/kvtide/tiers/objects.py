@@ -72,6 +72,8 @@ class Objects:
     it is to be trusted by. At most ``requests`` are under way at a time. Safe from any thread.
     """
 
+    copies = True
+
     def __init__(
         self, url: str, *, endpoint: str = "", region: str = "", certificate: str = "", requests: int = 32
     ) -> None:

@@ -34,11 +34,11 @@ from kvtide import forks
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.errors import ConfigError, TierError
 from kvtide.tiers.base import NOWHERE, Held
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory, SegmentHeader
 from kvtide.tiers.journal import FREED, KEEPS, PER_SLOT, RESERVE, Journal, entry
 from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import OtherVersion, Rejected
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.segments import Segment, Segments, place_of, segment_of, slot_of
 
 __all__ = ["Location", "Shelves"]
