@@ -6,6 +6,8 @@ takes all the locks. So one of the two sees the other.
 
 A lock that is taken by ``with`` is given back whatever happens: a thread that is interrupted on its way in or out
 (Ctrl-C, a signal handler that raises) leaves nothing behind for which closing would wait for ever.
+
+A fork shuts it too, in the child: so what is inside costs nothing to be kept from a child.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from kvtide import forks
 from kvtide.errors import ClosedError
 
 __all__ = ["Door"]
@@ -30,6 +33,8 @@ class Door:
         self._locks: dict[int, threading._RLock] = {}
         """By thread; numbers of threads that have ended are given again, so these are few."""
         self._open = True
+        self._origin = forks.here
+        forks.tell(self)
 
     def lock(self) -> threading._RLock:
         """What this thread has while it is inside."""
@@ -39,6 +44,7 @@ class Door:
     def check(self) -> None:
         """Raise ClosedError if it is shut. To be called inside."""
         if not self._open:
+            forks.check(self._origin)
             raise ClosedError(self._closed)
 
     def __enter__(self) -> None:
@@ -46,14 +52,22 @@ class Door:
         lock.acquire()
         if not self._open:
             lock.release()
+            forks.check(self._origin)
             raise ClosedError(self._closed)
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self._locks[threading.get_ident()].release()
+        if (lock := self._locks.get(threading.get_ident())) is not None:  # else the process was forked meanwhile
+            lock.release()
 
     def shut(self) -> None:
         """Let nobody in any more, and wait for those that are inside. A thread does not wait for itself."""
+        if self._origin is not forks.here:
+            return  # whoever is inside is so in our parent
         self._open = False
         for lock in list(self._locks.values()):
             with lock:
                 pass
+
+    def forked(self) -> None:
+        self._open = False
+        self._locks = {}  # the old ones may be held by threads that are not here

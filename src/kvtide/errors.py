@@ -15,6 +15,7 @@
     ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
+        └── ForkedError        it was opened by the process that this one was forked from
 
 What can go wrong with a *block* is not in this tree. A block that is missing, torn, corrupt or late is
 a miss: the caller computes it, as it would have without us. Errors are for what the caller can mend.
@@ -27,6 +28,7 @@ __all__ = [
     "AuditError",
     "ClosedError",
     "ConfigError",
+    "ForkedError",
     "HeldError",
     "KeyFileError",
     "KvtideError",
@@ -89,3 +91,10 @@ class RightError(KvtideError):
 
 class ClosedError(KvtideError):
     """The store or session is closed. Open a new one."""
+
+
+class ForkedError(ClosedError):
+    """The store or session was opened by the process that this one was forked from, and is that one's alone.
+
+    Open the store again in the child, or let both processes use a node.
+    """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.desk import Holding
 from kvtide.index.keys import Chain
@@ -107,7 +108,9 @@ class Match:
 
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
-        if self._held:
+        if self._held and self.session.origin is not forks.here:
+            self._held = False  # the blocks are our parent's to release
+        elif self._held:
             # In this order: a release that is interrupted can be repeated.
             self.holding.release()
             self.session.ended(self)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy.typing as npt
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.desk import Desk
 from kvtide.door import Door
@@ -63,6 +64,8 @@ class Home:
     def __init__(self, again: str) -> None:
         """``again`` says how to open another when this is closed."""
         self._again = f"this store is closed; {again}"
+        self.origin = forks.here
+        """The process that opened it. In one that was forked from it nothing here may be used."""
         self.door = Door(self._again)
         """Open while slots may change hands: reservations end on their own, not as verbs of a session."""
         self.closed = False
@@ -74,6 +77,7 @@ class Home:
 
     def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
         """The store as one engine sees it: for one model and tenant."""
+        forks.check(self.origin)
         session = Session(self, model, tenant, self._desk(model, tenant))
         with self._lock:
             if self.closed:
@@ -89,7 +93,13 @@ class Home:
         self._sessions.discard(session)
 
     def _end_sessions(self) -> bool:
-        """Close all sessions, and the door. False if everything was let go of before; after an interruption, again."""
+        """Close all sessions, and the door. False if everything was let go of before, or is not ours to let go of.
+
+        After an interruption it is done again.
+        """
+        if self.origin is not forks.here:
+            self.closed = True
+            return False
         with self._lock:
             if self._ended:
                 return False
@@ -116,6 +126,7 @@ class Session:
 
     def __init__(self, home: Home, model: Model, tenant: Tenant, desk: Desk) -> None:
         self._home = home
+        self.origin = home.origin
         self._desk = desk
         self.model = model
         self.layout = model.layout
@@ -388,6 +399,8 @@ class Session:
     def close(self) -> None:
         """Release every match and abort every reservation of this session, when no call of it is under way any more."""
         self._closed = True
+        if self.origin is not forks.here:
+            return
         self._door.shut()
         for kept in list(self._rights.values()):
             right = kept() if isinstance(kept, weakref.ref) else kept

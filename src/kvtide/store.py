@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
@@ -34,7 +35,7 @@ from kvtide.plan.uses import Uses
 from kvtide.security.ring import Ring, open_ring
 from kvtide.session import Home
 from kvtide.shares import Shares, divide
-from kvtide.statistics import Statistics, TenantStatistics
+from kvtide.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.storages import storages
 from kvtide.tiers.blobs import Blobs
 from kvtide.tiers.copier import Copier
@@ -42,6 +43,7 @@ from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.purse import Keeper, Purse
+from kvtide.tiers.scratch import Pool
 from kvtide.tiers.sealing import Sealing
 from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
@@ -53,6 +55,8 @@ from kvtide.transfer.search import Search
 __all__ = ["Statistics", "Store"]
 
 NVME = 1
+_SCRATCH, _PART = 64 << 20, 8
+"""Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
 
 
 class Store(Home):
@@ -85,30 +89,32 @@ class Store(Home):
         self.feed: Feed = within.feed if within else Feed()
         self._serials: Iterator[int] = within._serials if within else itertools.count()
         self._within = within
-        memory = config.dram
-        self.dram = Dram(
-            memory.budget,
-            memory.segment,
-            memory.huge_pages,
-            memory.prefault,
-            shared,
-            aside,
-            ahead=shared,
-            serials=self._serials,
-        )
-        self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
-        self._uses = Uses(self.index, self.clock)
-        ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
-        self._uses.serve(ranking)
-        self._next_expiry = float("inf")
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
         self._reserved: dict[bytes, Store] = {}
-        self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
+        self._next_expiry = float("inf")
+        memory = config.dram
+        self._scratch: list[Pool] = []
+        # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
+            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
             undo.callback(self.copier.close)
+            self.dram = Dram(
+                memory.budget,
+                memory.segment,
+                memory.huge_pages,
+                memory.prefault,
+                shared,
+                aside,
+                ahead=shared,
+                serials=self._serials,
+            )
             undo.callback(self.dram.close)
+            self._uses = Uses(self.index, self.clock)
+            ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
+            self._uses.serve(ranking)
+            self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
             if self.ring is not None and not within:
                 undo.callback(self.ring.close)
                 self.ring.start()
@@ -118,26 +124,30 @@ class Store(Home):
             for storage in shared_ones:
                 self.colds.append(self._open_shared(*storage))
             self._open_reserved(shares, disk, shared, undo)
+            self.pipeline = Pipeline(
+                self.index,
+                self.dram,
+                self.colds,
+                ranking,
+                self._uses,
+                self.feed,
+                config.dram.checksum,
+                shares.tenants,
+                shares.quotas.get("dram", {}),
+            )
+            self.search = Search(
+                self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry
+            )
+            self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
+            if self.ring is not None:
+                self.ring.on_gone(self._drop_resident)
+            self._learner = Learner(self._uses)
+            undo.callback(self._learner.close)
+            for keeper in self._keepers.values():
+                undo.callback(keeper.close)
+                keeper.start()
+            self.pipeline.bring_down()
             undo.pop_all()
-        self.pipeline = Pipeline(
-            self.index,
-            self.dram,
-            self.colds,
-            ranking,
-            self._uses,
-            self.feed,
-            config.dram.checksum,
-            shares.tenants,
-            shares.quotas.get("dram", {}),
-        )
-        self.pipeline.bring_down()
-        self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry)
-        if self.ring is not None:
-            self.ring.on_gone(self._drop_resident)
-        self._learner = Learner(self._uses)
-        for keeper in self._keepers.values():
-            keeper.start()
-        self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
@@ -153,7 +163,16 @@ class Store(Home):
             disk=disk,
             clock=self.clock,
             sealing=Sealing(self.ring, seals=security.encrypt, accept_open=security.accept_open),
+            scratch=self._pool(),
         )
+        with contextlib.ExitStack() as undo:
+            undo.callback(tier.close)
+            cold = self._nvme(tier)
+            undo.pop_all()
+        return cold
+
+    def _nvme(self, tier: Nvme) -> Cold:
+        settings = self.config.nvme
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
@@ -186,39 +205,53 @@ class Store(Home):
         writable = cold.budget is None or cold.budget.statistics().bytes_left > 0
         return here if writable and nbytes <= cold.lane.write_room else np.zeros(len(rows), np.bool_)
 
+    def _pool(self) -> Pool:
+        """For one tier: a storage that hangs keeps its memory, and others must not wait for it."""
+        pool = Pool(max(_SCRATCH, self.config.dram.budget // _PART))
+        self._scratch.append(pool)
+        return pool
+
     def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
         quotas = self._shares.quotas.get(name)
         return Quota(self.index, number, name, Account(self.index, quotas), coldest) if quotas else None
 
     def _open_shared(self, name: str, settings: Storage, opened: Callable[[], Blobs]) -> Cold:
-        blobs, purse = opened(), None
-        if settings.budget:
-            papers = Papers(blobs, settings.lease)
-            purse = Purse(
-                papers,
-                lambda: self.pipeline.catch_up(name),
-                lambda names: self.search.removed(name, names),
-                self.clock,
+        blobs = opened()
+        with contextlib.ExitStack() as undo:
+            undo.callback(blobs.close)
+            purse = self._purse(name, settings, blobs) if settings.budget else None
+            tier = Shared(
+                blobs,
+                threads=settings.threads,
+                timeout=settings.timeout,
+                compression=settings.codec,
+                sealing=Sealing(self.ring, seals=self.config.security.encrypt),
+                credit=purse,
+                late=lambda keys: self.pipeline.late(name, keys),
+                clock=self.clock,
+                scratch=self._pool(),
             )
-            self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
-        tier = Shared(
-            blobs,
-            threads=settings.threads,
-            timeout=settings.timeout,
-            compression=settings.codec,
-            sealing=Sealing(self.ring, seals=self.config.security.encrypt),
-            credit=purse,
-            late=lambda keys: self.pipeline.late(name, keys),
-            clock=self.clock,
-        )
-        admission = admit.make(
-            settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
-        )
-        lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
-        number = len(self.colds) + 1
-        quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
-        patience = 2 * settings.timeout
+            undo.callback(tier.close)
+            admission = admit.make(
+                settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
+            )
+            lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
+            number = len(self.colds) + 1
+            quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
+            patience = 2 * settings.timeout
+            undo.pop_all()
         return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience)
+
+    def _purse(self, name: str, settings: Storage, blobs: Blobs) -> Purse:
+        papers = Papers(blobs, settings.lease)
+        purse = Purse(
+            papers,
+            lambda: self.pipeline.catch_up(name),
+            lambda names: self.search.removed(name, names),
+            self.clock,
+        )
+        self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
+        return purse
 
     def _open_reserved(self, shares: Shares, disk: Disk | None, shared: bool, undo: contextlib.ExitStack) -> None:
         shares.clear()
@@ -284,6 +317,7 @@ class Store(Home):
 
     def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``."""
+        forks.check(self.origin)
         ended = threading.Event()
         failed = 0
         if timeout is None:  # storage that others use too may hang for ever
@@ -312,6 +346,7 @@ class Store(Home):
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
         then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
         """
+        forks.check(self.origin)
         return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
@@ -335,15 +370,19 @@ class Store(Home):
         It is called on the thread that moves the block: it must be quick, and must not close the store, which would
         wait for itself.
         """
-        return self.feed.follow(follower)
+        forks.check(self.origin)
+        leave = self.feed.follow(follower)
+        return lambda: leave() if self.origin is forks.here else None
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        forks.check(self.origin)
         return all(
             [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
         )
 
     def statistics(self) -> Statistics:
+        forks.check(self.origin)
         with self.index.lock:
             index = self.index.statistics()
             planner = self.planner.statistics()
@@ -361,6 +400,11 @@ class Store(Home):
             len(self._sessions),
             self._tenants(),
             {name: keeper.statistics() for name, keeper in self._keepers.items()},
+            ScratchStatistics(
+                sum(pool.taken for pool in self._scratch),
+                sum(pool.most for pool in self._scratch),
+                sum(pool.limit for pool in self._scratch),
+            ),
         )
 
     def _tenants(self) -> dict[str, TenantStatistics]:

@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.block import BlockKey, Span
 from kvtide.door import Door
 from kvtide.errors import RightError
@@ -89,6 +90,7 @@ class Reservation:
         "keys",
         "on_end",
         "on_views",
+        "origin",
         "refused",
         "rows",
         "sealed",
@@ -118,6 +120,7 @@ class Reservation:
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
+        self.origin = forks.here
         self.sealed = False
         self.followed = False
         """Whether another one goes on with the same prompt."""
@@ -156,6 +159,11 @@ class Reservation:
         finish, self._finish = self._finish, None
         if finish is None:
             return False
+        if self.origin is not forks.here:  # the slots are our parent's, and it still fills them
+            self._views = ()
+            if sealed:
+                forks.check(self.origin, "reservation")
+            return True
         try:
             self.sealed = sealed
             if self.door is None:

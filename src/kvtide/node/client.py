@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtide import errors
+from kvtide import errors, forks
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
@@ -81,22 +81,26 @@ class Client(Home):
         """Whether a node is just being called."""
         self._name = secrets.token_hex(16)
         self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
-        try:
-            self._line: Line | None = self._dial(self._name, self._mappings)
-        except OSError as e:
-            self.copier.close()
-            raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
-        except BaseException:
-            self.copier.close()
-            raise
-        self.deadline = self._line.welcome.deadline
-        self.dram = self._line.welcome.dram
-        """Bytes of DRAM that the blocks of the node may take, or of the last one."""
-        self.calls = Calls("kvtide-client-calls")
-        self._nudger = Nudger()
-        self._line.watch = self._nudger.watch
-        self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
-        self._listener.start()
+        # Whatever fails, a thread that cannot be started say, the node is hung up on and our threads end.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.copier.close)
+            try:
+                line = self._dial(self._name, self._mappings)
+            except OSError as e:
+                raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
+            self._line: Line | None = line
+            undo.callback(line.close)
+            self.deadline = line.welcome.deadline
+            self.dram = line.welcome.dram
+            """Bytes of DRAM that the blocks of the node may take, or of the last one."""
+            self.calls = Calls("kvtide-client-calls")
+            undo.callback(self.calls.close, _CLOSING)
+            self._nudger = Nudger()
+            undo.callback(self._nudger.close)
+            line.watch = self._nudger.watch
+            self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
+            self._listener.start()
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "without a node"
@@ -109,6 +113,7 @@ class Client(Home):
 
     @property
     def line(self) -> Line:
+        forks.check(self.origin, "client")
         line = self._line
         if line is None or not line.alive:
             raise Lost
@@ -191,6 +196,8 @@ class Client(Home):
 
     def settle(self) -> None:
         """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
+        if self.origin is not forks.here:
+            return
         for past in [line for line in list(self._past) if line.finish()]:
             with contextlib.suppress(Lost):
                 self.line.post(p.Forget(past.welcome.token))
@@ -222,6 +229,7 @@ class Client(Home):
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
+        forks.check(self.origin, "client")
         if session not in self._sessions:
             raise RightError("this session is closed, or of another store")
         return Crew(session, ranks)
@@ -243,12 +251,14 @@ class Client(Home):
         It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
         slow, or the node was away, it gets ``EventsLost``.
         """
+        forks.check(self.origin, "client")
         leave = self._feed.follow(follower)
         self._follow()
 
         def unfollow() -> None:
-            leave()
-            self._follow()
+            if self.origin is forks.here:
+                leave()
+                self._follow()
 
         return unfollow
 
@@ -295,6 +305,7 @@ class Client(Home):
         """End all sessions and hang up. The node and its blocks live on."""
         if not self._end_sessions():
             return
+        self._ended = True
         if (line := self._line) is not None:
             line.unmap()
         self._mappings.close()

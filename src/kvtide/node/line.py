@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtide import errors
+from kvtide import errors, forks
 from kvtide.block import Span
 from kvtide.errors import KvtideError, TierError
 from kvtide.node import protocol as p
@@ -34,18 +34,6 @@ _ANSWER = 2.0
 """Seconds after which a node that does not answer a request counts as dead. An event loop may wait for the answer."""
 
 
-_forks = 0
-"""That led to this process since the module was loaded."""
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
 class Refused(TierError):  # noqa: N818 - to its user it is a TierError
     """There is a node, and it will not have us."""
 
@@ -58,12 +46,16 @@ class Line:
     """The two connections to one life of a node, and its memory as far as we have mapped it."""
 
     def __init__(self, path: Path, name: str, mappings: Mappings) -> None:
+        self._sockets: list[socket.socket] = []
         self._requests = self._notices = None
         self._name = name
         self._mappings = mappings
         self.lent = set(mappings.names)
         """Memory that the node knows us to have, of earlier nodes too."""
-        self._forks = _forks
+        self._origin = forks.here
+        self._lock = threading.Lock()
+        self._rights_lock = threading.Lock()
+        forks.tell(self)
         try:
             self._requests = self._dial(path)
             pidfd = os.pidfd_open(os.getpid())
@@ -81,7 +73,6 @@ class Line:
         except BaseException:
             self.close()
             raise
-        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._buffers = [bytearray(1 << 16)]
         self._received = bytearray()
@@ -104,18 +95,13 @@ class Line:
         self._rights: dict[Hashable, Sequence[p.Slots]] = {}
         self._kept: dict[Hashable, dict[int, Span]] = {}
         """By right, once the node is lost: the memory of its slots."""
-        self._rights_lock = threading.Lock()
         self.alive = True
 
-    @staticmethod
-    def _dial(path: Path) -> socket.socket:
+    def _dial(self, path: Path) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._sockets.append(sock)
         sock.settimeout(_PATIENCE)
-        try:
-            sock.connect(str(path))
-        except BaseException:
-            sock.close()
-            raise
+        sock.connect(str(path))
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
@@ -136,12 +122,16 @@ class Line:
     def close(self) -> None:
         """Hang up. Wakes whoever waits."""
         self.alive = False
-        for sock in (self._requests, self._notices):
-            if sock is not None:
-                if self._forks == _forks:  # else it is our parent's line too, which goes on
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
-                sock.close()
+        for sock in self._sockets:
+            if self._origin is forks.here:  # else it is our parent's line too, which goes on
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def forked(self) -> None:
+        """A line cannot be shared with a child: each would take the other's answers."""
+        self._lock, self._rights_lock = threading.Lock(), threading.Lock()
+        self.close()
 
     def unmap(self) -> None:
         """Let go of the memory, but for what rights or views of it are still in use."""
@@ -229,8 +219,7 @@ class Line:
         return busy
 
     def _check(self) -> None:
-        # A line cannot be shared with a child: each would take the other's answers.
-        if not self.alive or self._forks != _forks:
+        if not self.alive:
             raise Lost
 
     def _send(self, operations: list[p.Operation]) -> tuple[int, int]:

@@ -236,7 +236,7 @@ class Ring:
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._keys.clear()
 

@@ -9,6 +9,8 @@ take and raises TimeoutError when they are over, and OSError when the storage re
 answer, not an error. When a call has ended, however it ended, nobody touches its spans any more; so an implementation
 whose calls cannot be interrupted, a filesystem, ends late rather than early, and the tier does not wait for it.
 
+A storage whose reads take as much memory again as the bytes that they bring says so (``copies = True``).
+
 A name is a short ASCII string of letters, digits, ``.``, ``_`` and ``-``; what a blob holds never changes under its
 name, so that whoever finds one has found it whole.
 """

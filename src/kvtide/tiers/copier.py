@@ -8,6 +8,7 @@ memoryview assignment would hold it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -50,8 +51,9 @@ class Copier:
             return
         pieces = _Pieces(pairs)
         try:
-            for _ in range(count):
-                self._pool.submit(pieces.help)
+            with contextlib.suppress(RuntimeError):  # the system has no more threads: those that there are do it
+                for _ in range(count):
+                    self._pool.submit(pieces.help)
             pieces.work()
         finally:
             # Whoever was interrupted gives the slots to others now: nobody may write there any more.

@@ -27,17 +27,17 @@ from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
-from kvtide.tiers.record import Rejected, mark_of
+from kvtide.tiers.record import OtherVersion, Rejected, mark_of
+from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 from kvtide.tiers.workers import Batch, Wanted, join_all, runs_of
-from kvtide.tiers.writer import Writer
+from kvtide.tiers.writer import Run, Writer
 
 __all__ = ["Nvme"]
 
@@ -73,11 +73,14 @@ class Nvme:
         disk: Disk | None = None,
         clock: Clock | None = None,
         sealing: Sealing = OPEN,
+        scratch: Pool | None = None,
     ) -> None:
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
         self._durable = durable
         self._sealing = sealing
         self._compressed = compression != "raw"
-        packers = [Packer(compression, sealing) for _ in range(2 * threads)]
+        self._copies = self._compressed or sealing.seals
+        packers = [Packer(compression, sealing, scratch) for _ in range(2 * threads)]
         self._disk = disk or Disk()
         clock = clock or SystemClock()
         directory = Directory(path, self._disk, sealing)
@@ -90,8 +93,12 @@ class Nvme:
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, p in enumerate(packers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads, say: then nobody may find the directory locked
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Nvme of {self._shelves!r}>"
@@ -112,7 +119,7 @@ class Nvme:
             for one in {item.identity.geometry for item in batch}:
                 most = min(most, _ASIDE // one.footprint, VECTORS // (1 + one.sections))
         runs = runs_of(list(zip(batch, found, strict=True)), most)
-        self._share(Batch(runs, finish), self._read_run, len(runs))
+        self._share(Batch(runs, finish), self._read_job, len(runs))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -124,7 +131,7 @@ class Nvme:
         if not batch:
             done([])
         elif self._compressed:
-            self._share(Batch([[(item, None)] for item in batch], finish), self._writer.write, len(batch))
+            self._share(Batch([[(item, None)] for item in batch], finish), self._write_job, len(batch))
         else:
             self._queue.put(lambda packer: self._write_raw(batch, finish, packer))
 
@@ -207,6 +214,11 @@ class Nvme:
                 places.append(place)
             elif gone and key is not None:
                 keys.append(key)
+        for place, (fd, offset, size, _) in shelves.kept():  # of another version: whose it is stands in the same place
+            with contextlib.suppress(OSError), shelves.erasing():
+                if is_mine(fd, offset):
+                    self._disk.discard(fd, offset, size)
+                    shelves.erased(place)
         return places, keys
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
@@ -253,6 +265,8 @@ class Nvme:
                     sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
                 except Exception as e:  # noqa: BLE001 - see Tally
                     sizes.append(self._failed_read(e))
+                    if isinstance(e, OtherVersion):
+                        self._shelves.keep(item.key, item.place, sequence, e.newer)
                 got -= room
         return sizes
 
@@ -288,9 +302,25 @@ class Nvme:
             finish([NOWHERE] * len(batch))
             return
         shared = Batch(runs, finish)
-        self._share(shared, self._writer.write, len(runs) - 1)
+        self._share(shared, self._write_job, len(runs) - 1)
         # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
-        shared.work(self._writer.write, packer)
+        shared.work(self._write_job, packer)
+
+    def _write_job(self, run: Run, packer: Packer) -> list[int]:
+        try:
+            if self._copies:
+                packer.workspace.begin(packer.to_write([item for item, _ in run]))
+            return self._writer.write(run, packer)
+        finally:
+            packer.workspace.end()
+
+    def _read_job(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
+        try:
+            if self._sealing.seals:
+                packer.workspace.begin(packer.to_read([item for item, _ in run]))
+            return self._read_run(run, packer)
+        finally:
+            packer.workspace.end()
 
 
 def _whole(item: Read, room: int) -> bool:

@@ -36,6 +36,8 @@ from kvtide.block import ALIGN
 
 __all__ = [
     "EMPTY",
+    "KEPT",
+    "OLD",
     "SOMEBODY",
     "Segment",
     "Segments",
@@ -59,6 +61,13 @@ _PER_SIZE = 4
 
 SOMEBODY = -1
 """The owner of a slot whose owner was not told yet."""
+
+KEPT = -2
+"""The owner of a slot with a record of another version, which is not ours to read, evict or overwrite."""
+
+OLD = ALIGN - 1
+"""The "domain" of segments in a file format that is not written any more. Their kind is nobody's, so nothing goes in,
+and they are emptied, when they are colder than what is written now, as segments of another size are."""
 
 
 @lru_cache(maxsize=1024)
@@ -374,9 +383,9 @@ class Segments:
         for number, mine in by_segment(places):
             self._all[number].owner[places[mine] & 0xFFFFFFFF] = owners[mine]
 
-    def claim(self, segment: Segment, slots: npt.NDArray[np.int64]) -> None:
+    def claim(self, segment: Segment, slots: npt.NDArray[np.int64], owner: int = SOMEBODY) -> None:
         """Take particular slots: for opening a tier that holds blocks already. Their owners are told later."""
-        segment.owner[slots] = SOMEBODY
+        segment.owner[slots] = owner
         self.used += segment.size * len(slots)
         self.settle(segment)
 
@@ -387,6 +396,10 @@ class Segments:
         segment.free = array("I", [slot for slot in free if slot not in segment.withheld])
         if segment.free and not segment.draining:
             self._open.setdefault(segment.kind, []).append(segment)
+
+    def keep(self, place: int) -> None:
+        """Let a slot in use be nobody's, until it is given back."""
+        self._all[segment_of(place)].owner[slot_of(place)] = KEPT
 
     def release(self, place: int) -> None:
         """Give a slot back."""

@@ -31,10 +31,10 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs
 from kvtide.tiers.calls import Calls
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
 from kvtide.tiers.record import NotForAsker, Rejected, header_bytes, parse, recognise
+from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.steward import StewardStatistics
 from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
@@ -109,8 +109,11 @@ class Shared:
         credit: Credit | None = None,
         late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         clock: Clock | None = None,
+        scratch: Pool | None = None,
     ) -> None:
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
         self._blobs = blobs
+        self._copied = bool(getattr(blobs, "copies", False))
         self._timeout = timeout
         self._sealing = sealing
         self._credit = credit
@@ -128,7 +131,11 @@ class Shared:
         self.call_soon = self._calls.put
         """Call something on a thread that no storage can hold up."""
         self._jobs = Jobs(
-            "shared", [Packer(compression, sealing) for _ in range(2 * threads)], timeout, self._no_answer, self._clock
+            "shared",
+            [Packer(compression, sealing, scratch) for _ in range(2 * threads)],
+            timeout,
+            self._no_answer,
+            self._clock,
         )
 
     def __repr__(self) -> str:
@@ -145,11 +152,11 @@ class Shared:
         def late(items: Sequence[Read]) -> None:
             self._late([item.key for item in items])
 
-        self._jobs.submit(Batch("read", batch, self._read, 0, finish, late), _together(batch))
+        self._jobs.submit(Batch("read", batch, self._read_job, 0, finish, late), _together(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         # A write that hangs is late to nobody: its block is in DRAM, and held there until the answer comes.
-        job = Batch("write", batch, self._write, NOWHERE, done, late=lambda _: None)
+        job = Batch("write", batch, self._write_job, NOWHERE, done, late=lambda _: None)
         self._jobs.submit(job, _together(batch))
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
@@ -214,6 +221,21 @@ class Shared:
         self._absent[key] = self._clock.monotonic() + _ABSENT
 
     # -- the I/O threads ----------------------------------------------------------------------------------
+
+    def _read_job(self, run: Sequence[Read], packer: Packer) -> list[int]:
+        try:
+            if self._copied:
+                packer.workspace.begin(sum(len(item.span) for item in run) + packer.to_open(run))
+            return self._read(run, packer)
+        finally:
+            packer.workspace.end()
+
+    def _write_job(self, run: Sequence[Write], packer: Packer) -> list[int]:
+        try:
+            packer.workspace.begin(max(packer.to_write([item]) for item in run))
+            return self._write(run, packer)
+        finally:
+            packer.workspace.end()
 
     def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
         """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` a refused asker."""

@@ -16,6 +16,10 @@ A slot whose write failed is not used again until then, because the next writer 
 even slots that were written before fail, or empty segments cannot be cut, nothing is evicted for them until then:
 it would be lost without making room.
 
+Records of other versions of kvtide are *kept* (``_kept``; see opening.py). The journal does not say which version
+wrote a record. So the header of a slot that was in use when the directory was opened is looked at before it is
+overwritten (``_unseen``).
+
 Locks: ``lock`` guards the book and is held for microseconds, never during I/O, because callers of ``free`` hold the
 index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` the cutting of segments; these are taken by the
 tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
@@ -34,16 +38,17 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
+from kvtide import forks
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock
 from kvtide.errors import ConfigError, TierError
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory, SegmentHeader
-from kvtide.tiers.journal import FREED, PER_SLOT, RESERVE, Journal, entry
+from kvtide.tiers.journal import FREED, KEEPS, PER_SLOT, RESERVE, Journal, entry
 from kvtide.tiers.opening import ANY, Opening, current
-from kvtide.tiers.record import Rejected
+from kvtide.tiers.record import OtherVersion, Rejected
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.segments import Segment, Segments, place_of, segment_of, slot_of
 
 __all__ = ["Location", "Shelves"]
@@ -91,10 +96,10 @@ class Shelves:
         for _ in range(writes):
             self._turns.put(None)
         self._directory = directory
-        self._directory.create()
-        self._directory.lock()
         self._closed = False
+        self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
         self._files: dict[int, int] = {}
+        forks.tell(self)
         self.coming: dict[int, BlockKey] = {}
         """Slots that are, or will be, written: which block the header may name by now."""
         self._dirty: set[int] = set()
@@ -125,11 +130,12 @@ class Shelves:
         """Failed writes in a row to slots that were written before: the disk did not lack room for them."""
         self._write_again = 0.0
         """When withheld slots are used again."""
+        self._directory.create()
+        self._directory.lock()
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", directory.path)
-            self._journal = Journal(directory.journal, self._disk, self._disk.boot_id(), directory.sealing)
             found = Opening(directory, self._direct, self.segments)
             self._files = found.files
             self.held: Held | None = found.run(self._journal)  # what was here before
@@ -145,6 +151,10 @@ class Shelves:
         """At which sequence number each segment was cut."""
         self._stale = found.stale
         """Slots that hold nothing but whose header still names a block: where, and which."""
+        self._kept = found.kept
+        """Slots with records of other versions: which block each names, if that is known, and whether it is newer."""
+        self._unseen = found.unseen
+        """By segment: slots that held something before, and whose headers were not looked at."""
         self.reasons = found.reasons
         """Why blocks and segments were refused."""
         self._dirty.update(self._files)  # what a predecessor wrote may not be on the medium yet
@@ -169,9 +179,16 @@ class Shelves:
 
     def _let_go(self) -> None:
         self._closed = True
+        try:
+            self._journal.abandon()
+            while self._files:  # one after the other: a fork in between finds only those that are open
+                self._disk.close(self._files.popitem()[1])
+        finally:
+            self._directory.unlock()
+
+    def forked(self) -> None:
         while self._files:
-            self._disk.close(self._files.popitem()[1])
-        self._directory.unlock()
+            forks.close([self._files.popitem()[1]])
 
     # -- slots --------------------------------------------------------------------------------------------
 
@@ -188,8 +205,84 @@ class Shelves:
     def traces(self) -> list[tuple[int, BlockKey | None, Location]]:
         """Every slot whose header may name a block: its place, which block if the slot is free, and where it is."""
         with self.lock:
-            named = [*((p, None) for p in self.segments.places()), *self._stale.items()]
+            used = (p for p in self.segments.places() if p not in self._kept)
+            named = [*((p, None) for p in used), *self._stale.items()]
             return [(p, key, self._location(p)) for p, key in named]
+
+    # -- records of other versions ------------------------------------------------------------------------
+
+    def kept(self) -> list[tuple[int, Location]]:
+        """Slots with records of other versions, and where they are."""
+        with self.lock:
+            return [(place, self._location(place)) for place in self._kept]
+
+    def keep(self, key: BlockKey, place: int, sequence: int, newer: bool) -> None:
+        """A record turned out to be of another version: its slot stays as it is, though it could not be read."""
+        with self.lock:
+            known = not self.segments.holds(place) or place in self.coming or place in self._kept
+            if not known and self._location(place)[3] == sequence:  # else it is another's by now
+                self._keep(key, place, newer)
+
+    def _keep(self, key: BlockKey, place: int, newer: bool) -> None:
+        self.segments.keep(place)
+        self._kept[place] = key, newer
+        self._unnoted.append(entry(KEEPS, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
+
+    def erased(self, place: int) -> None:
+        """A record of another version is gone, because somebody asked for that."""
+        with self.lock:
+            if self._kept.pop(place, None) is not None:
+                self._free(ANY, place)
+                del self._stale[place]
+
+    def _look_at(self, places: list[int]) -> list[int]:
+        """Those of some slots, which were just taken, that may be overwritten."""
+        return [place for place in places if not self._is_newer(place)]
+
+    def _is_newer(self, place: int) -> bool:
+        number, slot = segment_of(place), slot_of(place)
+        unseen = self._unseen.get(number)
+        if unseen is None or not unseen[slot]:
+            return False
+        with self.lock:
+            segment = self.segments[number]
+            header = SegmentHeader(segment.size, segment.slots, self._cuts[number])
+        found = [what for _, what in self._directory.records(self._files[number], header, range(slot, slot + 1))]
+        newer = any(isinstance(what, OtherVersion) and what.newer for what in found)
+        with self.lock:
+            unseen[slot] = False
+            if newer:
+                self.coming.pop(place, None)
+                self.reasons[str(found[0])] += 1
+                self._keep(self._stale.pop(place, ANY), place, newer)
+        return newer
+
+    def _holds_newer(self, segment: Segment) -> bool:
+        """Whether an empty segment, which is to be cut anew, has records of a newer kvtide. Then it is not empty."""
+        unseen, kept = self._unseen.get(segment.number), False
+        for slot in [] if unseen is None else np.flatnonzero(unseen).tolist():
+            place = place_of(segment.number, slot)
+            with self.lock:
+                self.segments.claim(segment, np.array([slot], np.int64))
+            if self._is_newer(place):
+                kept = True
+            else:
+                with self.lock:
+                    self.segments.release(place)
+        if kept:
+            with self.lock:
+                segment.draining = False
+                self.segments.settle(segment)
+        return kept
+
+    def _give_up_old(self) -> bool:
+        """Give up what an older kvtide wrote and this one cannot read, of one segment; False if there is nothing."""
+        with self.lock:
+            old = [place for place, (_, newer) in self._kept.items() if not newer]
+            for place in [p for p in old if segment_of(p) == segment_of(old[0])]:
+                del self._kept[place]
+                self._free(ANY, place)
+        return bool(old)
 
     def begin(self, keys: Sequence[BlockKey], places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Blocks are about to be written to slots: of each its file, its offset, and the record's sequence number."""
@@ -289,9 +382,13 @@ class Shelves:
                     self._withheld = 0
                 places = self.segments.take_many(size, len(left), left)
                 self.coming.update(dict.fromkeys(places, ANY))
+            if self._unseen:
+                places = self._look_at(places)
             yield from places
             left = left[len(places) :]
-            if not len(left) or not (self._grow(size) or self._evict(size, make_room)):
+            if not len(left):
+                return
+            if not (self._grow(size) or self._give_up_old() or self._evict(size, make_room)):
                 return
 
     def _evict(self, size: int, make_room: Callable[[int], bool] | None) -> bool:
@@ -429,12 +526,15 @@ class Shelves:
         Its bytes are then another's. If a power loss could bring it back, there would be more segments than the budget
         allows, and the next opener might do without one whose blocks were acknowledged.
         """
+        if self._holds_newer(segment):
+            raise Rejected("the segment has records of a newer kvtide")
         fd = self._files.get(segment.number)
         if fd is not None and os.fstat(fd).st_size:
             self._write(fd, [_BLANK], 0)
             self._disk.sync(fd)
         with self.lock:
             self.segments.remove(segment)
+            self._unseen.pop(segment.number, None)
             self._stale = {place: key for place, key in self._stale.items() if segment_of(place) != segment.number}
 
     # -- erasing ------------------------------------------------------------------------------------------
@@ -466,7 +566,9 @@ class Shelves:
         with self.lock:
             wanted = keys | {ANY}
             named = [(k, p) for names in (self._stale, self.coming) for p, k in names.items() if k in wanted]
-            live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p)]
+            live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p) and p not in self._kept]
+            if self._kept:
+                live += self._kept_of(keys, {p for _, p in items})
             generations = [self.segments.generation(p) for _, p in live]
             targets = [(k, p, self._files[segment_of(p)], self.segments.offset(p)) for k, p in named + live]
             dirty, self._dirty = self._dirty | {segment_of(p) for _, p in named + live}, set()
@@ -491,6 +593,16 @@ class Shelves:
                         del self._stale[place]
         return failed
 
+    def _kept_of(self, keys: set[BlockKey], unless: set[int]) -> list[tuple[BlockKey, int]]:
+        """Blocks that are dropped, and their slots, among those that were kept; under the lock.
+
+        But for slots whose record could just not be read: to drop that is the pipeline's doing, not anybody's wish.
+        """
+        asked = [(key, p) for p, (key, _) in self._kept.items() if key in keys and p not in unless]
+        for _, place in asked:
+            del self._kept[place]
+        return asked
+
     def _sync_all(self, numbers: set[int]) -> set[int]:
         """Sync segments; answers those that could not be."""
         failed = set()
@@ -506,6 +618,8 @@ class Shelves:
 
     def _free(self, key: BlockKey, place: int) -> None:
         """Give back a slot whose header names ``key``. Under the lock."""
+        if place in self._kept:
+            return
         self.segments.release(place)
         self._stale[place] = key
         self._unnoted.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))

@@ -42,8 +42,8 @@ import msgspec
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.removals import PAGE, PAGE_BYTES, PAGES, names_in, tell
+from kvtide.tiers.scratch import Scratch
 
 __all__ = ["RESIGNED", "Paper", "Papers", "Steward", "StewardStatistics", "is_block"]
 

@@ -38,7 +38,7 @@ from kvtide.tiers.segments import ladder
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
 
-__all__ = ["Writer"]
+__all__ = ["Run", "Writer"]
 
 _RUN = 4
 """The most blocks of a run: five calls instead of eight. Longer ones gain little, and leave other threads idle."""

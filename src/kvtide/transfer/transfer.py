@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+from kvtide import forks
 from kvtide.clock import Clock
 
 __all__ = ["Transfer"]
@@ -30,6 +31,7 @@ class Transfer:
         """``run`` calls callbacks; without it, the thread that ends the transfer does."""
         self._clock = clock
         self._run = run
+        self._origin = forks.here
         self._began = clock.monotonic()
         self.deadline = deadline
         """On the monotonic clock; None: whenever."""
@@ -132,10 +134,12 @@ class Transfer:
 
     def cancel(self) -> None:
         """Stop waiting. Reads that have not started are not made, unless somebody else wants them."""
-        self._end()
+        if self._origin is forks.here:  # else it is our parent's, and goes on there
+            self._end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
+        forks.check(self._origin, "transfer")
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
         if self._ended:
@@ -157,6 +161,7 @@ class Transfer:
         On whatever thread ends it, which may be one of the store's own: it must be quick and wait for nothing. A
         node's client has a thread for such calls, where it may do what it likes.
         """
+        forks.check(self._origin, "transfer")
         self._at_end(callback if self._run is None else functools.partial(self._run, callback))
 
     def _at_end(self, callback: Callable[[], None]) -> None:
@@ -170,6 +175,7 @@ class Transfer:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> bool:
+        forks.check(self._origin, "transfer")
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
