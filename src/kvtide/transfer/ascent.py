@@ -178,7 +178,8 @@ class Ascent:
     def _begin(
         self, rows: Rows, identity: Identity, transfer: Transfer, events: list[Event]
     ) -> tuple[Rows, Rows, Rows, Rows]:
-        """Start or join reads: which rows are here, which are others', which will not come, and for which DRAM must grow first."""
+        """Start or join reads. Answers which rows are here, which are others', which will not come, and for which DRAM
+        must grow first."""
         index = self._index
         left = refused = _NONE
         away, here = _part(rows, index.state[DRAM], ABSENT)
