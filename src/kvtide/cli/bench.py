@@ -61,8 +61,9 @@ def store(
     """The store: match, DRAM, NVMe, shared files, the index at scale, opening, the pipeline, the node, and storage.
 
     Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy,
-    raw direct I/O and plain clients in the same run. An object store or Valkey is measured where the configuration
-    names one: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
+    raw direct I/O and plain clients in the same run. All of it happens in stores of its own: the one that you have
+    configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in a
+    folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
 
     Example: kvtide bench store --quick --path /nvme
     """
