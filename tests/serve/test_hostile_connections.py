@@ -12,9 +12,7 @@ from tests.node.serving import eventually
 from tests.serve.hostile import POST, Raw, works
 from tests.serve.serving import FOREVER, Served
 
-QUICK = Limits(
-    connections=24, per_address=16, head_seconds=1, body_seconds=1, read_seconds=1, discard_seconds=1
-)
+QUICK = Limits(connections=24, per_address=16, head_seconds=1, body_seconds=1, read_seconds=1, discard_seconds=1)
 
 
 @pytest.fixture(scope="module")
