@@ -91,7 +91,7 @@ def cost(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
     every = sum(len(b) for b in trace.blocks)
     for policy in ("lru", "reuse", "auto"):
         tiers = {"dram": {"budget": max(1, int(trace.unique * 0.05)) * BLOCK, "policy": policy}}
-        world = World(configured(**tiers), BLOCK)  # type: ignore[arg-type]
+        world = World(configured(**tiers), BLOCK)
         spent = [0.0, 0]
         for owner, verb in (
             (world.uses, "asked"),

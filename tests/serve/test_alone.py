@@ -16,7 +16,7 @@ from tests.serve.serving import FOREVER, LONG_TALK, NAME, Served, cached, talk_o
 
 
 def test_after_a_restart_the_first_answer_comes_from_the_disk(tmp_path: Path) -> None:
-    where = {"nvme": {"path": str(tmp_path), "budget": "512MiB", "store": "through"}}
+    where: dict[str, Any] = {"nvme": {"path": str(tmp_path), "budget": "512MiB", "store": "through"}}
     with Served(**where) as served:
         first = served.chat(LONG_TALK)
     with Served(**where) as served:

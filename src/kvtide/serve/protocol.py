@@ -155,7 +155,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     wanted: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
         text = memoryview(value)
-        if text == b"null" or name in _IDLE:
+        if bytes(text[:5]) == b"null" or name in _IDLE:
             continue
         if name in _USUAL:
             if not _is_usual(name, text):
