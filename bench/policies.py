@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvtide import config
+from kvtide.benchmarks.settings import configured
 from kvtide.replay.optimum import optimum
 from kvtide.replay.run import Report, replay
 from kvtide.replay.trace import Trace, chains, read
@@ -43,7 +43,7 @@ def run(trace: Trace, dram: int, policy: str, nvme: int = 0, below: dict[str, st
     tiers: dict[str, Any] = {"dram": {"budget": dram * BLOCK, "policy": policy}}
     if nvme:
         tiers["nvme"] = {"path": "replayed", "budget": nvme * BLOCK, **(below or {})}
-    return replay(trace, config.read(env={}, **tiers), BLOCK, WARM, best=False)
+    return replay(trace, configured(**tiers), BLOCK, WARM, best=False)
 
 
 def eviction(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
@@ -91,7 +91,7 @@ def cost(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
     every = sum(len(b) for b in trace.blocks)
     for policy in ("lru", "reuse", "auto"):
         tiers = {"dram": {"budget": max(1, int(trace.unique * 0.05)) * BLOCK, "policy": policy}}
-        world = World(config.read(env={}, **tiers), BLOCK)  # type: ignore[arg-type]
+        world = World(configured(**tiers), BLOCK)
         spent = [0.0, 0]
         for owner, verb in (
             (world.uses, "asked"),

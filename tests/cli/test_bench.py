@@ -43,6 +43,19 @@ def test_an_unknown_figure_is_named() -> None:
     assert "dram" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [("--path", "missing", "not a folder"), ("--path", "file", "not a folder"), ("--json", "missing/x", "no folder")],
+)
+def test_where_nothing_can_be_written_is_told_before_it_measures(
+    option: str, value: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["bench", "store", "match", "--quick", option, str(tmp_path / value)])
+    assert isinstance(result.exception, ConfigError)
+    assert says in str(result.exception)
+
+
 def test_storage_that_is_to_be_measured_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVTIDE_OBJECTS_URL", raising=False)
     result = CliRunner().invoke(app, ["bench", "store", "objects"])

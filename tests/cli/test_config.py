@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,16 @@ def test_version() -> None:
     assert run("--version") == f"kvtide {__version__}\n"
 
 
-def test_help_lists_the_command_and_teaches_by_example() -> None:
-    assert "config" in run("--help")
+def test_help_lists_every_command() -> None:
+    """Those that have commands below them too."""
+    modules = {module.stem for module in Path(cli.__file__).parent.glob("[!_]*.py")}
+    listed = re.findall(r"^│ (\w+) +\w", run("--help").partition("Commands")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(modules)
+    for name in modules:
+        assert re.search(rf"Usage: \S+ {name}\b", run(name, "--help"))
+
+
+def test_help_teaches_by_example() -> None:
     assert "kvtide config > kvtide.toml" in run("config", "--help")
 
 

@@ -16,6 +16,7 @@ import kvtide
 from kvtide.engines.loading import Loaded, load
 from kvtide.engines.transformers import attach
 from kvtide.serve.app import Service
+from kvtide.serve.connections import Limits, configuration
 from kvtide.serve.generation import Answered, Ask, Engine
 from kvtide.serve.run import listen
 from tests.node.serving import eventually
@@ -26,6 +27,9 @@ LONG_TALK = f"{LONG} When was lighthouse 7 lit?"
 CATS = "Say an emoji for a cat 🐱 please."
 FOREVER = {"max_tokens": 4000, "stream": True}
 """An answer that nobody waits for."""
+
+
+LIMITS = Limits()
 
 
 @functools.cache
@@ -51,22 +55,25 @@ class Recorded(Engine):
 class Served:
     """A server in a thread, with a store of its own and clients for it."""
 
-    def __init__(self, options: dict[str, Any] | None = None, **settings: Any) -> None:
-        """``options`` are those of a service, ``settings`` those of the store."""
+    def __init__(self, options: dict[str, Any] | None = None, limits: Limits = LIMITS, **settings: Any) -> None:
+        """``options`` are those of a service, ``limits`` those of its connections, ``settings`` those of the store."""
         self.store = kvtide.open(**({"dram": {"budget": "256MiB", "segment": "16MiB"}} | settings))
         self.attached = attach(smollm2().model, self.store)
         self.engine = Recorded(smollm2(), self.attached)
-        self.service = Service(self.engine, self.store, **(options or {}))
+        self.service = Service(self.engine, self.store, **({"body_seconds": limits.body_seconds} | (options or {})))
         at = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{at.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.service.app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=30)
-        )
+        self._server = uvicorn.Server(configuration(self.service.app, limits, 30))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [at]}, name="uvicorn")
         self._thread.start()
         eventually(lambda: self._server.started)
         self.http = httpx.Client(base_url=self.url, timeout=300)
         self.client = self.openai("none")
+
+    @property
+    def connections(self) -> int:
+        """How many the server has now."""
+        return len(self._server.server_state.connections)
 
     def openai(self, key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)

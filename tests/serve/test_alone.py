@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from kvtide.serve.connections import Limits
 from tests.node.serving import eventually
+from tests.serve.hostile import Raw, post, refused, works
 from tests.serve.serving import FOREVER, LONG_TALK, NAME, Served, cached, talk_of
 
 
 def test_after_a_restart_the_first_answer_comes_from_the_disk(tmp_path: Path) -> None:
-    where = {"nvme": {"path": str(tmp_path), "budget": "512MiB", "store": "through"}}
+    where: dict[str, Any] = {"nvme": {"path": str(tmp_path), "budget": "512MiB", "store": "through"}}
     with Served(**where) as served:
         first = served.chat(LONG_TALK)
     with Served(**where) as served:
@@ -67,3 +70,30 @@ def test_who_leaves_before_his_turn_gives_it_back() -> None:
         running.close()
         list(next_one)
         assert [answer.prompt for answer in served.engine.answers[1:]] == [2], "who left was never answered"
+
+
+def test_one_address_does_not_close_the_connections_of_others() -> None:
+    slow = Limits(connections=12, per_address=10, head_seconds=300)
+    with Served(limits=slow) as served, ExitStack() as stack:
+        others = [stack.enter_context(Raw(served, "GET /health HTTP/1.1\r\n", f"127.0.0.{n}")) for n in (2, 3, 4)]
+        eventually(lambda: served.connections == 3)
+        for _ in range(50):
+            stack.enter_context(Raw(served, source="127.0.0.9"))
+        works(served)
+        for other in others:
+            other.send("Host: a\r\n\r\n")
+            assert other.answer()[0] == 200
+        assert served.connections <= slow.connections
+
+
+def test_a_request_takes_its_place_in_the_queue_before_it_is_decoded() -> None:
+    with Served({"waiting": 0}) as served:
+        with served.complete([5, 6], **FOREVER) as running:
+            next(iter(running))
+            answer = post(served, b"[" * (1 << 20))
+            refused(answer, 503, "ask again later")
+            assert int(answer.headers["Retry-After"]) > 0
+        eventually(lambda: post(served, b"not JSON").status_code == 400)
+        for _ in range(3):
+            refused(post(served, b"not JSON"), 400, "not a JSON object")  # and gives the place back
+        works(served)

@@ -20,7 +20,7 @@ def chat(**more: Any) -> ChatRequest:
     ("name", "value", "says"),
     [
         ("n", 2, "n is 2; this server can do 1 only"),
-        ("n", True, "n is True"),
+        ("n", True, "n is true"),
         ("logprobs", True, "can do false only"),
         ("frequency_penalty", 0.5, "can do 0 only"),
         ("tools", [{"type": "function"}], r"can do \[\] only"),
@@ -36,10 +36,18 @@ def chat(**more: Any) -> ChatRequest:
         ("seed", 2**70, "seed"),
         ("stop", "", "length >= 1"),
         ("stop", ["a", ""], "length >= 1"),
+        ("stop", ["a", "b", "c", "d", "e"], "length <= 4"),
+        ("stop", "x" * 1025, "length <= 1024"),
+        ("stop", ["a", "x" * 1025], "length <= 1024"),
         ("stream", "yes", "Expected `bool`"),
         ("stream_options", {"include_use": True}, "unknown field `include_use`"),
         ("cache_salt", "", "length >= 1"),
+        ("cache_salt", "x" * 1025, "length <= 1024"),
         ("messages", [], "length >= 1"),
+        ("messages", TALK * 2049, "length <= 2048"),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2049}], "length <= 2048"),
+        ("logit_bias", {str(n): 0 for n in range(100_000)}, "logit_bias"),
+        ("n", 10**400, "can do 1 only"),
         ("messages", [{"content": "hi"}], "role"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "Invalid value 'image_url'"),
         ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
@@ -66,7 +74,28 @@ def test_a_prompt_must_be_there() -> None:
     assert caught.value.body["error"]["param"] == "prompt"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([[]] * 129, "129 prompts; send 128 at most"),
+        ([[1]] * 100_000, "100000 prompts"),
+        ([1, [], "a"], "one kind"),
+        (["a", *[[]] * 100_000], "one kind"),
+        ([1, *[[]] * 100_000], "100000 prompts"),
+    ],
+)
+def test_too_many_prompts_are_refused_before_they_are_decoded(prompt: Any, says: str) -> None:
+    with pytest.raises(ApiError, match=says) as caught:
+        parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("prompt", ["[[", ["a[[", "[" * 200], [[1], [2]], [1, 2], '"["'])
+def test_prompts_of_all_kinds_are_decoded(prompt: Any) -> None:
+    assert parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompt == prompt
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": [{"role": "\xff"}]}', b"[" * 100_000])
 def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="not a JSON object") as caught:
         parse(body, ChatRequest)

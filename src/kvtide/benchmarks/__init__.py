@@ -15,7 +15,7 @@ from kvtide.benchmarks.record import Record
 from kvtide.benchmarks.scheduler import scheduler
 from kvtide.benchmarks.sealed import sealed
 from kvtide.benchmarks.settings import MIB, Settings, chosen
-from kvtide.benchmarks.storage import configured, objects, valkey
+from kvtide.benchmarks.storage import objects, valkey
 from kvtide.errors import ConfigError
 
 __all__ = ["FIGURES", "run"]
@@ -36,12 +36,12 @@ FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
     "valkey": valkey,
 }
 STORAGES = ("objects", "valkey")
-"""Of these, those that the configuration names."""
+"""These are measured only where they are asked for by name: they write to a storage that others may use."""
 
 
 def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
     """Measure everything, or only the parts that are named."""
-    figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES or configured(name)])
+    figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES])
     free = shutil.disk_usage(settings.folder).free
     if free < (4 if settings.quick else 16) * 1024 * MIB:
         raise ConfigError(f"{settings.folder} has only {free // MIB} MiB free; give --path on a disk with more")

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 import kvtide
-from kvtide import config as configuration
 from kvtide.benchmarks.record import Record, figure, timed
-from kvtide.benchmarks.settings import MIB, TINY, Settings, into
+from kvtide.benchmarks.settings import MIB, TINY, Settings, into, own_store
 from kvtide.clock import SystemClock
 from kvtide.events import Feed
 from kvtide.index.index import DRAM, Index
@@ -84,9 +83,9 @@ def _costs_at(blocks: int, costs: dict[str, list[list[float]]]) -> float:
     slot = TINY.geometry["full"].footprint
     given = [np.zeros(TINY.geometry["full"].nbytes, np.uint8)] * CHAIN
     base = np.arange(CHAIN * TINY.block_tokens, dtype=np.uint32)
-    sizes: Any = {"dram": {"budget": max(blocks * slot, MIB), "segment": "64MiB"}, "nvme": {"path": ""}}
+    sizes: Any = {"dram": {"budget": max(blocks * slot, MIB), "segment": "64MiB"}}
     # Shared: then the blocks themselves are not among our private memory.
-    with kvtide.Store(configuration.read(None, **sizes), shared=True) as store:
+    with own_store(shared=True, **sizes) as store:
         session = store.session(kvtide.Model(TINY, "bench"))
         chains = blocks // CHAIN
         every = chains // 200 + 1
@@ -149,7 +148,7 @@ def opening(settings: Settings) -> Iterator[Record]:
                     (path / "journal").unlink()
                 gc.collect()
                 start = time.perf_counter()
-                store = kvtide.Store(configuration.read(None, **sizes))
+                store = own_store(**sizes)
                 seconds.append(time.perf_counter() - start)
                 assert len(store.index) == blocks, f"{len(store.index)} of {blocks} blocks"
                 store.close()

@@ -20,9 +20,8 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 import kvtide
-from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import MIB, Settings, block_sources, into, layout_of, size_name
+from kvtide.benchmarks.settings import MIB, Settings, block_sources, into, layout_of, own_store, size_name
 from kvtide.block import BLOCK_TOKENS, Span
 from kvtide.index.index import DRAM
 
@@ -90,7 +89,7 @@ class Below:
             tier: {"queue": count * nbytes, "store": "through", **settings},
             "security": security or {},
         }
-        self._store = kvtide.Store(configuration.read(None, env={}, **sizes), shared=shared)
+        self._store = own_store(shared, **sizes)
         self._store.dram.wait_prefault()
         self._total = count * nbytes
         layout = layout_of(nbytes)

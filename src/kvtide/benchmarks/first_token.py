@@ -19,11 +19,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import kvtide
-from kvtide import config as configuration
 from kvtide.benchmarks.disk import RawDisk
 from kvtide.benchmarks.pages import bus
 from kvtide.benchmarks.record import Record, figure
-from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.engines.transformers import Attached, attach
 from kvtide.index.index import DRAM
 
@@ -114,7 +113,7 @@ def _attached(stack: ExitStack, model: LlamaForCausalLM, most: int, nvme: dict[s
     """A store with room for ``most`` bytes at once, at work for the model."""
     budget = (most // (256 * MIB) + 6) * 256 * MIB
     sizes: Any = {"dram": {"budget": budget, "prefault": True}, "nvme": {"budget": 2 * budget, **nvme}}
-    store = kvtide.Store(configuration.read(None, **sizes))
+    store = own_store(**sizes)
     stack.callback(store.close)
     store.dram.wait_prefault()
     attached = stack.enter_context(attach(model, store, fidelity=fidelity))

@@ -11,7 +11,7 @@ import numpy as np
 import kvtide
 from kvtide.benchmarks.copies import Copies, memcpy, records, through
 from kvtide.benchmarks.record import Record, Rounds, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, into, size_name
+from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, into, own_store, size_name
 from kvtide.block import BLOCK_TOKENS
 
 __all__ = ["dram", "match"]
@@ -22,7 +22,7 @@ def match(settings: Settings) -> Iterator[Record]:
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
     as_list = tokens.tolist()
     block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
-    with kvtide.open(dram={"budget": "64MiB", "segment": "8MiB"}) as store:
+    with own_store(dram={"budget": "64MiB", "segment": "8MiB"}) as store:
         session = store.session(kvtide.Model(SMALL, "bench"))
         session.store(tokens, [block] * (TOKENS // BLOCK_TOKENS))
 
@@ -81,7 +81,7 @@ def dram(settings: Settings) -> Iterator[Record]:
 
 def _dram_rounds(settings: Settings, nbytes: int, count: int) -> Rounds:
     budget = count * nbytes + 256 * MIB
-    with kvtide.open(dram={"budget": budget, "prefault": True}, nvme={"path": ""}) as store:
+    with own_store(dram={"budget": budget, "prefault": True}) as store:
         store.dram.wait_prefault()
         ours = through(Copies(store, nbytes, count), count * nbytes)
         contestants = {"kvtide": ours, "memcpy": memcpy(nbytes, count), **settings.peers.dram(nbytes, count)}

@@ -23,7 +23,7 @@ import kvtide
 from kvtide.benchmarks.copies import Copies, Memcpy, Moment, memcpy, moment, records, through, together
 from kvtide.benchmarks.crowd import Crowd
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
-from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings
+from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, environment
 from kvtide.block import BLOCK_TOKENS
 from kvtide.config import Dram
 
@@ -41,14 +41,12 @@ def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
     for its environment."""
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
         path = Path(folder) / "node.sock"
-        environment = {**os.environ, "KVTIDE_DRAM_BUDGET": str(budget), "KVTIDE_DRAM_PREFAULT": "true"}
-        # Storage may be in our own environment to be measured itself.
-        environment |= {f"KVTIDE_{name}": "" for name in ("NVME_PATH", "FILES_PATH", "OBJECTS_URL", "VALKEY_URL")}
-        environment |= {"NOTIFY_SOCKET": f"{folder}/ready", **settings}
+        variables = {"KVTIDE_DRAM_BUDGET": str(budget), "KVTIDE_DRAM_PREFAULT": "true", **settings}
+        variables |= {"KVTIDE_CONFIG": os.devnull, "NOTIFY_SOCKET": f"{folder}/ready"}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
             ready.bind(f"{folder}/ready")
             command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
-            process = subprocess.Popen(command, env=environment, cwd=folder)
+            process = subprocess.Popen(command, env=environment(**variables), cwd=folder)
             try:
                 ready.settimeout(60)
                 ready.recv(100)

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 import kvtide
-from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
-from kvtide.benchmarks.settings import MIB, Settings
+from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.block import BLOCK_TOKENS, Slice
 from kvtide.engines.paged import Copy, Pages, mover
 
@@ -84,7 +83,7 @@ class Engine:
         layout = kvtide.Layout.attention(layers=shape.layers, heads=shape.heads, head_dim=128)
         footprint = layout.geometry["full"].footprint
         budget = (2 * shape.blocks * footprint // (256 * MIB) + 2) * 256 * MIB
-        store = kvtide.Store(configuration.read(None, dram={"budget": budget, "prefault": True}, nvme={"path": ""}))
+        store = own_store(dram={"budget": budget, "prefault": True})
         stack.callback(store.close)
         store.dram.wait_prefault()
         self._session = store.session(kvtide.Model(layout, "bench"))

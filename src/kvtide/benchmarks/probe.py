@@ -22,11 +22,10 @@ import numpy.typing as npt
 
 import kvtide
 from kvtide import Chain, Client, Session, Store, Tenant
-from kvtide import config as configuration
 from kvtide.benchmarks.difference import difference
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.record import Record, machine
-from kvtide.benchmarks.settings import MIB, TINY, Settings
+from kvtide.benchmarks.settings import MIB, TINY, Settings, own_store
 
 __all__ = ["NOBODY", "OTHER", "OWN", "probe", "verdicts"]
 
@@ -70,7 +69,7 @@ def _at_node(settings: Settings, where: str, storage: dict[str, str]) -> Iterato
         _keep(node, _THEIRS, prompts[OTHER])
         if storage:
             elsewhere: Any = {"dram": {"budget": budget}, "files": storage}
-            with kvtide.Store(configuration.read(None, env={}, **elsewhere)) as store:
+            with own_store(**elsewhere) as store:
                 _keep(store, _OURS, prompts[OWN])
         else:
             _keep(node, _OURS, prompts[OWN])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvtide
+from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant
 from kvtide.block import BLOCK_TOKENS
 from kvtide.errors import ConfigError
@@ -25,8 +27,11 @@ __all__ = [
     "Settings",
     "block_sources",
     "chosen",
+    "configured",
+    "environment",
     "into",
     "layout_of",
+    "own_store",
     "size_name",
 ]
 
@@ -98,6 +103,25 @@ def chosen(figures: Mapping[str, F], only: Sequence[str]) -> list[F]:
         if name not in figures:
             raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(figures)}")
     return [figures[name] for name in only or figures]
+
+
+def configured(**sections: Any) -> configuration.Config:
+    """These settings, and the defaults for the rest, whatever ``kvtide.toml`` and the environment say.
+
+    What a user has configured is a store with content: a benchmark that opened it would evict that. So all stores of
+    benchmarks are configured by this function, and have their folders in ``Settings.folder`` or another temporary one.
+    """
+    return configuration.read(os.devnull, env={}, **sections)
+
+
+def own_store(shared: bool = False, **sections: Any) -> kvtide.Store:
+    """A store of the benchmark's own, with these settings alone."""
+    return kvtide.Store(configured(**sections), shared=shared)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a process of the benchmark's own: without the user's settings, with these variables."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")} | variables
 
 
 def layout_of(nbytes: int) -> kvtide.Layout:

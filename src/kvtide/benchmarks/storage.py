@@ -1,12 +1,15 @@
 """Blocks to and from an object store and Valkey, verified, beside plain clients of theirs at the same concurrency.
 
 What is measured is the storage that the configuration names, so that it can be any: ``objects.url``, ``valkey.url``.
-Blocks and the plain clients' values are written anew and removed in every round.
+It may be in use, so only its address is taken from the configuration. In an object store everything is written to a new
+folder, which is removed at the end. Valkey must have enough memory left that it evicts nothing, and what is written to
+it expires. Blocks and the plain clients' values are written anew and removed in every round.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,13 +23,16 @@ from kvtide.benchmarks.record import Record, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, block_sources, size_name
 from kvtide.errors import ConfigError
 
-__all__ = ["configured", "objects", "valkey"]
+__all__ = ["objects", "valkey"]
 
 THREADS = 8
 _PATIENCE = 120.0
 """Seconds, so that a slow storage is measured too."""
 _ROW = 16
 """Commands that go out together."""
+_VALKEY_THREADS = configuration.Valkey().threads
+_EXPIRY = 3600
+"""Seconds that what is in Valkey outlives a benchmark that was killed."""
 
 Put = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
 Get = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
@@ -68,16 +74,16 @@ class Plain:
         self._pool.shutdown()
 
 
-def configured(name: str) -> bool:
-    """Whether the configuration names such a storage."""
-    return bool(getattr(configuration.read(), name).url)
+_REACH = ("url", "endpoint", "region", "user", "password_file", "certificate", "identity")
+"""The settings that say where a storage is, and how it is reached."""
 
 
 def _given(name: str) -> dict[str, Any]:
+    """How to reach the storage that the user has configured. Its other settings, such as its budget, are not ours."""
     section = getattr(configuration.read(), name)
     if not section.url:
         raise ConfigError(f"{name}.url is not set: name the storage to measure, KVTIDE_{name.upper()}_URL=...")
-    return {field: getattr(section, field) for field in section.__struct_fields__ if field not in ("queue", "store")}
+    return {field: getattr(section, field) for field in _REACH if field in section.__struct_fields__}
 
 
 def objects(settings: Settings) -> Iterator[Record]:
@@ -85,6 +91,7 @@ def objects(settings: Settings) -> Iterator[Record]:
     from obstore.store import from_url
 
     given = _given("objects") | {"threads": THREADS, "requests": THREADS, "timeout": _PATIENCE}
+    given["url"] = f"{given['url'].rstrip('/')}/kvtide-bench-{secrets.token_hex(8)}"
     more: Any = {"endpoint": given["endpoint"]} if given["endpoint"] else {}
     store = from_url(
         given["url"],
@@ -101,24 +108,28 @@ def objects(settings: Settings) -> Iterator[Record]:
             values[0], np.frombuffer(memoryview(store.get_range(names[0], start=0, length=len(values[0]))), np.uint8)
         )
 
-    for nbytes in (32 * MIB, 2 * MIB):
-        count = settings.rounds(512, 256) * MIB // nbytes
-        plain = Plain(nbytes, count, THREADS, 1, put, get, store.delete)
-        yield from _records(settings, "objects", nbytes, count, given, plain, f"obstore alone, {THREADS} at a time")
+    try:
+        for nbytes in (32 * MIB, 2 * MIB):
+            count = settings.rounds(512, 256) * MIB // nbytes
+            plain = Plain(nbytes, count, THREADS, 1, put, get, store.delete)
+            yield from _records(settings, "objects", nbytes, count, given, plain, f"obstore alone, {THREADS} at a time")
+    finally:
+        for found in store.list():
+            store.delete([each["path"] for each in found])
 
 
 def valkey(settings: Settings) -> Iterator[Record]:
     """Store to and load from Valkey, verified, beside a plain pipelined client."""
     from valkey import Valkey
 
-    given = _given("valkey") | {"timeout": _PATIENCE}
-    threads = given["threads"]
+    threads = _VALKEY_THREADS
+    given = _given("valkey") | {"threads": threads, "timeout": _PATIENCE, "ttl": _EXPIRY}
     client: Any = Valkey.from_url(given["url"])
 
     def put(names: Sequence[str], values: Sequence[npt.NDArray[np.uint8]]) -> None:
         row = client.pipeline(transaction=False)
         for name, value in zip(names, values, strict=True):
-            row.set(name, value.data)
+            row.set(name, value.data, ex=_EXPIRY)
         row.execute()
 
     def get(names: Sequence[str], values: Sequence[npt.NDArray[np.uint8]]) -> None:
@@ -130,9 +141,20 @@ def valkey(settings: Settings) -> Iterator[Record]:
 
     for nbytes in (2 * MIB, MIB // 4):
         count = settings.rounds(256, 64) * MIB // nbytes
+        _check_room(client.info("memory"), count * nbytes)
         plain = Plain(nbytes, count, threads, _ROW, put, get, client.delete)
         against = f"valkey-py with libvalkey, {threads} threads, {_ROW} commands in a row"
         yield from _records(settings, "valkey", nbytes, count, given, plain, against)
+
+
+def _check_room(memory: Mapping[str, Any], needed: int) -> None:
+    """Refuse to measure a server that would evict what others have there."""
+    most, used = int(memory.get("maxmemory", 0)), int(memory["used_memory"])
+    if most and used + 2 * needed > most:
+        raise ConfigError(
+            f"the server at valkey.url has {max(0, most - used) // MIB} MiB of memory left, and {2 * needed // MIB} "
+            "MiB would be written to it, which would evict what is there; give another KVTIDE_VALKEY_URL"
+        )
 
 
 def _records(

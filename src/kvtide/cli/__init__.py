@@ -33,7 +33,11 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
-        return typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
+        command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
+        command.name = (
+            cmd_name  # a command that has others below it has no name of its own, and help would leave it out
+        )
+        return command
 
 
 app = typer.Typer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -61,8 +62,9 @@ def store(
     """The store: match, DRAM, NVMe, shared files, the index at scale, opening, the pipeline, the node, and storage.
 
     Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy,
-    raw direct I/O and plain clients in the same run. An object store or Valkey is measured where the configuration
-    names one: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
+    raw direct I/O and plain clients in the same run. All of it happens in stores of its own: the one that you have
+    configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in a
+    folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
 
     Example: kvtide bench store --quick --path /nvme
     """
@@ -118,10 +120,15 @@ def _measure(
 
     from kvtide.benchmarks.settings import NoPeers, Settings
 
+    folder = path or Path(tempfile.gettempdir())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{folder} is not a folder that can be written to: give --path on the disk to measure")
+    if json not in ("", "-") and not Path(json).parent.is_dir():  # before minutes of measuring, not after
+        raise ConfigError(f"--json is {json}, and there is no folder {Path(json).parent}")
     console = Console(stderr=True)
     command = " ".join(["kvtide bench", what, *only, *(["--quick"] if quick else ())])
     with console.status("measuring") as status:
-        settings = Settings(quick, path or Path(tempfile.gettempdir()), command, status.update, NoPeers())
+        settings = Settings(quick, folder, command, status.update, NoPeers())
         records = list(measure(settings))
     if json == "-":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(records), indent=2).decode() + "\n")

@@ -1,6 +1,9 @@
 """The HTTP face: OpenAI's endpoints for chat and completions, and what an operator asks for.
 
-Nothing here waits for the model in the event loop: prompts are made into tokens on a thread, and answered in a turn.
+Nothing here waits for the model in the event loop: requests are decoded, and prompts made into tokens, on a thread, and
+answered in a turn. What a client can make the server do grows step by step: without the key nothing of a body is read;
+a body is read up to a size, within a time, and all large ones share a budget of memory; then the request needs a place
+in the queue, and only with that place is it decoded, checked and tokenised.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import hmac
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvtide import Client, Store, metrics
 from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
 from kvtide.serve.asks import Asker
-from kvtide.serve.generation import Answered, Engine
+from kvtide.serve.generation import Answered, Ask, Engine
 from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from kvtide.serve.turns import Turn, Turns
 
@@ -30,8 +34,10 @@ __all__ = ["Service"]
 
 _LARGEST = 8 << 20
 """Bytes of a request: a million tokens, as numbers."""
-_PROMPTS = 128
-"""Of one request."""
+_SMALL = 64 << 10
+"""Bytes of a request that always fit into memory: ``_LARGE`` does not count those that are not larger."""
+_LARGE = 64 << 20
+"""Bytes of all larger requests that are in memory at a time."""
 _RETRY = 2
 """Seconds after which one that was sent away may ask again."""
 
@@ -47,12 +53,15 @@ class Service:
         waiting: int = 16,
         limit: int | None = None,
         api_key: str | None = None,
+        body_seconds: float = 60,
     ) -> None:
-        """``waiting`` requests may wait for their turn, an answer has ``limit`` tokens at most."""
+        """``waiting`` requests may wait for their turn, an answer has ``limit`` tokens at most, and the body of a
+        request must come within ``body_seconds``."""
         self._loaded = engine.loaded
         self._store = store
         self._asker = Asker(engine.loaded, limit)
         self._turns = Turns(engine, waiting)
+        self._bodies = _Bodies(body_seconds)
         self._created = int(time.time())
         self.app = Starlette(
             routes=[
@@ -74,21 +83,25 @@ class Service:
     # -- answers ------------------------------------------------------------------------------------------
 
     async def _chat(self, http: Request) -> Response:
-        request = parse(await _body(http), ChatRequest)
-        return await self._answer(http, request, ChatAnswers(self._loaded.name, request.stream_options.include_usage))
+        return await self._answer(http, ChatRequest, ChatAnswers)
 
     async def _complete(self, http: Request) -> Response:
-        request = parse(await _body(http), CompletionRequest)
-        return await self._answer(http, request, TextAnswers(self._loaded.name, request.stream_options.include_usage))
+        return await self._answer(http, CompletionRequest, TextAnswers)
 
-    async def _answer(self, http: Request, request: ChatRequest | CompletionRequest, answers: Answers) -> Response:
-        asks = await asyncio.to_thread(self._asker.asks, request)
-        if len(asks) > _PROMPTS:
-            raise ApiError(400, f"there are {len(asks)} prompts; send {_PROMPTS} at most", "prompt", "invalid_value")
-        turn = self._turns.take(asks)
-        if turn is None:
-            error = ApiError(503, "too many requests wait for the model; ask again later", code="overloaded")
-            return JSONResponse(error.body, error.status, {"Retry-After": str(_RETRY)})
+    async def _answer(
+        self, http: Request, kind: type[ChatRequest] | type[CompletionRequest], shape: type[Answers]
+    ) -> Response:
+        try:
+            async with self._bodies.read(http) as body:
+                turn = self._turns.take()
+                if turn is None:
+                    raise ApiError(503, "too many requests wait for the model; ask again later", code="overloaded")
+                work = _Work(self._asker, body, kind)
+                await turn.prepare(work.asks)
+                request = work.request
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody will see it
+        answers = shape(self._loaded.name, request.stream_options.include_usage)
         if request.stream:
             return _Stream(turn, answers)
         return await _whole(http, turn, answers)
@@ -104,7 +117,7 @@ class Service:
 
     async def _model(self, http: Request) -> Response:
         if (name := http.path_params["name"]) != self._loaded.name:
-            raise ApiError(404, f"there is no model {name!r} here; there is {self._loaded.name!r}", "model")
+            raise ApiError(404, f"there is no model {name[:100]!r} here; there is {self._loaded.name!r}", "model")
         return JSONResponse(self._about())
 
     async def _health(self, http: Request) -> Response:
@@ -180,25 +193,68 @@ async def _events(turn: Turn, answers: Answers) -> AsyncIterator[bytes]:
         yield event(error.body)
 
 
-async def _body(http: Request) -> bytes:
-    kind = http.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        # A page in a browser may send other types to anybody without asking him first.
-        raise ApiError(415, f"the content type is {kind!r}; it must be application/json")
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > _LARGEST:
-            raise ApiError(413, f"the request is larger than {_LARGEST} bytes")
-    return bytes(body)
+class _Work:
+    """What a thread does for a request before the model can answer it."""
+
+    request: ChatRequest | CompletionRequest
+
+    def __init__(self, asker: Asker, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+        self._asker, self._body, self._kind = asker, body, kind
+
+    def asks(self) -> list[Ask]:
+        self.request = parse(self._body, self._kind)
+        return self._asker.asks(self.request)
+
+
+class _Bodies:
+    """The bodies of requests, in memory from their first byte until their prompts are tokens."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._large = 0
+
+    @asynccontextmanager
+    async def read(self, http: Request) -> AsyncIterator[bytes]:
+        """A whole body. Raises ApiError, or ClientDisconnect."""
+        kind = http.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            # A page in a browser may send other types to anybody without asking him first.
+            raise ApiError(415, f"the content type is {kind[:100]!r}; it must be application/json")
+        if int(http.headers.get("content-length", "0")) > _LARGEST:  # h11 has checked that it is a number
+            raise _too_large()
+        body = bytearray()
+        counted = 0
+        try:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    async for part in http.stream():
+                        body += part
+                        if len(body) > _LARGEST:
+                            raise _too_large()
+                        if len(body) > _SMALL:
+                            self._large += len(body) - counted
+                            counted = len(body)
+                            if self._large > _LARGE:
+                                text = "too many large requests are being read; ask again later"
+                                raise ApiError(503, text, code="overloaded")
+            except TimeoutError as error:
+                text = f"the body of the request did not come within {self._seconds:g} seconds"
+                raise ApiError(408, text) from error
+            yield bytes(body)
+        finally:
+            self._large -= counted
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the request is larger than {_LARGEST} bytes")
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        error = ApiError(error.status_code, f"{http.method} {http.url.path[:100]}: {error.detail}")
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed; its log says more")  # uvicorn logs it
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, {"Retry-After": str(_RETRY)} if error.status == 503 else None)
 
 
 class _Key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,16 @@ from kvtide import Tenant
 from kvtide.engines.loading import Loaded
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.serve.generation import Ask, Sampling
-from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from kvtide.serve.protocol import ONE_KIND, PROMPTS, ApiError, ChatRequest, CompletionRequest, too_many_prompts
 
 __all__ = ["Asker"]
 
 _COMPLETION = 16
 """Tokens of a completion, unless told otherwise: as OpenAI has it."""
+_CHARACTERS = 16
+"""Of a text for each token of the context, at most: real texts have three to six for each token. Longer texts are
+refused before they are tokenised, which takes a second and a hundred bytes of memory for each of a million characters.
+"""
 
 
 class Asker:
@@ -33,7 +38,7 @@ class Asker:
     def asks(self, request: ChatRequest | CompletionRequest) -> list[Ask]:
         """What the model shall answer. Raises ApiError."""
         if request.model not in ("", self._loaded.name):
-            text = f"there is no model {request.model!r} here; there is {self._loaded.name!r}"
+            text = f"there is no model {request.model[:100]!r} here; there is {self._loaded.name!r}"
             raise ApiError(404, text, "model", "model_not_found")
         sampling = Sampling(request.temperature, request.top_p, request.seed)
         tenant = DEFAULT_TENANT if request.cache_salt is None else _salted(request.cache_salt)
@@ -41,7 +46,9 @@ class Asker:
             prompts, most = [self._chat(request)], request.max_completion_tokens or request.max_tokens
         else:
             prompts, most = self._prompts(request), request.max_tokens or min(_COMPLETION, self._limit)
-        return [Ask(tokens, self._room(tokens, most), request.stops, sampling, tenant) for tokens in prompts]
+        return [
+            Ask(array("q", tokens), self._room(tokens, most), request.stops, sampling, tenant) for tokens in prompts
+        ]
 
     def _chat(self, request: ChatRequest) -> list[int]:
         if self._loaded.tokenizer.chat_template is None:
@@ -50,6 +57,7 @@ class Asker:
             {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
             for message in request.messages
         ]
+        self._check_length(sum(len(str(value)) for message in talk for value in message.values()), "messages")
         try:
             found = self._loaded.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)
         except TemplateError as error:
@@ -61,14 +69,30 @@ class Asker:
         given: Sequence[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         kinds = {type(each) for each in given}
         if len(kinds) != 1:
-            raise ApiError(400, "prompt has texts, numbers and lists side by side; give one kind of them", "prompt")
+            raise ApiError(400, ONE_KIND, "prompt")
+        if kinds != {int} and len(given) > PROMPTS:
+            raise too_many_prompts(len(given))
         if kinds == {str}:
+            for text in given:
+                self._check_length(len(text), "prompt")
             return [self._loaded.tokenizer(text)["input_ids"] for text in given]
-        prompts = [list(given)] if kinds == {int} else [list(tokens) for tokens in given]
-        for token in (token for tokens in prompts for token in tokens):
-            if not 0 <= token < self._vocabulary:
-                raise ApiError(400, f"{token} is not a token: they go from 0 to {self._vocabulary - 1}", "prompt")
+        prompts = [list(given)] if kinds == {int} else list(given)
+        for tokens in prompts:
+            if len(tokens) <= self._loaded.context and not all(0 <= token < self._vocabulary for token in tokens):
+                wrong = next(token for token in tokens if not 0 <= token < self._vocabulary)
+                raise ApiError(400, f"{wrong} is not a token: they go from 0 to {self._vocabulary - 1}", "prompt")
         return prompts
+
+    def _check_length(self, characters: int, param: str) -> None:
+        """Refuse a text that cannot fit, before it costs anything."""
+        if characters > (most := self._loaded.context * _CHARACTERS):
+            raise ApiError(
+                400,
+                f"the prompt has {characters} characters; {self._loaded.name} can attend to {self._loaded.context} "
+                f"tokens, and this server takes {most} characters for that; shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
 
     def _room(self, tokens: Sequence[int], most: int | None) -> int:
         """How many tokens the answer may have."""

@@ -94,7 +94,7 @@ class Engine:
     def answer(self, ask: Ask, say: Callable[[str], None], left: Callable[[], bool]) -> Answered:
         """Tell the text of an answer piece by piece. It ends early when ``left`` says that nobody listens."""
         voice = _Voice(self.loaded.tokenizer, ask, say, left)
-        prompt = torch.tensor([ask.tokens], device=self.loaded.model.device)
+        prompt = torch.tensor([list(ask.tokens)], device=self.loaded.model.device)
         output, report = self._attached.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

@@ -14,7 +14,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "Request", "parse"]
+__all__ = [
+    "ONE_KIND",
+    "PROMPTS",
+    "ApiError",
+    "ChatRequest",
+    "CompletionRequest",
+    "Message",
+    "Request",
+    "parse",
+    "too_many_prompts",
+]
 
 
 class ApiError(Exception):
@@ -27,10 +37,22 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_MESSAGES = 2048
+"""Messages of a conversation, and parts of a message."""
+
+PROMPTS = 128
+"""Of one request."""
+ONE_KIND = "prompt has texts, numbers and lists side by side; give one kind of them"
+
+
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Padding against those who see the lengths of encrypted packets; there is none here."""
+
+
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""Each token of an answer is compared with each stop string. OpenAI takes four of them."""
 
 
 class Request(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +63,10 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]] = []
+    stop: Stop | Annotated[list[Stop], Meta(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -61,7 +83,7 @@ class Message(Struct, forbid_unknown_fields=True):
     """A message, as a client writes it or got it in an answer."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=_MESSAGES)] | None = None
     name: str | None = None
     annotations: None = None
     audio: None = None
@@ -75,7 +97,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(Request, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MESSAGES)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
@@ -116,6 +138,9 @@ _USUAL: dict[str, list[Any]] = {
 
 _SHOWN = 100
 """Letters of what a client sent that it is told again."""
+_SHOWN_ERROR = 500
+_USUAL_LENGTH = 1000
+"""Bytes of JSON."""
 
 T = TypeVar("T", bound=Request)
 
@@ -123,17 +148,19 @@ T = TypeVar("T", bound=Request)
 def parse(body: bytes, kind: type[T]) -> T:
     """The request in a body. Raises ApiError for whatever is not as it must be."""
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not a JSON object: {error}") from error
+        raise _not_json(error) from error
     known = {field.name for field in msgspec.structs.fields(kind)}
-    wanted = {}
+    wanted: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
-        if value is None or name in _IDLE:
+        text = memoryview(value)
+        if bytes(text[:5]) == b"null" or name in _IDLE:
             continue
         if name in _USUAL:
-            if not any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _USUAL[name]):
-                said = f"{name} is {repr(value)[:_SHOWN]}; this server can do {_or(_USUAL[name])} only"
+            if not _is_usual(name, text):
+                shown = bytes(text[:_SHOWN]).decode(errors="replace")
+                said = f"{name} is {shown}; this server can do {_or(_USUAL[name])} only"
                 raise ApiError(400, said, name, "unsupported_value")
         elif name in known:
             wanted[name] = value
@@ -142,11 +169,47 @@ def parse(body: bytes, kind: type[T]) -> T:
             near = get_close_matches(shown, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
             raise ApiError(400, f"this server does not know the parameter {shown}; {hint}", shown, "unknown_parameter")
+    if "prompt" in wanted:
+        _check_prompt(bytes(wanted["prompt"]))
     try:
-        return msgspec.convert(wanted, kind)
+        return msgspec.json.decode(msgspec.json.encode(wanted), type=kind)
     except msgspec.ValidationError as error:
-        found = re.search(r"\$\.(\w+)", str(error)) or re.search(r"missing required field `(\w+)`", str(error))
-        raise ApiError(400, str(error).replace("$.", ""), found[1] if found else None, "invalid_value") from error
+        text_of = str(error)[:_SHOWN_ERROR]
+        found = re.search(r"\$\.(\w+)", text_of) or re.search(r"missing required field `(\w+)`", text_of)
+        raise ApiError(400, text_of.replace("$.", ""), found[1] if found else None, "invalid_value") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_json(error: Exception) -> ApiError:
+    return ApiError(400, f"the body is not a JSON object: {error}")
+
+
+def _check_prompt(text: bytes) -> None:
+    """Refuse a prompt, as JSON, that would be decoded into millions of lists."""
+    if b'"' not in text:
+        if (count := text.count(b"[") - 1) > PROMPTS:
+            raise too_many_prompts(count)
+    elif text.startswith(b"["):
+        try:
+            msgspec.json.decode(text, type=list[str])
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, ONE_KIND, "prompt", "invalid_value") from error
+
+
+def too_many_prompts(count: int) -> ApiError:
+    return ApiError(400, f"there are {count} prompts; send {PROMPTS} at most", "prompt", "invalid_value")
+
+
+def _is_usual(name: str, text: memoryview) -> bool:
+    """Whether a parameter, as JSON, has a value that it may have. Long ones have not, and are not decoded."""
+    if len(text) > _USUAL_LENGTH:
+        return False
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _USUAL[name])
 
 
 def _or(values: list[Any]) -> str:

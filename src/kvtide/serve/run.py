@@ -21,12 +21,10 @@ from kvtide.engines.loading import Loaded
 from kvtide.engines.transformers import attach
 from kvtide.errors import ConfigError
 from kvtide.serve.app import Service
+from kvtide.serve.connections import Limits, configuration
 from kvtide.serve.generation import Engine
 
 __all__ = ["listen", "serve"]
-
-_CONNECTIONS = 256
-"""At a time, besides those that wait for the model: each may have a request in memory."""
 
 log = logging.getLogger("kvtide.serve")
 
@@ -64,17 +62,16 @@ def serve(
     enough the process ends at once, whatever hangs.
     """
     attached = attach(loaded.model, store)
-    service = Service(Engine(loaded, attached), store, waiting=waiting, limit=limit, api_key=api_key)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            service.app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            timeout_graceful_shutdown=stop_seconds,
-            limit_concurrency=_CONNECTIONS + waiting,
-        )
+    limits = Limits.for_queue(waiting)
+    service = Service(
+        Engine(loaded, attached),
+        store,
+        waiting=waiting,
+        limit=limit,
+        api_key=api_key,
+        body_seconds=limits.body_seconds,
     )
+    server = uvicorn.Server(configuration(service.app, limits, stop_seconds))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own while it runs, and raises it again at its end
     ready()

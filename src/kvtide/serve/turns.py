@@ -1,5 +1,9 @@
 """One generation at a time: requests take turns, in the order in which they came, and few may wait.
 
+A request takes its place in the queue before anything is done for it, and its prompts are made into tokens while it
+has that place: by one thread, one request after the other. So what waits in memory, and what is worked on at a time,
+is bounded by the length of the queue, however many clients ask.
+
 A model answers on a thread of its own; the event loop only listens. A turn whose client has left gives its place in the
 queue back at once, or ends at the next token if it is being answered.
 """
@@ -9,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from kvtide.engines.background import Background
@@ -28,12 +32,13 @@ Said = tuple[int, str | Answered]
 class Turn:
     """The asks of one request: iterate to hear the answers. Used in the event loop."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self._asks = asks
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._asks: Sequence[Ask] = ()
         self._loop = asyncio.get_running_loop()
         self._said: asyncio.Queue[Said | ApiError | None] = asyncio.Queue()
         self._left = threading.Event()
-        self.job: Future[None] | None = None
+        self._job: Future[None] | None = None
 
     @property
     def left(self) -> bool:
@@ -41,10 +46,24 @@ class Turn:
 
     def leave(self) -> None:
         """Nobody listens any more."""
+        if self.left:
+            return
         self._left.set()
         self._said.put_nowait(None)
-        if self.job is not None:
-            self.job.cancel()
+        if self._job is None:
+            self._turns.give_back()
+        else:
+            self._job.cancel()
+
+    async def prepare(self, asks: Callable[[], Sequence[Ask]]) -> None:
+        """Work out what is asked, on the thread for that, and wait for the model. Raises ApiError, or what ``asks``
+        raises; then the place is given back."""
+        try:
+            self._asks = await self._loop.run_in_executor(self._turns.preparing, asks)
+            self._job = self._turns.put(self)
+        except BaseException:
+            self.leave()
+            raise
 
     async def __aiter__(self) -> AsyncIterator[Said]:
         """Ends when all is said, or after ``leave``. Raises ApiError."""
@@ -79,13 +98,32 @@ class Turns:
         """``waiting`` requests may wait while one is answered."""
         self._engine = engine
         self._thread = Background("kvtide-serve", waiting + 1)
+        self.preparing = ThreadPoolExecutor(1, "kvtide-prepare")
+        self._lock = threading.Lock()
+        self._free = waiting + 1
 
-    def take(self, asks: Sequence[Ask]) -> Turn | None:
-        """A turn, soon. None if too many wait."""
-        turn = Turn(asks)
-        turn.job = self._thread.put(partial(turn.run, self._engine))
-        return turn if turn.job is not None else None
+    def take(self) -> Turn | None:
+        """A place in the queue. None if too many wait."""
+        with self._lock:
+            if not self._free:
+                return None
+            self._free -= 1
+        return Turn(self)
+
+    def put(self, turn: Turn) -> Future[None]:
+        """Let the model answer, soon. Raises ApiError if it answers nobody any more."""
+        job = self._thread.put(partial(turn.run, self._engine))
+        if job is None:
+            raise ApiError(503, "the server is being stopped", code="overloaded")
+        job.add_done_callback(self.give_back)
+        return job
+
+    def give_back(self, _: object = None) -> None:
+        """A place is free again. Called once for each that was taken, from any thread."""
+        with self._lock:
+            self._free += 1
 
     def close(self) -> None:
         """Wait for those who have a turn, and give none any more."""
+        self.preparing.shutdown(cancel_futures=True)
         self._thread.close()
