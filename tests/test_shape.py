@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "show", "version"],
-    ["units"],
+    ["arguments", "units"],
     ["block", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],

@@ -22,7 +22,7 @@ from typing import NewType
 
 from blake3 import blake3
 
-from kvtide import canonical
+from kvtide import arguments, canonical
 from kvtide.errors import LayoutError
 
 __all__ = [
@@ -158,6 +158,11 @@ class Group:
     packing: str = "plain"
 
     def __post_init__(self) -> None:
+        for fact in ("name", "dtype", "packing"):
+            arguments.text(getattr(self, fact), f"{fact} of a group")
+        arguments.kind(self.kind, Kind, f"kind of group {self.name!r}")
+        for fact in ("layers", "heads", "head_dim", "window", "page"):  # Python's own numbers are hashed and sent
+            object.__setattr__(self, fact, arguments.integer(getattr(self, fact), f"{fact} of group {self.name!r}"))
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= 16):
             raise LayoutError(f"group name {self.name!r}: use a letter and then letters, digits or _, 16 at most")
         if self.dtype not in DTYPES:
@@ -263,6 +268,8 @@ class Layout:
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(arguments.items(self.groups, Group, "groups")))
+        object.__setattr__(self, "block_tokens", arguments.integer(self.block_tokens, "block_tokens"))
         names = [g.name for g in self.groups]
         if not names:
             raise LayoutError("a layout needs at least one group")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtide import arguments
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
@@ -329,6 +330,7 @@ class Store(Home):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        timeout = arguments.seconds(timeout, "timeout")
         return all(
             [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
         )

@@ -24,11 +24,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtide import errors
+from kvtide import arguments, errors
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
-from kvtide.errors import KvtideError, RightError, TierError
+from kvtide.errors import KvtideError, LayoutError, RightError, TierError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
@@ -54,6 +54,8 @@ T = TypeVar("T", bound="Transfer | Promise")
 
 _SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
 """Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
+_RANKS = 1 << 16
+"""Of one engine: more than any has."""
 _CLOSING = 5.0
 """Seconds that closing waits for a callback."""
 
@@ -222,12 +224,17 @@ class Client(Home):
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
+        ranks = arguments.integer(ranks, "ranks")
+        if not 1 <= ranks <= _RANKS:
+            raise LayoutError(f"ranks is {ranks}; give 1 to {_RANKS}")
+        arguments.kind(session, Session, "session")
         if session not in self._sessions:
             raise RightError("this session is closed, or of another store")
         return Crew(session, ranks)
 
     def join(self, token: str, rank: int) -> Worker:
         """Work for a session of another process, which gave us the token of its crew."""
+        token, rank = arguments.text(token, "token"), arguments.integer(rank, "rank")
         try:
             return Worker(self, token, rank)
         except Lost:
@@ -259,6 +266,7 @@ class Client(Home):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        timeout = arguments.seconds(timeout, "timeout")
         try:
             promise = self.promised(self.line, p.Flush(), Promise())
         except Lost:
@@ -270,6 +278,9 @@ class Client(Home):
 
         For administrators. Raises TierError if it could not.
         """
+        arguments.kind(tenant, bytes, "tenant")
+        if len(tenant) != 16 or tenant == bytes(16):
+            raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
         try:
             promise = self.promised(self.line, p.Erase(tenant), Promise())
         except Lost:

@@ -8,6 +8,7 @@ for that.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
 _DESCRIPTORS = 64
 """That go with one frame."""
+
+
+_RAW = msgspec.msgpack.Decoder(p.RawRequest)
+_OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
 
 
 class Guest:
@@ -102,20 +107,39 @@ class Guest:
     # -- requests -----------------------------------------------------------------------------------------
 
     def _receive(self, body: bytes | memoryview) -> None:
-        request = self._decoder.decode(body)
+        operations: list[p.Operation | p.Failure]
+        try:
+            request = self._decoder.decode(body)
+            number, operations = request.number, list(request.operations)
+        except msgspec.DecodeError:
+            number, operations = self._understood(body)
         self.requests += 1
-        operations = request.operations
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
         answers = [self._answer(o) if type(o) is not late else None for o in operations]
-        self._reply(request.number, answers)
+        self._reply(number, answers)
         if late is not None:
             for operation in operations[:-1]:
                 if type(operation) is late:
                     self._answer(operation)
 
-    def _answer(self, operation: p.Operation) -> p.Answer:
+    @staticmethod
+    def _understood(body: bytes | memoryview) -> tuple[int, list[p.Operation | p.Failure]]:
+        """A request in which something is wrong: what of it is understood, and a failure for each other operation."""
+        request = _RAW.decode(body)
+        found: list[p.Operation | p.Failure] = []
+        for raw in request.operations:
+            try:
+                found.append(_OPERATION.decode(raw))
+            except msgspec.DecodeError as e:
+                found.append(p.Failure(LayoutError.__name__, f"the node does not understand this operation: {e}"))
+        return request.number, found
+
+    def _answer(self, operation: p.Operation | p.Failure) -> p.Answer:
         kind = type(operation)
+        if isinstance(operation, p.Failure):
+            self.failures += 1
+            return operation
         try:
             if self._trust.role < NEEDS[kind]:
                 who = f"user {self._connection.uid}"
@@ -124,6 +148,10 @@ class Guest:
         except KvtideError as e:
             self.failures += 1
             return p.Failure(type(e).__name__, str(e))
+        except Exception:  # a fault of ours, which costs this operation alone
+            log.exception("client %d asked for what we could not do: %s", self._connection.pid, kind.__name__.lower())
+            self.failures += 1
+            return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
         """Send answers, with the memory that they speak of and the client does not have yet."""
@@ -186,10 +214,10 @@ class Guest:
     def _match(self, o: p.Match) -> p.Matched:
         session = self._session(o.session)
         session.check_rights()
-        if o.have < 0:
-            raise LayoutError(f"have is {o.have}")
-        number = next(self._numbers)
-        found = session.match(number, self._names(session, o.digests), o.have, o.prefill)
+        if o.have < 0 or (o.prefill is not None and not o.prefill >= 0):
+            raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
+        names, number = self._names(session, o.digests), next(self._numbers)
+        found = session.match(number, names, min(o.have, names.blocks), o.prefill)
         plan = found.plan
         return p.Matched(
             number,
@@ -221,6 +249,8 @@ class Guest:
 
     def _load(self, o: p.Load) -> int:
         session = self._session(o.session)
+        if o.deadline is not None and math.isnan(o.deadline):
+            raise LayoutError("a deadline is a number of seconds, not nan")
         holding, number = session.holding(o.holding), self.tidings.promise()
         self.tidings.follow_load(number, session.desk.load(holding, o.deadline))
         return number

@@ -17,7 +17,7 @@ import msgspec
 
 from kvtide import errors
 from kvtide.block import Span
-from kvtide.errors import KvtideError, TierError
+from kvtide.errors import KvtideError, LayoutError, TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
@@ -28,6 +28,10 @@ __all__ = ["Line", "Lost", "Refused"]
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
 """Operations that were put off and go with one request, at most."""
+_MOST = p.OPERATIONS - _TOGETHER
+"""Operations of a caller that go with one request, beside those."""
+_LONGEST = p.LENGTH.size + p.LARGEST
+"""Bytes of a frame, with its length."""
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
@@ -184,7 +188,14 @@ class Line:
         return answer
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
-        """Send operations, after those that were put off, and wait for their answers."""
+        """Send operations, after those that were put off, and wait for their answers.
+
+        More than go into one request become several, one after the other. Raises LayoutError, and sends nothing, for
+        an operation that is larger than a request may be.
+        """
+        if len(operations) > _MOST:
+            parts = [operations[at : at + _MOST] for at in range(0, len(operations), _MOST)]
+            return [answer for part in parts for answer in self.ask(part)]
         with self._lock:
             try:
                 number, before = self._send(operations)
@@ -243,22 +254,45 @@ class Line:
                 self._transmit(before)
                 before = []
         try:
-            return self._transmit(before + operations), len(before)
+            number, frame = self._encoded(before + operations)
+            if len(frame) > _LONGEST and before and operations:  # these alone may still be short enough
+                number, frame = self._encoded(operations)
+                self._check_length(frame)
+                self._transmit(before)
+                before = []
+            self._check_length(frame)
         except Lost:
             raise
         except Exception:  # something in it is no message; what was put off before is
             self._waiting.extendleft(reversed(before))
             raise
+        self._put(frame)
+        return number, len(before)
 
-    def _transmit(self, operations: list[p.Operation]) -> int:
-        assert self._requests is not None
+    def _encoded(self, operations: list[p.Operation]) -> tuple[int, bytes]:
+        """The number of a request, and its frame."""
         number = next(self._numbers)
+        return number, p.frame(p.Request(number, operations))
+
+    @staticmethod
+    def _check_length(frame: bytes) -> None:
+        """The node hangs up on whoever sends a longer one, and all sessions of this process would miss."""
+        if len(frame) > _LONGEST:
+            raise LayoutError(
+                f"this call needs a message of {len(frame)} bytes, and a node takes {p.LARGEST} at most: give a "
+                "shorter prompt, or larger blocks"
+            )
+
+    def _transmit(self, operations: list[p.Operation]) -> None:
+        self._put(self._encoded(operations)[1])
+
+    def _put(self, frame: bytes) -> None:
+        assert self._requests is not None
         try:
-            self._requests.sendall(p.frame(p.Request(number, operations)))
+            self._requests.sendall(frame)
         except OSError as e:
             self.close()
             raise Lost from e
-        return number
 
     def _receive(self) -> p.Reply:
         received, (buffer,) = self._received, self._buffers

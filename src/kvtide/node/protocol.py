@@ -57,6 +57,7 @@ __all__ = [
     "Open",
     "Operation",
     "Pin",
+    "RawRequest",
     "Release",
     "Removed",
     "Reply",
@@ -425,6 +426,13 @@ Operation = (
 class Request(_Message):
     number: int
     operations: Annotated[list[Operation], msgspec.Meta(max_length=OPERATIONS)]
+
+
+class RawRequest(_Message):
+    """A request of which not every operation is understood: those that are can still be done."""
+
+    number: int
+    operations: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=OPERATIONS)]
 
 
 Answer = Matched | Found | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+from kvtide import arguments
 from kvtide.clock import Clock
 
 __all__ = ["Transfer"]
@@ -133,6 +134,7 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
+        timeout = arguments.seconds(timeout, "timeout")
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
         with self._lock:
@@ -149,6 +151,7 @@ class Transfer:
         On whatever thread ends it, which may be one of the store's own: it must be quick and wait for nothing. A
         node's client has a thread for such calls, where it may do what it likes.
         """
+        arguments.callback(callback, "callback")
         self._at_end(callback if self._run is None else functools.partial(self._run, callback))
 
     def _at_end(self, callback: Callable[[], None]) -> None:
