@@ -21,13 +21,14 @@ __all__ = ["callback", "each", "integer", "items", "kind", "real", "seconds", "t
 _LONGEST = 1e9
 """Seconds, some 30 years: what waits for longer waits for ever, and the system's timers cannot count much further."""
 
-_LARGEST = 1 << 63
+_LARGEST = 1 << 128
+"""Integers beyond this are refused at once: those of some thousand digits cannot even be printed."""
 
 T = TypeVar("T")
 
 
 def integer(value: Any, name: str) -> int:
-    """``value`` as an int, of at most 64 bits."""
+    """``value`` as an int. Its range is the caller's to check."""
     if type(value) is int:
         found = value
     else:

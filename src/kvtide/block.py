@@ -70,6 +70,8 @@ LOSSY = {"fp8": (8, 8), "k8v4": (8, 4), "r4": (4, 4)}
 
 _RUN, _SHORTEST = 64, 16
 """How many codes share a scale, at most and at least."""
+_LARGEST = 1 << 40
+"""No number of a group is larger: no block has so many bytes."""
 _PACKING = 64
 """Letters of a packing's name, at most."""
 
@@ -170,6 +172,9 @@ class Group:
         for fact in ("layers", "heads", "head_dim", "page"):
             if getattr(self, fact) < 1:
                 raise LayoutError(f"group {self.name!r}: {fact} is {getattr(self, fact)}, not positive")
+        for fact in ("layers", "heads", "head_dim", "window", "page"):
+            if getattr(self, fact) > _LARGEST:
+                raise LayoutError(f"group {self.name!r}: {fact} is {getattr(self, fact)}, more than any model has")
         if self.window < 0 or (self.kind is Kind.WINDOW) != (self.window > 0):
             raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
         if self.kind is Kind.MLA and self.heads != 1:
@@ -277,8 +282,8 @@ class Layout:
             raise LayoutError(f"two groups have one name: {names}")
         if not any(g.required for g in self.groups):
             raise LayoutError("a layout of draft groups alone can never be a hit: add the target's group")
-        if self.block_tokens < 1:
-            raise LayoutError(f"block_tokens is {self.block_tokens}, not positive")
+        if not 1 <= self.block_tokens <= _LARGEST:
+            raise LayoutError(f"block_tokens is {self.block_tokens}, not positive, or more than any prompt has")
         for g in self.groups:
             if self.block_tokens % g.page:
                 raise LayoutError(

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Home", "Session", "WriteArguments"]
 
+_PART = 4096
+"""Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
+_MOST = 1 << 31
+"""Blocks that an engine may say it has: more than any prompt."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds before it is asked again: the first time, and at most."""
 
@@ -68,7 +72,7 @@ class WriteArguments(NamedTuple):
 def _lifetime(ttl: float | None) -> float | None:
     if ttl is None:
         return None
-    if isinstance(ttl, float) and math.isnan(ttl) or not (found := arguments.real(ttl, "ttl")) > 0:
+    if (isinstance(ttl, float) and math.isnan(ttl)) or not (found := arguments.real(ttl, "ttl")) > 0:
         raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
     return found
 
@@ -211,7 +215,8 @@ class Session:
 
     @_inside
     def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
-        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
+        blocks = min(have // self.layout.block_tokens, _MOST)
+        match = Match(self, chain, self._desk.match(chain, blocks, prefill))
         self._rights.add(match)
         return match
 
@@ -307,7 +312,7 @@ class Session:
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
             # one before, because a part costs something too, but not by so much that a disk, which is half as fast as
             # memory, would stand still; none is so large that others could not make room for it.
-            most = self._desk.largest // geometry.footprint
+            most = min(self._desk.largest // geometry.footprint, _PART)
             first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
             with contextlib.ExitStack() as parts:
                 last: Reservation | None = None

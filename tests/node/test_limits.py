@@ -121,12 +121,18 @@ def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.Monkey
 
 
 def test_a_frame_has_so_many_operations(node: Thread, caplog: pytest.LogCaptureFixture) -> None:
-    with Client(node.path) as client:
-        line = client.line
-        with contextlib.suppress(Exception):
-            line.ask([p.Statistics()] * 1001)
-        eventually(lambda: client._line is not line and client.connected)
+    with dialled(node.path) as sock:
+        greet(sock)
+        assert answer(sock)[0] == "welcome"
+        sock.sendall(p.frame(p.Request(1, [p.Follow(False)] * 1001)))
+        assert answer(sock) is None
         assert "not understood" in caplog.text
+
+
+def test_a_client_sends_more_operations_than_that_in_several_frames(node: Thread) -> None:
+    with Client(node.path) as client:
+        assert client.line.ask([p.Follow(False)] * 2500) == [None] * 2500
+        assert client.status().node.clients[0].requests == 4
 
 
 def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:

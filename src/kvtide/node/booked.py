@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
+from kvtide.node import work
 from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
 from kvtide.store import Store
@@ -27,8 +28,6 @@ log = logging.getLogger("kvtide.node")
 _RIGHTS = 10_000
 """That one session may have at a time."""
 _NO_COUNTS = np.zeros(1, np.int32)
-_BLOCKS = 1 << 17
-"""That one operation may name: more would keep the others waiting."""
 
 
 class Names:
@@ -39,21 +38,32 @@ class Names:
         self.blocks, rest = divmod(len(digests), 32)
         if rest:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        if self.blocks * groups > _BLOCKS:
+        if self.blocks * groups > work.BLOCKS:
             raise LayoutError(
-                f"a prompt of {self.blocks} blocks is too long; {_BLOCKS} of all groups together go at a time"
+                f"a prompt of {self.blocks} blocks is too long; {work.BLOCKS} of all groups together go at a time"
             )
+        self._digests: tuple[bytes, ...] = struct.unpack("32s" * self.blocks, digests)
+        if len(set(self._digests)) != self.blocks:
+            raise LayoutError("a prompt cannot have one block twice")
+        self._keys: dict[bytes, list[BlockKey]] = {}
         self._tag = tag
         self.joined = digests
         self._tokens = tokens
         self._size = size
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
-        suffix += self._tag
-        keys: list[BlockKey] = [d + suffix for d in struct.unpack("32s" * self.blocks, self.joined)]
-        if len(set(keys)) != len(keys):
-            raise LayoutError("a prompt cannot have one block twice")
+        keys = self._keys.get(suffix)
+        if keys is None:
+            ending = suffix + self._tag
+            keys = self._keys[suffix] = [BlockKey(d + ending) for d in self._digests]
         return keys
+
+    def parts(self, start: int, stop: int | None, blocks: int) -> Iterator[Names]:
+        """The blocks from ``start`` to ``stop``, as prompts of so many."""
+        some = range(self.blocks)[start:stop]
+        for at in range(some.start, some.stop, blocks):
+            end = min(at + blocks, some.stop)
+            yield Names(self.joined[32 * at : 32 * end], tag=self._tag)
 
     def parent(self, block: int) -> bytes:
         return self.joined[32 * block - 32 : 32 * block] if block else ROOT
@@ -234,17 +244,27 @@ class Booked:
         holding.release()
         self._account.give_back(holding)
 
-    def end(self) -> None:
-        """Give everything back: the client does not look at the memory any more, though its workers may."""
-        ends: list[Callable[[], None]] = [partial(self.release, number) for number in self.holdings]
-        ends += [r.abort for r in self.reservations.values()]
+    def ending(self) -> Iterator[int]:
+        """Give everything back: the client does not look at the memory any more, though its workers may.
+
+        In steps of so many units of work, between which others may be served.
+        """
+        while self.holdings:
+            number, holding = next(iter(self.holdings.items()))
+            self._end(partial(self.release, number))
+            yield 1 + len(holding.part.all) // work.MOVE
+        while self.reservations:
+            _, reservation = self.reservations.popitem()
+            self._end(reservation.abort)
+            yield 1 + len(reservation.keys) * work.MOVE
         if self.team is not None:
-            ends.append(self.team.fail)
-        for end in ends:
-            try:
-                end()
-            except Exception:  # the others must not suffer
-                log.exception("a right could not be given back")
-        self.reservations.clear()
+            self._end(self.team.fail)
         self.desk.close()
         self._account.room += self.desk.pinned
+
+    @staticmethod
+    def _end(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # the others must not suffer
+            log.exception("a right could not be given back")

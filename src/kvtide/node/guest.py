@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
+from kvtide.node import work
 from kvtide.node.booked import Account, Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.erasing import erase
@@ -39,7 +40,6 @@ log = logging.getLogger("kvtide.node")
 _SESSIONS = 4096
 LARGEST_PART = 1 << 30
 """Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
-_GROUPS = 64
 _SUFFIX = 16
 """Bytes of a key after its digest: records have room for no more."""
 _LARGEST = 1 << 40
@@ -106,7 +106,8 @@ class Guest:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _receive(self, body: bytes | memoryview) -> None:
+    def _receive(self, body: bytes | memoryview) -> Iterator[int]:
+        """Do what a request asks for, and answer it, in steps; see ``work.py``."""
         operations: list[p.Operation | p.Failure]
         try:
             request = self._decoder.decode(body)
@@ -116,12 +117,64 @@ class Guest:
         self.requests += 1
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
-        answers = [self._answer(o) if type(o) is not late else None for o in operations]
+        answers: list[p.Answer] = []
+        left, spent = work.FRAME, 0
+        for operation in operations:
+            if spent:
+                yield spent
+            kind = type(operation)
+            if kind is late:
+                answers.append(None)
+                spent = 0
+                continue
+            units = self._units(operation)
+            if units > left and left < work.FRAME and kind not in _ENDS:
+                answer: p.Answer = self._too_much()
+                units = 0
+            else:
+                answer = self._answer(operation)
+                if isinstance(answer, Iterator):
+                    answer = yield from self._in_slices(kind, answer)
+                if kind not in _ENDS:
+                    left -= units
+            answers.append(answer)
+            spent = units + work.OPERATION
         self._reply(number, answers)
         if late is not None:
             for operation in operations[:-1]:
                 if type(operation) is late:
+                    yield spent
+                    spent = self._units(operation) + work.OPERATION
                     self._answer(operation)
+        yield spent
+
+    def _too_much(self) -> p.Failure:
+        self.failures += 1
+        return p.Failure(
+            LayoutError.__name__,
+            f"the operations of one request may take {work.FRAME} units of work together, and those before this one "
+            "took most of them; send it in a request of its own (docs/protocol.md tells what counts)",
+        )
+
+    def _units(self, operation: p.Operation | p.Failure) -> int:
+        """The work that an operation is, as far as it depends on what it names."""
+        count = _UNITS.get(type(operation))
+        try:
+            return 0 if count is None else count(self, operation)
+        except KvtideError:  # it cannot be done, and its answer will say why
+            return 0
+
+    def _in_slices(self, kind: type, steps: Iterator[p.Answer]) -> Generator[int, None, p.Answer]:
+        """Do an operation that is done in slices: each step is a number of units, and the last one its answer."""
+        try:
+            last = next(steps)
+            for step in steps:
+                assert isinstance(last, int)
+                yield last
+                last = step
+            return last
+        except Exception as e:
+            return self._failed(kind, e)
 
     @staticmethod
     def _understood(body: bytes | memoryview) -> tuple[int, list[p.Operation | p.Failure]]:
@@ -135,7 +188,7 @@ class Guest:
                 found.append(p.Failure(LayoutError.__name__, f"the node does not understand this operation: {e}"))
         return request.number, found
 
-    def _answer(self, operation: p.Operation | p.Failure) -> p.Answer:
+    def _answer(self, operation: p.Operation | p.Failure) -> p.Answer | Iterator[p.Answer]:
         kind = type(operation)
         if isinstance(operation, p.Failure):
             self.failures += 1
@@ -145,13 +198,16 @@ class Guest:
                 who = f"user {self._connection.uid}"
                 raise self._host.refusals.refuse(who, self._trust.role, kind.__name__.lower(), NEEDS[kind])
             return _ANSWERS[kind](self, operation)
-        except KvtideError as e:
-            self.failures += 1
+        except Exception as e:
+            return self._failed(kind, e)
+
+    def _failed(self, kind: type, e: Exception) -> p.Failure:
+        self.failures += 1
+        if isinstance(e, KvtideError):
             return p.Failure(type(e).__name__, str(e))
-        except Exception:  # a fault of ours, which costs this operation alone
-            log.exception("client %d asked for what we could not do: %s", self._connection.pid, kind.__name__.lower())
-            self.failures += 1
-            return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
+        # A fault of ours, which costs this operation alone.
+        log.error("client %d could not be served: %s", self._connection.pid, kind.__name__.lower(), exc_info=e)
+        return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
         """Send answers, with the memory that they speak of and the client does not have yet."""
@@ -184,9 +240,9 @@ class Guest:
             raise LayoutError(str(e)) from e
         if (len(o.namespace), len(o.tenant)) != (32, 16) or o.tenant == OWN:
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16, not all zero")
-        if len(layout.groups) > _GROUPS or any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
+        if any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
             most = _SUFFIX - len(self._trust.tag)
-            raise LayoutError(f"a layout has at most {_GROUPS} groups, whose names have at most {most} letters here")
+            raise LayoutError(f"the names of a layout's groups have at most {most} letters here")
         if any(geometry.footprint >= _LARGEST for geometry in layout.geometry.values()):
             raise LayoutError(f"a block has less than {_LARGEST} bytes")
         if len(self._sessions) >= _SESSIONS:
@@ -197,14 +253,17 @@ class Guest:
         self._sessions[number] = Booked(desk, self._account, model)
         return number
 
-    def _close(self, o: p.Close) -> None:
-        self._end_session(self._session(o.session))
-        del self._sessions[o.session]
+    def _close(self, o: p.Close) -> Iterator[p.Answer]:
+        session = self._session(o.session)
+        yield from self._end_session(session)
+        self._sessions.pop(o.session, None)
+        yield None
 
-    def _end_session(self, session: Booked) -> None:
-        session.end()
+    def _end_session(self, session: Booked) -> Iterator[int]:
+        """In steps of so many units."""
         if session.team is not None:
             self._withdraw(session.team)
+        yield from session.ending()
 
     def _withdraw(self, team: Team) -> None:
         """No more workers can join, and those that have must join again: elsewhere."""
@@ -247,13 +306,16 @@ class Guest:
         slots: list[p.Slots] = part.note
         return slots
 
-    def _load(self, o: p.Load) -> int:
+    def _load(self, o: p.Load) -> Iterator[int]:
         session = self._session(o.session)
         if o.deadline is not None and math.isnan(o.deadline):
             raise LayoutError("a deadline is a number of seconds, not nan")
         holding, number = session.holding(o.holding), self.tidings.promise()
-        self.tidings.follow_load(number, session.desk.load(holding, o.deadline))
-        return number
+        transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE)
+        self.tidings.follow_load(number, transfer)
+        for count in slices:
+            yield count * work.MOVE
+        yield number
 
     def _cancel(self, o: p.Cancel) -> None:
         self.tidings.cancel(o.load)
@@ -283,7 +345,8 @@ class Guest:
         after = session.reservation(o.after) if o.after is not None else None
         each = sum(layout.geometry[g.name].footprint for g in groups)
         room = min(self._account.room, LARGEST_PART)
-        stop = min(o.stop, o.start + max(0, room) // max(1, each))
+        most = work.RESERVED // max(1, len(groups))
+        stop = min(o.stop, o.start + min(most, max(0, room) // max(1, each)))
         keep = max(0, self._account.keeps)
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
         made.refused += (o.stop - stop) * len(groups)
@@ -315,26 +378,42 @@ class Guest:
 
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
-    def _pin(self, o: p.Pin) -> int:
+    def _pin(self, o: p.Pin) -> Iterator[int]:
         session = self._session(o.session)
         names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
         most = max(g.footprint for g in session.layout.geometry.values())
         if step > 0 and len(range(names.blocks)[: o.stop]) * len(session.layout.groups) * most > self._account.room:
-            return 0
-        return session.pin(names, o.stop, step)
+            yield 0
+            return
+        count, each = 0, len(session.layout.groups)
+        for part in names.parts(0, o.stop, max(1, work.SLICE // each)):
+            yield part.blocks * each * work.MOVE
+            count += session.pin(part, None, step)
+        yield count
 
-    def _drop(self, o: p.Drop) -> int:
+    def _drop(self, o: p.Drop) -> Iterator[int]:
         session = self._session(o.session)
-        names = self._names(session, o.digests)
-        keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
+        names, groups = self._names(session, o.digests), session.layout.groups
+        parts = list(names.parts(o.start, None, max(1, work.SLICE // len(groups))))
         number = self.tidings.promise()
-        found = 0
+        found = failures = 0
+        left = 1 + len(parts)
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: self.tidings.keep(number, found, f"{failed}" if failed else ""))
+            self._host.soon(lambda: ended(failed))
 
-        found = session.desk.store.pipeline.drop(keys, done)
-        return number
+        def ended(failed: int) -> None:
+            nonlocal failures, left
+            failures, left = failures + failed, left - 1
+            if not left:
+                self.tidings.keep(number, found, f"{failures}" if failures else "")
+
+        for part in parts:
+            yield part.blocks * len(groups) * work.MOVE
+            keys = [k for g in groups for k in part.keys(g.suffix)]
+            found += session.desk.store.pipeline.drop(keys, done)
+        done(0)
+        yield number
 
     def _flush(self, _: p.Flush) -> int:
         number = self.tidings.promise()
@@ -348,11 +427,16 @@ class Guest:
 
     def _statistics(self, _: p.Statistics) -> Any:
         # Once a frame: a thousand of them in one would keep the others waiting for a second.
+        self._tell()
+        return self._told
+
+    def _tell(self) -> int:
+        """Make the statistics, unless this request has; their size in bytes."""
         if self._told_at != self.requests:
             self._told_at = self.requests
             status = self._host.status(None if self._trust.role is Role.ADMIN else self.domain)
             self._told = msgspec.Raw(msgspec.msgpack.encode(status))
-        return self._told
+        return len(memoryview(self._told))
 
     def _follow(self, o: p.Follow) -> None:
         self.tidings.follow(o.on)
@@ -392,15 +476,27 @@ class Guest:
     def _end(self) -> None:
         self._ended = True
         self._crews.end()
+        self._give_back(self._ending())
+
+    def _ending(self) -> Iterator[int]:
         for session in self._sessions.values():
-            self._end_session(session)
+            yield from self._end_session(session)
         self._sessions.clear()
         os.close(self._pidfd)
         self._host.ledger.left(self.name)
         self._host.left(self)
 
+    def _give_back(self, steps: Iterator[int]) -> None:
+        """In turns: it may have held so much that the others would wait."""
+        spent = 0
+        for units in steps:
+            spent += units
+            if spent >= work.TURN:
+                self._host.loop.after_others(lambda: self._give_back(steps))
+                return
 
-_ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
+
+_ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Open: Guest._open,
     p.Close: Guest._close,
     p.Match: Guest._match,
@@ -426,3 +522,47 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
 }
+
+_ENDS = {p.Close, p.Cancel, p.Release, p.Finish, p.Unmapped, p.Forget, p.Leave, p.Resign}
+"""What gives back: never refused for the work that it is, which is no more than what was given before."""
+
+
+def _named(guest: Guest, o: p.Match | p.Find | p.Pin | p.Drop) -> int:
+    """Blocks of all groups that an operation names."""
+    return len(o.digests) // 32 * len(guest._session(o.session).layout.groups)
+
+
+def _reserve_units(guest: Guest, o: p.Reserve) -> int:
+    most = min(work.RESERVED, max(0, o.stop - o.start) * len(o.groups))
+    return len(o.digests) // 32 * len(o.groups) + most * work.MOVE
+
+
+def _load_units(guest: Guest, o: p.Load) -> int:
+    holding = guest._session(o.session).holding(o.holding)
+    return 0 if holding.ready else len(holding.part.all) * work.MOVE
+
+
+def _release_units(guest: Guest, o: p.Release) -> int:
+    held = guest._session(o.session).holdings
+    return sum(len(held[n].part.all) if n in held else 1 for n in o.holdings) // work.MOVE + len(o.holdings)
+
+
+_UNITS: dict[type, Callable[[Guest, Any], int]] = {
+    p.Open: lambda guest, o: len(o.groups) * work.GROUP,
+    p.Match: _named,
+    p.Find: _named,
+    p.Load: _load_units,
+    p.Collect: lambda guest, o: len(guest._session(o.session).holding(o.holding).part.all),
+    p.Release: _release_units,
+    p.Reserve: _reserve_units,
+    p.Finish: lambda guest, o: len(guest._session(o.session).reservation(o.reservation).keys) * work.MOVE,
+    p.Pin: lambda guest, o: _named(guest, o) * work.MOVE,
+    p.Drop: lambda guest, o: _named(guest, o) * work.MOVE,
+    p.Statistics: lambda guest, o: guest._tell() // work.ANSWER_BYTES,
+    p.Unmapped: lambda guest, o: len(o.names),
+    p.Join: lambda guest, o: guest._crews.join_units(o),
+    p.Visit: lambda guest, o: guest._crews.visit_units(o),
+    p.Fill: lambda guest, o: guest._crews.fill_units(o),
+    p.Leave: lambda guest, o: guest._crews.leave_units(o),
+}
+"""What each operation costs besides ``work.OPERATION``; those that are not here cost no more than that."""

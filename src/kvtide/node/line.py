@@ -28,8 +28,6 @@ __all__ = ["Line", "Lost", "Refused"]
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
 """Operations that were put off and go with one request, at most."""
-_MOST = p.OPERATIONS - _TOGETHER
-"""Operations of a caller that go with one request, beside those."""
 _LONGEST = p.LENGTH.size + p.LARGEST
 """Bytes of a frame, with its length."""
 _PATIENCE = 10.0
@@ -193,8 +191,8 @@ class Line:
         More than go into one request become several, one after the other. Raises LayoutError, and sends nothing, for
         an operation that is larger than a request may be.
         """
-        if len(operations) > _MOST:
-            parts = [operations[at : at + _MOST] for at in range(0, len(operations), _MOST)]
+        if len(operations) > p.OPERATIONS:
+            parts = [operations[at : at + p.OPERATIONS] for at in range(0, len(operations), p.OPERATIONS)]
             return [answer for part in parts for answer in self.ask(part)]
         with self._lock:
             try:
@@ -254,6 +252,9 @@ class Line:
                 self._transmit(before)
                 before = []
         try:
+            if len(before) + len(operations) > p.OPERATIONS:
+                self._transmit(before)
+                before = []
             number, frame = self._encoded(before + operations)
             if len(frame) > _LONGEST and before and operations:  # these alone may still be short enough
                 number, frame = self._encoded(operations)

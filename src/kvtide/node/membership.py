@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from kvtide.errors import ClosedError, RightError
 from kvtide.node import protocol as p
+from kvtide.node import work
 from kvtide.node.team import Member, Team
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
@@ -53,6 +54,24 @@ class Membership:
         if self._stale(member):
             raise ClosedError("its session has ended, or goes on elsewhere; join again")
         return member
+
+    # -- what operations cost; see work.py ------------------------------------------------------------------
+
+    def join_units(self, o: p.Join) -> int:
+        team = self._teams.get(o.token)
+        return 0 if team is None else len(team.desk.layout.groups) * work.GROUP
+
+    def visit_units(self, o: p.Visit) -> int:
+        return len(self._current(o.member).team.holding(o.holding).part.all)
+
+    def fill_units(self, o: p.Fill) -> int:
+        return len(self._current(o.member).team.reservation(o.reservation).keys)
+
+    def leave_units(self, o: p.Leave) -> int:
+        team = self._member(o.member).team
+        return len(o.rights) + sum(team.blocks_of(number) for number in o.rights) * work.MOVE
+
+    # -- operations -----------------------------------------------------------------------------------------
 
     def visit(self, o: p.Visit) -> p.Collected:
         member = self._current(o.member)

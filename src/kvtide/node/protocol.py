@@ -83,6 +83,10 @@ LARGEST: Final = 16 << 20
 """A longer frame closes the connection."""
 OPERATIONS: Final = 1000
 """So does one with more operations."""
+GROUPS: Final = 64
+"""Groups of a layout, at most."""
+Numbers = Annotated[list[int], msgspec.Meta(max_length=1 << 14)]
+"""Rights or ranks that one operation names: more than a session may have, and less than others would wait for."""
 Word = Annotated[str, msgspec.Meta(max_length=256)]
 """What a node keeps of a client must not be long."""
 
@@ -155,7 +159,7 @@ class GroupFields(_Message):
 class Open(_Message, tag="open"):
     """Begin a session of one model and tenant. Answer: its number."""
 
-    groups: list[GroupFields]
+    groups: Annotated[list[GroupFields], msgspec.Meta(max_length=GROUPS)]
     block_tokens: int
     namespace: bytes
     tenant: bytes
@@ -245,7 +249,7 @@ class Release(_Message, tag="release"):
     """Holdings are given back: their memory is not looked at any more. Answer: nil."""
 
     session: int
-    holdings: list[int]
+    holdings: Numbers
 
 
 class Reserve(_Message, tag="reserve"):
@@ -256,7 +260,7 @@ class Reserve(_Message, tag="reserve"):
     """
 
     session: int
-    groups: list[int]
+    groups: Annotated[list[int], msgspec.Meta(max_length=GROUPS)]
     digests: bytes
     start: int
     stop: int
@@ -264,7 +268,7 @@ class Reserve(_Message, tag="reserve"):
     priority: int
     tokens: bytes = b""
     after: int | None = None
-    writers: list[int] = []
+    writers: Numbers = []
     """Ranks of workers. If there are any they fill it, not the client, and it is sealed when each has said so."""
 
 
@@ -336,7 +340,7 @@ class Leave(_Message, tag="leave"):
     """
 
     member: int
-    rights: list[int]
+    rights: Numbers
     good: bool
 
 
@@ -376,7 +380,7 @@ class Erase(_Message, tag="erase"):
 class Unmapped(_Message, tag="unmapped"):
     """The client has let go of memory, of this node or an earlier one, by name. Answer: nil."""
 
-    names: list[str]
+    names: Annotated[list[Word], msgspec.Meta(max_length=1 << 16)]
 
 
 class Statistics(_Message, tag="statistics"):

@@ -96,6 +96,10 @@ class Team:
             raise RightError(f"there is no reservation {number} for workers; it was given up")
         return self._pledged[number]
 
+    def blocks_of(self, number: int) -> int:
+        """Blocks of a reservation for workers; 0 if there is none of that number."""
+        return len(self._pledged[number].keys) if number in self._pledged else 0
+
     def came(self, number: int, member: Member) -> None:
         self._visitors.setdefault(number, Counter())[member] += 1
 

@@ -8,8 +8,9 @@ fails, the bad copy is dropped and the row is a miss.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
@@ -101,17 +102,25 @@ class Ascent:
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        for _ in self.load_in_slices(wanted, transfer, sys.maxsize):
+            pass
+
+    def load_in_slices(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int) -> Iterator[int]:
+        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were."""
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
         for rows, identity in wanted:
-            left = rows
-            while len(left):
-                left = self._start(left, identity, transfer)
-                if len(left) and not self._room.grow(identity):
-                    self._counts["loads dropped: no room in DRAM"] += len(left)
-                    transfer.finish(left.tolist(), [False] * len(left))
-                    break
+            for first in range(0, len(rows), blocks):
+                left = rows[first : first + blocks]
+                count = len(left)
+                while len(left):
+                    left = self._start(left, identity, transfer)
+                    if len(left) and not self._room.grow(identity):
+                        self._counts["loads dropped: no room in DRAM"] += len(left)
+                        transfer.finish(left.tolist(), [False] * len(left))
+                        break
+                yield count
         transfer.started()
 
     def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:

@@ -113,6 +113,7 @@ class Pipeline:
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
+        self.load_in_slices = self._ascent.load_in_slices
         self._reservations = 0
 
     def statistics(self) -> PipelineStatistics:
