@@ -9,6 +9,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from kvtide.node import protocol as p
 from kvtide.node import work
 from kvtide.node.loop import Loop
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Peer"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -33,6 +34,20 @@ _GROUPS = 256
 """Of a user's groups so many are looked at, as many as Python's call has room for: who has more counts as in none."""
 
 
+class Peer(NamedTuple):
+    """Who is at the other end of a socket, as the system knows it: nothing need be read for that."""
+
+    pid: int
+    uid: int
+    groups: frozenset[int]
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Peer:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, group = struct.unpack("3i", credentials)
+        return cls(pid, uid, frozenset({group, *_groups(sock)}))
+
+
 class Connection:
     """``receive`` is called with each frame's body, and ``lost``, once, when it is over.
 
@@ -41,8 +56,11 @@ class Connection:
     before the next step, and nothing more is read of this one.
     """
 
-    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, peer: Peer, largest: int = p.LARGEST) -> None:
+        """``largest``: bytes of its first frame, at most."""
         self._loop = loop
+        self.largest = largest
+        """Bytes that a frame may have; a longer one closes the connection before it is read."""
         self._sock = sock
         self._buffer = bytearray(_READ)
         self._received = bytearray()
@@ -64,11 +82,7 @@ class Connection:
         self.drained: Callable[[], None] = lambda: None
         """Called when the client has read everything."""
         self.open = True
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid: int
-        self.uid: int
-        self.pid, self.uid, group = struct.unpack("3i", credentials)
-        self.groups = {group, *_groups(sock)}
+        self.pid, self.uid = peer.pid, peer.uid
         self._attend()
 
     def __repr__(self) -> str:
@@ -113,7 +127,7 @@ class Connection:
             self.close()
             return
         self._spent = 0
-        if not self._received and p.whole(self._buffer, size) == size:
+        if not self._received and size <= self.largest and p.whole(self._buffer, size) == size:
             if not self._take(memoryview(self._buffer)[p.LENGTH.size : size]):
                 self._wait_for_others()
         else:
@@ -131,8 +145,8 @@ class Connection:
         received, at = self._received, 0
         while self.open and len(received) - at >= p.LENGTH.size:
             (size,) = p.LENGTH.unpack_from(received, at)
-            if size > p.LARGEST:
-                self.close(f"a frame of {size} bytes")
+            if size > self.largest:
+                self.close(f"a frame of {size} bytes, where {self.largest} are allowed")
                 return
             start = at + p.LENGTH.size
             if len(received) < start + size:
