@@ -242,7 +242,7 @@ class Worker:
         return Filling([g.name for g in groups], given.depths, views)
 
     def close(self) -> None:
-        """Leave the crew. What it was still to write is given up."""
+        """Leave the crew. What it was still to write is given up; what it has written is not."""
         with contextlib.suppress(Lost, RightError):
             if self._line is not None:
                 self._line.ask_one(p.Resign(self._number))

@@ -97,7 +97,7 @@ class Membership:
     def lost(self) -> None:
         """The connection is gone; what it uses stays as it is until its process is dead."""
         for member in self._members.values():
-            member.team.fail()
+            member.lost()
 
     def end(self) -> None:
         """Its process is dead, or uses nothing any more."""
