@@ -25,7 +25,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "show", "version"],
     ["arguments", "units"],
-    ["block", "config", "door"],
+    ["block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
     ["plan", "shares", "storages"],

@@ -13,6 +13,7 @@ import numpy as np
 from kvtide import arguments
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
+from kvtide.capacity import check_disk, check_memory
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
@@ -76,6 +77,8 @@ class Store(Home):
         ``within``: it is a reserved share of that one.
         """
         super().__init__("open it again with kvtide.open(...)")
+        if within is None:
+            check_memory(config.dram.budget, node=shared)
         shares = divide(config)
         self.config = config = shares.rest
         self._shares = shares
@@ -141,6 +144,8 @@ class Store(Home):
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
+        if disk is None:
+            check_disk(Path(settings.path).expanduser(), settings.budget)
         tier = Nvme(
             Path(settings.path).expanduser(),
             settings.budget,
