@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
     """A value as an error tells it: short, whatever it is."""
     try:
         shown = repr(value)
-    except Exception:  # an int of many digits, or a class whose repr fails
+    except Exception:  # noqa: BLE001 - an int of many digits, or whatever a caller's class does in its repr
         shown = "..."
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return f"{shown} ({type(value).__name__})"

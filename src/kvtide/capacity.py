@@ -1,9 +1,9 @@
 """What a host has for a store's budgets: checked once, when the store is opened.
 
-A budget beyond the memory that there is would be found out by the system's out-of-memory killer, at a moment of its choice.
-So a node refuses one beyond the host's memory or the limit of a control group that it is in. A store in another program's
-process takes memory only as blocks come, and its control group's limit may yet be raised: it refuses what the host can
-never have, and warns of the rest.
+A budget beyond the memory that there is would be found out by the system's out-of-memory killer, at a moment of its
+choice. So a node refuses one beyond the host's memory or the limit of a control group that it is in. A store in another
+program's process takes memory only as blocks come, and its control group's limit may yet be raised: it refuses what the
+host can never have, and warns of the rest.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def check_disk(path: Path, budget: int) -> None:
     room = facts.f_bavail * facts.f_frsize + taken
     if room < budget:
         log.warning(
-            "nvme.budget is %s, and the disk of %s has room for %s of it; blocks will leave earlier than the budget says: "
-            "lower nvme.budget, or free space there",
+            "nvme.budget is %s, and the disk of %s has room for %s of it; blocks will leave earlier than the budget "
+            "says: lower nvme.budget, or free space there",
             size(budget),
             path,
             size(room),

@@ -33,8 +33,10 @@ _NO_COUNTS = np.zeros(1, np.int32)
 class Names:
     """A prompt's blocks, as they came over the socket."""
 
-    def __init__(self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
-        """``tag`` is that of the client's trust domain."""
+    def __init__(
+        self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"", first: int = 0
+    ) -> None:
+        """``tag`` is that of the client's trust domain; ``tokens`` has ``size`` bytes a block, from ``first`` on."""
         self.blocks, rest = divmod(len(digests), 32)
         if rest:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
@@ -50,6 +52,7 @@ class Names:
         self.joined = digests
         self._tokens = tokens
         self._size = size
+        self._first = first
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
         keys = self._keys.get(suffix)
@@ -69,7 +72,8 @@ class Names:
         return self.joined[32 * block - 32 : 32 * block] if block else ROOT
 
     def tokens_of(self, block: int) -> bytes:
-        return self._tokens[block * self._size : (block + 1) * self._size]
+        at = (block - self._first) * self._size
+        return self._tokens[at : at + self._size]
 
 
 class Account:

@@ -136,7 +136,7 @@ class Client(Home):
                 line.post(p.Cancel(number))
 
     def _listen(self) -> None:
-        pause = _SOON
+        pause, refusal = _SOON, ""
         while not self._closing.is_set():
             line = self._line
             if line is not None:
@@ -147,6 +147,9 @@ class Client(Home):
                 self.dialing = True
                 self._connect(self._dial(self._name, self._mappings))
             except (OSError, KvtideError, msgspec.MsgspecError) as e:
+                if isinstance(e, KvtideError) and str(e) != refusal:  # once, however often it is tried
+                    refusal = str(e)
+                    log.warning("the node at %s is not used, and everything is a miss: %s", self.path, e)
                 self._closing.wait(pause)
                 pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
             finally:

@@ -48,6 +48,7 @@ _DESCRIPTORS = 64
 """That go with one frame."""
 
 
+_FAULT = "client %d could not be served: %s"
 _RAW = msgspec.msgpack.Decoder(p.RawRequest)
 _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
 
@@ -55,7 +56,18 @@ _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Ope
 class Guest:
     """A client: a process, what it may do, and what it holds."""
 
-    def __init__(self, host: Host, connection: Connection, trust: Trust, name: str, token: str, pidfd: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        connection: Connection,
+        trust: Trust,
+        name: str,
+        token: str,
+        pidfd: int,
+        features: frozenset[str] = frozenset(),
+    ) -> None:
+        """``features``: what both it and the node can do."""
+        self._tokens_from_start = p.TOKENS_FROM_START in features
         self._host = host
         self._store = host.store
         self._connection = connection
@@ -173,8 +185,11 @@ class Guest:
                 yield last
                 last = step
             return last
-        except Exception as e:
-            return self._failed(kind, e)
+        except KvtideError as e:
+            return self._refused(e)
+        except Exception:
+            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            return self._faulty(kind)
 
     @staticmethod
     def _understood(body: bytes | memoryview) -> tuple[int, list[p.Operation | p.Failure]]:
@@ -198,15 +213,19 @@ class Guest:
                 who = f"user {self._connection.uid}"
                 raise self._host.refusals.refuse(who, self._trust.role, kind.__name__.lower(), NEEDS[kind])
             return _ANSWERS[kind](self, operation)
-        except Exception as e:
-            return self._failed(kind, e)
+        except KvtideError as e:
+            return self._refused(e)
+        except Exception:
+            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            return self._faulty(kind)
 
-    def _failed(self, kind: type, e: Exception) -> p.Failure:
+    def _refused(self, e: KvtideError) -> p.Failure:
         self.failures += 1
-        if isinstance(e, KvtideError):
-            return p.Failure(type(e).__name__, str(e))
-        # A fault of ours, which costs this operation alone.
-        log.error("client %d could not be served: %s", self._connection.pid, kind.__name__.lower(), exc_info=e)
+        return p.Failure(type(e).__name__, str(e))
+
+    def _faulty(self, kind: type) -> p.Failure:
+        """A fault of ours costs its operation, and nothing else."""
+        self.failures += 1
         return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
@@ -293,9 +312,10 @@ class Guest:
         session = self._session(o.session)
         return p.Found(session.desk.find(self._names(session, o.digests)))
 
-    def _names(self, session: Booked, digests: bytes, tokens: bytes = b"") -> Names:
+    def _names(self, session: Booked, digests: bytes, tokens: bytes = b"", first: int = 0) -> Names:
+        """``first``: the block whose tokens come first."""
         layout = session.layout
-        return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
+        return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag, first)
 
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
         part = holding.part
@@ -333,7 +353,7 @@ class Guest:
         session = self._session(o.session)
         session.check_rights()
         layout = session.layout
-        names = self._names(session, o.digests, o.tokens)
+        names = self._names(session, o.digests, o.tokens, o.start if self._tokens_from_start else 0)
         known = set(o.groups) <= set(range(len(layout.groups))) and len(set(o.groups)) == len(o.groups)
         if not 0 <= o.start <= o.stop <= names.blocks or not known:
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")

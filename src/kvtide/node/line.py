@@ -121,7 +121,9 @@ class Line:
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, __version__, token, self._name, sorted(self.lent)))
+        mapped, features = sorted(self.lent), list(p.FEATURES)
+        majors = p.PROTOCOL, p.PROTOCOL
+        hello = p.frame(p.Hello(*majors, __version__, token, self._name, mapped, p.MINOR, p.MINORS, features))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):
@@ -133,6 +135,9 @@ class Line:
         if isinstance(answer, p.Failure):
             kind = getattr(errors, answer.kind, TierError)
             raise (Refused if kind is TierError else kind)(f"the node refused us: {answer.text}")
+        if answer.protocol != p.PROTOCOL or not p.speaks(answer.minor, answer.minors):
+            us, them, majors = f"kvtide {__version__}", f"the node (kvtide {answer.version})", (answer.protocol,) * 2
+            raise Refused(f"this client cannot use the node: {p.mismatch(us, them, majors, answer.minors)}")
         return answer
 
     def close(self) -> None:

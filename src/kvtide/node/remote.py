@@ -273,8 +273,9 @@ class RemoteDesk:
         """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
         line, session = self._session()
         digests, tokens = names.joined[: 32 * stop], b""
-        if line.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * stop < p.LARGEST - _REST:
-            tokens = b"".join(names.tokens_of(i) for i in range(stop))  # records do without those of longer prompts
+        first = start if p.TOKENS_FROM_START in line.welcome.features else 0
+        if line.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
+            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
         wanted = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))

@@ -263,9 +263,10 @@ class Node:
         """The first frame of a connection."""
         hello = self._hello.decode(body)
         self._known(connection)
-        if not hello.oldest <= p.PROTOCOL <= hello.newest:
-            text = f"this node speaks protocol {p.PROTOCOL}, the client {hello.oldest} to {hello.newest}"
-            self._refuse(connection, "VersionError", text)
+        if not (hello.oldest <= p.PROTOCOL <= hello.newest and p.speaks(hello.minor, hello.minors)):
+            whose = f"the client (kvtide {hello.version or 'of an unknown version'})"
+            ours, majors = f"this node (kvtide {__version__})", (hello.oldest, hello.newest)
+            self._refuse(connection, "VersionError", p.mismatch(ours, whose, majors, hello.minors))
             return
         if len(self._connections) > _CONNECTIONS:
             self._refuse(connection, "TierError", f"this node has {_CONNECTIONS} connections; close some")
@@ -297,7 +298,8 @@ class Node:
                 os.close(pidfd)
                 self._refuse(connection, "TierError", wrong)
                 return
-            guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd)
+            features = frozenset(hello.features).intersection(p.FEATURES)
+            guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd, features)
             self._guests[guest.token] = guest
             log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:
@@ -316,6 +318,9 @@ class Node:
                 self.ledger.life,
                 config.dram.budget,
                 self.store.has_colder,
+                p.MINOR,
+                p.MINORS,
+                list(p.FEATURES),
             )
         )
         if hello.token:

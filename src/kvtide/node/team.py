@@ -5,8 +5,9 @@ and a rank; then they may use what it holds. To *visit* a holding or a reservati
 
 What a worker was told it may be using: its slots are given to nobody else before it has left, or its process is dead,
 whatever the scheduler says or does meanwhile. A reservation for a team names its writers, each of which fills its
-slice of every block. It is sealed when each has left it in good order. A worker that fails, dies or leaves the team before
-it has done so ends those reservations that still wait for it; those that it has written already are whole without it.
+slice of every block. It is sealed when each has left it in good order. A worker that fails, dies or leaves the team
+before it has done so ends those reservations that still wait for it; those that it has written already are whole
+without it.
 
 Numbers of holdings and reservations are never given twice in a node's life, so that they stand for the generations of
 their slots too: a late acknowledgement finds nothing.

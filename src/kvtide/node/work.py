@@ -2,10 +2,10 @@
 
 A node serves all clients in one thread. A unit is what it costs to look up one block of one group, about half a
 microsecond; everything else is counted in these. What a client sends is done in turns of ``TURN`` units: then the other
-clients have theirs, between two operations of one request too. One operation names at most ``BLOCKS`` blocks of all groups
-together. Those that cost much more for each block (pins, drops, loads) are done in slices, with turns between them, and a
-reservation, which cannot be cut, has at most ``RESERVED`` blocks. All operations of one request have ``FRAME`` units
-together, which also bounds the size of its reply.
+clients have theirs, between two operations of one request too. One operation names at most ``BLOCKS`` blocks of all
+groups together. Those that cost much more for each block (pins, drops, loads) are done in slices, with turns between
+them, and a reservation, which cannot be cut, has at most ``RESERVED`` blocks. All operations of one request have
+``FRAME`` units together, which also bounds the size of its reply.
 """
 
 from __future__ import annotations
