@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import kvtide
-from kvtide import capacity
 from kvtide.capacity import check_disk, check_memory, memory_limits
 from kvtide.errors import ConfigError
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
@@ -109,7 +108,7 @@ def test_a_disk_that_cannot_hold_its_budget_is_told_of_once(
     real, folder = os.statvfs(tmp_path), tmp_path / "not" / "there"
     fields = list(real)
     fields[4] = (24 << 20) // real.f_frsize
-    monkeypatch.setattr(capacity.os, "statvfs", lambda path: os.statvfs_result(fields))
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
     check_disk(folder, 24 << 20)
     assert not caplog.messages
     settings = {"path": str(folder), "budget": "32MiB", "segment": "16MiB"}

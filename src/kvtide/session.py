@@ -39,8 +39,8 @@ __all__ = ["Home", "Session", "WriteArguments"]
 
 _PART = 4096
 """Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
-_MOST = 1 << 31
-"""Blocks that an engine may say it has: more than any prompt."""
+_MOST = 1 << 48
+"""Tokens that an engine may say it has: more than any prompt."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds before it is asked again: the first time, and at most."""
 
@@ -75,6 +75,13 @@ def _lifetime(ttl: float | None) -> float | None:
     if (isinstance(ttl, float) and math.isnan(ttl)) or not (found := arguments.real(ttl, "ttl")) > 0:
         raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
     return found
+
+
+def _tokens(have: int) -> int:
+    have = arguments.integer(have, "have")
+    if have < 0:
+        raise LayoutError(f"have is {have}, not a number of tokens")
+    return min(have, _MOST)
 
 
 def _priority(priority: int) -> int:
@@ -197,9 +204,8 @@ class Session:
         compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at most.
         """
         chain = self._chain(tokens, extras)
-        have = arguments.integer(have, "have")
-        if have < 0:
-            raise LayoutError(f"have is {have}, not a number of tokens")
+        if type(have) is not int or not 0 <= have <= _MOST:
+            have = _tokens(have)
         if prefill is not None:
             prefill = arguments.real(prefill, "prefill")
             if prefill < 0:
@@ -215,8 +221,7 @@ class Session:
 
     @_inside
     def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
-        blocks = min(have // self.layout.block_tokens, _MOST)
-        match = Match(self, chain, self._desk.match(chain, blocks, prefill))
+        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
         self._rights.add(match)
         return match
 

@@ -192,14 +192,14 @@ def test_what_is_refused(world: World, options: dict[str, Any], error: type[Exce
 
 
 def test_numbers_of_numpy_are_numbers(world: World) -> None:
-    tokens = np.concatenate([prompt(50), prompt(51)])
+    tokens = prompt(50, 51)
     for session in world.sessions:
         stored = session.store(
             tokens,
             data(PLAIN, tokens)[1:],
             [Extra("image", b"x", np.int64(SIZE), np.int32(SIZE + 1))],  # type: ignore[arg-type]
             start=np.int64(1),  # type: ignore[arg-type]
-            ttl=np.float32(60),
+            ttl=np.float32(60),  # type: ignore[arg-type]
             priority=np.int8(3),  # type: ignore[arg-type]
         )
         assert stored.stored == 1
@@ -213,7 +213,7 @@ def test_a_layout_has_whole_numbers() -> None:
     right = Group("full", Kind.FULL, 2, 2, 16, "float16")
     for wrong in ({"layers": 2.0}, {"heads": True}, {"head_dim": "16"}, {"page": None}, {"kind": "full"}, {"name": 5}):
         with pytest.raises(ArgumentError):
-            replace(right, **wrong)  # type: ignore[arg-type]
+            replace(right, **wrong)
     with pytest.raises(ArgumentError, match="block_tokens"):
         Layout((right,), 16.0)  # type: ignore[arg-type]
     numpys = replace(right, layers=np.int64(2))  # type: ignore[arg-type]

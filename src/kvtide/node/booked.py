@@ -44,9 +44,7 @@ class Names:
             raise LayoutError(
                 f"a prompt of {self.blocks} blocks is too long; {work.BLOCKS} of all groups together go at a time"
             )
-        self._digests: tuple[bytes, ...] = struct.unpack("32s" * self.blocks, digests)
-        if len(set(self._digests)) != self.blocks:
-            raise LayoutError("a prompt cannot have one block twice")
+        self._digests: tuple[bytes, ...] | None = None
         self._keys: dict[bytes, list[BlockKey]] = {}
         self._tag = tag
         self.joined = digests
@@ -57,6 +55,10 @@ class Names:
     def keys(self, suffix: bytes) -> list[BlockKey]:
         keys = self._keys.get(suffix)
         if keys is None:
+            if self._digests is None:  # many prompts are known by their digests as a whole, and need no more
+                self._digests = struct.unpack("32s" * self.blocks, self.joined)
+                if len(set(self._digests)) != self.blocks:
+                    raise LayoutError("a prompt cannot have one block twice")
             ending = suffix + self._tag
             keys = self._keys[suffix] = [BlockKey(d + ending) for d in self._digests]
         return keys
@@ -234,15 +236,16 @@ class Booked:
         else:
             self.reservations[number] = made
 
-    def release(self, number: int) -> None:
-        """A holding is not looked at any more, by its client at least."""
+    def release(self, number: int) -> int:
+        """A holding is not looked at any more, by its client at least. Answers how many blocks it had."""
         holding = self.holdings.pop(number, None)
         if holding is None:
-            return
+            return 0
         if self.team is None:
             self._give_back(holding)
         else:
             self.team.when_free(number, lambda: self._give_back(holding))
+        return len(holding.part.all)
 
     def _give_back(self, holding: LocalHolding) -> None:
         holding.release()
@@ -267,7 +270,7 @@ class Booked:
         self._account.room += self.desk.pinned
 
     @staticmethod
-    def _end(call: Callable[[], None]) -> None:
+    def _end(call: Callable[[], object]) -> None:
         try:
             call()
         except Exception:  # the others must not suffer

@@ -160,25 +160,20 @@ class Connection:
     def _take(self, body: bytes | memoryview) -> bool:
         """Begin with a frame. False if the others must have their turn before anything else is done."""
         self._spent += work.MESSAGE + len(body) // work.DECODED
-        return self._guarded(lambda: self._begin(body))
+        return self._advance(body)
 
-    def _begin(self, body: bytes | memoryview) -> bool:
-        self._work = self.receive(body)
-        return self._advance()
-
-    def _advance(self) -> bool:
-        """Go on with the work on a frame. False if this turn's units are spent."""
-        if self._work is not None:
-            for units in self._work:
-                self._spent += units
-                if self._spent >= work.TURN or not self.open:
-                    return False
-            self._work = None
-        return self._spent < work.TURN
-
-    def _guarded(self, step: Callable[[], bool]) -> bool:
+    def _advance(self, body: bytes | memoryview | None = None) -> bool:
+        """Go on with the work on a frame, or begin with that of ``body``. False if this turn's units are spent."""
         try:
-            return step()
+            if body is not None:
+                self._work = self.receive(body)
+            if self._work is not None:
+                for units in self._work:
+                    self._spent += units
+                    if self._spent >= work.TURN or not self.open:
+                        return False
+                self._work = None
+            return self._spent < work.TURN
         except msgspec.MsgspecError as e:
             self.close(f"not understood: {e}")
         except RecursionError:
@@ -200,7 +195,7 @@ class Connection:
         self._spent = 0
         if not self.open:
             return
-        if not self._guarded(self._advance):
+        if not self._advance():
             self._wait_for_others()
             return
         self._reading = True

@@ -195,6 +195,9 @@ class Worker:
         operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
         operations += [p.Fill(member, n) for one, n in writes if one == life]
         all_answers = line.ask(operations) if operations else []
+        for i, answer in enumerate(all_answers):
+            if isinstance(answer, p.Failure) and answer.kind == "LayoutError":
+                (all_answers[i],) = line.ask([operations[i]])  # all together were too much for one request
         if again and all_answers and all(isinstance(a, p.Failure) and a.kind == "ClosedError" for a in all_answers):
             with self._lock:  # our scheduler has another session by now
                 self._join(line)

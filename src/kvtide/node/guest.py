@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import GeneratorType
 from typing import Any
 
 import msgspec
@@ -68,6 +69,8 @@ class Guest:
     ) -> None:
         """``features``: what both it and the node can do."""
         self._tokens_from_start = p.TOKENS_FROM_START in features
+        self._left = self._spent = 0
+        """Units of work that the request under way may still take, and that were spent in its last step."""
         self._host = host
         self._store = host.store
         self._connection = connection
@@ -120,61 +123,56 @@ class Guest:
 
     def _receive(self, body: bytes | memoryview) -> Iterator[int]:
         """Do what a request asks for, and answer it, in steps; see ``work.py``."""
-        operations: list[p.Operation | p.Failure]
+        operations: Sequence[p.Operation | p.Failure]
+        understood = True
         try:
             request = self._decoder.decode(body)
-            number, operations = request.number, list(request.operations)
+            number, operations = request.number, request.operations
         except msgspec.DecodeError:
             number, operations = self._understood(body)
+            understood = False
         self.requests += 1
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
         answers: list[p.Answer] = []
-        left, spent = work.FRAME, 0
+        self._left, self._spent = work.FRAME, 0
         for operation in operations:
-            if spent:
-                yield spent
-            kind = type(operation)
-            if kind is late:
+            if self._spent >= work.STEP:
+                yield self._step()
+            if type(operation) is late:
                 answers.append(None)
-                spent = 0
                 continue
-            units = self._units(operation)
-            if units > left and left < work.FRAME and kind not in _ENDS:
-                answer: p.Answer = self._too_much()
-                units = 0
-            else:
-                answer = self._answer(operation)
-                if isinstance(answer, Iterator):
-                    answer = yield from self._in_slices(kind, answer)
-                if kind not in _ENDS:
-                    left -= units
+            self._spent += work.OPERATION
+            if not understood and isinstance(operation, p.Failure):
+                self.failures += 1
+                answers.append(operation)
+                continue
+            answer = self._answer(operation)
+            if isinstance(answer, GeneratorType):
+                answer = yield from self._in_slices(type(operation), answer)
             answers.append(answer)
-            spent = units + work.OPERATION
         self._reply(number, answers)
         if late is not None:
             for operation in operations[:-1]:
                 if type(operation) is late:
-                    yield spent
-                    spent = self._units(operation) + work.OPERATION
+                    if self._spent >= work.STEP:
+                        yield self._step()
                     self._answer(operation)
-        yield spent
+        yield self._spent
 
-    def _too_much(self) -> p.Failure:
-        self.failures += 1
-        return p.Failure(
-            LayoutError.__name__,
-            f"the operations of one request may take {work.FRAME} units of work together, and those before this one "
-            "took most of them; send it in a request of its own (docs/protocol.md tells what counts)",
-        )
+    def _step(self) -> int:
+        spent, self._spent = self._spent, 0
+        return spent
 
-    def _units(self, operation: p.Operation | p.Failure) -> int:
-        """The work that an operation is, as far as it depends on what it names."""
-        count = _UNITS.get(type(operation))
-        try:
-            return 0 if count is None else count(self, operation)
-        except KvtideError:  # it cannot be done, and its answer will say why
-            return 0
+    def _charge(self, units: int) -> None:
+        """Count the work that an operation is about to be. Raises if it is too much for one request."""
+        if units > self._left < work.FRAME and units:
+            raise LayoutError(
+                f"the operations of one request may take {work.FRAME} units of work together, and those before this "
+                "one took most of them; send it in a request of its own (docs/protocol.md tells what counts)"
+            )
+        self._left -= units
+        self._spent += units
 
     def _in_slices(self, kind: type, steps: Iterator[p.Answer]) -> Generator[int, None, p.Answer]:
         """Do an operation that is done in slices: each step is a number of units, and the last one its answer."""
@@ -182,7 +180,7 @@ class Guest:
             last = next(steps)
             for step in steps:
                 assert isinstance(last, int)
-                yield last
+                yield self._step() + last
                 last = step
             return last
         except KvtideError as e:
@@ -205,9 +203,6 @@ class Guest:
 
     def _answer(self, operation: p.Operation | p.Failure) -> p.Answer | Iterator[p.Answer]:
         kind = type(operation)
-        if isinstance(operation, p.Failure):
-            self.failures += 1
-            return operation
         try:
             if self._trust.role < NEEDS[kind]:
                 who = f"user {self._connection.uid}"
@@ -253,6 +248,7 @@ class Guest:
             raise RightError(f"there is no session {number}") from None
 
     def _open(self, o: p.Open) -> int:
+        self._charge(len(o.groups) * work.GROUP)
         try:
             layout = p.layout_of(o.groups, o.block_tokens)
         except ValueError as e:
@@ -313,9 +309,12 @@ class Guest:
         return p.Found(session.desk.find(self._names(session, o.digests)))
 
     def _names(self, session: Booked, digests: bytes, tokens: bytes = b"", first: int = 0) -> Names:
-        """``first``: the block whose tokens come first."""
+        """What a request names, counted as its work; ``first`` is the block whose tokens come first."""
         layout = session.layout
-        return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag, first)
+        groups = len(layout.groups)
+        names = Names(digests, groups, tokens, 4 * layout.block_tokens, self._trust.tag, first)
+        self._charge(names.blocks * groups)
+        return names
 
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
         part = holding.part
@@ -330,7 +329,11 @@ class Guest:
         session = self._session(o.session)
         if o.deadline is not None and math.isnan(o.deadline):
             raise LayoutError("a deadline is a number of seconds, not nan")
-        holding, number = session.holding(o.holding), self.tidings.promise()
+        holding = session.holding(o.holding)
+        if not holding.ready:
+            self._charge(len(holding.part.all))
+            self._left -= len(holding.part.all) * (work.MOVE - 1)  # spent slice by slice
+        number = self.tidings.promise()
         transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE)
         self.tidings.follow_load(number, transfer)
         for count in slices:
@@ -342,12 +345,27 @@ class Guest:
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
-        return self._window.slots(session.desk, session.holding(o.holding))
+        holding = session.holding(o.holding)
+        self._charge(len(holding.part.all))
+        return self._window.slots(session.desk, holding)
 
-    def _release(self, o: p.Release) -> None:
+    def _release(self, o: p.Release) -> Iterator[p.Answer] | None:
+        # What gives back is counted, and never refused.
         session = self._session(o.session)
-        for number in o.holdings:
-            session.release(number)
+        if len(o.holdings) == 1:
+            self._spent += 1 + session.release(o.holdings[0]) // work.MOVE
+            return None
+        return self._release_many(session, o.holdings)
+
+    def _release_many(self, session: Booked, holdings: list[int]) -> Iterator[p.Answer]:
+        units = 0
+        for number in holdings:
+            units += 1 + session.release(number) // work.MOVE
+            if units >= work.STEP:
+                yield units
+                units = 0
+        yield units
+        yield None
 
     def _reserve(self, o: p.Reserve) -> p.Reserved:
         session = self._session(o.session)
@@ -368,6 +386,9 @@ class Guest:
         most = work.RESERVED // max(1, len(groups))
         stop = min(o.stop, o.start + min(most, max(0, room) // max(1, each)))
         keep = max(0, self._account.keeps)
+        units = max(0, stop - o.start) * len(groups) * work.MOVE
+        self._left -= units
+        self._spent += units
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
@@ -381,6 +402,7 @@ class Guest:
         if team is not None and not o.sealed and team.abort(o.reservation):
             return
         reservation = self._session(o.session).reservation(o.reservation)
+        self._spent += len(reservation.keys) * work.MOVE
         if o.sealed:
             reservation.seal()
         else:
@@ -396,6 +418,9 @@ class Guest:
         session.team = Team(session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
         self._host.teams[o.token] = session.team
 
+    def _leave(self, o: p.Leave) -> None:
+        self._spent += self._crews.leave(o)
+
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
     def _pin(self, o: p.Pin) -> Iterator[int]:
@@ -406,6 +431,7 @@ class Guest:
             yield 0
             return
         count, each = 0, len(session.layout.groups)
+        self._left -= names.blocks * each * (work.MOVE - 1)  # spent slice by slice
         for part in names.parts(0, o.stop, max(1, work.SLICE // each)):
             yield part.blocks * each * work.MOVE
             count += session.pin(part, None, step)
@@ -415,6 +441,7 @@ class Guest:
         session = self._session(o.session)
         names, groups = self._names(session, o.digests), session.layout.groups
         parts = list(names.parts(o.start, None, max(1, work.SLICE // len(groups))))
+        self._left -= names.blocks * len(groups) * (work.MOVE - 1)  # spent slice by slice
         number = self.tidings.promise()
         found = failures = 0
         left = 1 + len(parts)
@@ -447,21 +474,18 @@ class Guest:
 
     def _statistics(self, _: p.Statistics) -> Any:
         # Once a frame: a thousand of them in one would keep the others waiting for a second.
-        self._tell()
-        return self._told
-
-    def _tell(self) -> int:
-        """Make the statistics, unless this request has; their size in bytes."""
         if self._told_at != self.requests:
             self._told_at = self.requests
             status = self._host.status(None if self._trust.role is Role.ADMIN else self.domain)
             self._told = msgspec.Raw(msgspec.msgpack.encode(status))
-        return len(memoryview(self._told))
+        self._charge(len(memoryview(self._told)) // work.ANSWER_BYTES)
+        return self._told
 
     def _follow(self, o: p.Follow) -> None:
         self.tidings.follow(o.on)
 
     def _unmapped(self, o: p.Unmapped) -> None:
+        self._spent += len(o.names)
         self._host.ledger.unmapped(self.name, o.names)
 
     def _forget_other(self, o: p.Forget) -> None:
@@ -535,54 +559,10 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Follow: Guest._follow,
     p.Unmapped: Guest._unmapped,
     p.Invite: Guest._invite,
-    p.Join: lambda guest, o: guest._crews.join(o),
-    p.Visit: lambda guest, o: guest._crews.visit(o),
-    p.Fill: lambda guest, o: guest._crews.fill(o),
-    p.Leave: lambda guest, o: guest._crews.leave(o),
+    p.Join: lambda guest, o: guest._crews.join(o, guest._charge),
+    p.Visit: lambda guest, o: guest._crews.visit(o, guest._charge),
+    p.Fill: lambda guest, o: guest._crews.fill(o, guest._charge),
+    p.Leave: lambda guest, o: guest._leave(o),
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
 }
-
-_ENDS = {p.Close, p.Cancel, p.Release, p.Finish, p.Unmapped, p.Forget, p.Leave, p.Resign}
-"""What gives back: never refused for the work that it is, which is no more than what was given before."""
-
-
-def _named(guest: Guest, o: p.Match | p.Find | p.Pin | p.Drop) -> int:
-    """Blocks of all groups that an operation names."""
-    return len(o.digests) // 32 * len(guest._session(o.session).layout.groups)
-
-
-def _reserve_units(guest: Guest, o: p.Reserve) -> int:
-    most = min(work.RESERVED, max(0, o.stop - o.start) * len(o.groups))
-    return len(o.digests) // 32 * len(o.groups) + most * work.MOVE
-
-
-def _load_units(guest: Guest, o: p.Load) -> int:
-    holding = guest._session(o.session).holding(o.holding)
-    return 0 if holding.ready else len(holding.part.all) * work.MOVE
-
-
-def _release_units(guest: Guest, o: p.Release) -> int:
-    held = guest._session(o.session).holdings
-    return sum(len(held[n].part.all) if n in held else 1 for n in o.holdings) // work.MOVE + len(o.holdings)
-
-
-_UNITS: dict[type, Callable[[Guest, Any], int]] = {
-    p.Open: lambda guest, o: len(o.groups) * work.GROUP,
-    p.Match: _named,
-    p.Find: _named,
-    p.Load: _load_units,
-    p.Collect: lambda guest, o: len(guest._session(o.session).holding(o.holding).part.all),
-    p.Release: _release_units,
-    p.Reserve: _reserve_units,
-    p.Finish: lambda guest, o: len(guest._session(o.session).reservation(o.reservation).keys) * work.MOVE,
-    p.Pin: lambda guest, o: _named(guest, o) * work.MOVE,
-    p.Drop: lambda guest, o: _named(guest, o) * work.MOVE,
-    p.Statistics: lambda guest, o: guest._tell() // work.ANSWER_BYTES,
-    p.Unmapped: lambda guest, o: len(o.names),
-    p.Join: lambda guest, o: guest._crews.join_units(o),
-    p.Visit: lambda guest, o: guest._crews.visit_units(o),
-    p.Fill: lambda guest, o: guest._crews.fill_units(o),
-    p.Leave: lambda guest, o: guest._crews.leave_units(o),
-}
-"""What each operation costs besides ``work.OPERATION``; those that are not here cost no more than that."""

@@ -38,6 +38,8 @@ RESERVED: Final = BLOCKS // MOVE
 """Blocks of all groups together that one reservation may have; those beyond are refused, as if there were no room."""
 SLICE: Final = TURN // MOVE
 """Blocks of all groups together that are loaded, pinned or dropped before the others have their turn."""
+STEP: Final = 1 << 10
+"""Units that are too few to ask whether the turn is over."""
 MESSAGE: Final = 64
 """Units of each frame."""
 DECODED: Final = 256
