@@ -150,7 +150,7 @@ class Guest:
             answer = self._answer(operation)
             if isinstance(answer, GeneratorType):
                 answer = yield from self._in_slices(type(operation), answer)
-            answers.append(answer)
+            answers.append(answer)  # type: ignore[arg-type]  # every iterator that a handler returns is a generator
         self._reply(number, answers)
         if late is not None:
             for operation in operations[:-1]:
