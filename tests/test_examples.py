@@ -72,6 +72,22 @@ def test_an_example_does_what_it_says(example: Path, tmp_path: Path) -> None:
     assert list(here.iterdir()) == [], "it cleans up after itself"
 
 
+def test_the_workers_of_an_engine_move_all_of_a_prompt(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIDE_")}
+    (example,) = (e for e in EXAMPLES if e.stem == "workers")
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**environment, "TMPDIR": str(tmp_path)},
+        check=True,
+    )
+    told = [f"worker {rank} has its heads of 256 tokens, right in every byte: True" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == told
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
 def test_an_example_is_at_most_40_lines(example: Path) -> None:
     assert len(example.read_text().splitlines()) <= 40

@@ -24,8 +24,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "interrupts", "show", "version"],
-    ["units"],
-    ["block", "config", "door"],
+    ["arguments", "units"],
+    ["block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
     ["plan", "shares", "storages"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -274,13 +274,21 @@ class LocalDesk:
         return list(map(bool, here))
 
     def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
+        transfer, slices = self.begin_load(holding, deadline)
+        for _ in slices:
+            pass
+        return transfer
+
+    def begin_load(
+        self, holding: LocalHolding, deadline: float | None, blocks: int = sys.maxsize
+    ) -> tuple[Transfer, Iterator[int]]:
+        """The same for a caller who begins it in slices of so many blocks, and is told the size of each."""
         transfer = Transfer.within(self.store.clock, deadline, self.store.config.plan.deadline_seconds)
         if holding.ready:
             transfer.started()
-        else:
-            wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
-            self._pipeline.load(wanted, transfer)
-        return transfer
+            return transfer, iter(())
+        wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+        return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks)
 
     def collect(self, holding: LocalHolding) -> Collected:
         blocks, first, places = self.places(holding)

@@ -5,6 +5,7 @@
     KvtideError
     ├── ConfigError            a setting is unknown or has a value that cannot work
     ├── LayoutError            a layout, buffer or token range does not fit its description
+    │   └── ArgumentError      an argument is of a type that cannot be used
     ├── TierError              a tier cannot be opened or used at all
     │   ├── TierLockedError    another process has this directory open
     │   └── TierVersionError   the directory was written by a newer kvtide
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "AccessError",
+    "ArgumentError",
     "AuditError",
     "ClosedError",
     "ConfigError",
@@ -51,6 +53,10 @@ class ConfigError(KvtideError):
 
 class LayoutError(KvtideError, ValueError):
     """A layout, buffer or token range does not fit its description. Check shapes and sizes."""
+
+
+class ArgumentError(LayoutError, TypeError):
+    """An argument is of a type that cannot be used. The text names it, and what to give instead."""
 
 
 class TierError(KvtideError):

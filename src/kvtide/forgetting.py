@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtide import arguments
 from kvtide.block import BlockKey
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.index.index import SEALED
@@ -26,6 +27,7 @@ __all__ = ["forget"]
 
 def forget(store: Store, tenant: bytes, who: str) -> int:
     """See ``Store.forget``."""
+    arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
         raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
     settings = store.config.security

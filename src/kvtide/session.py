@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy.typing as npt
 
-from kvtide import forks
+from kvtide import arguments, forks
 from kvtide.block import Span
 from kvtide.desk import Desk
 from kvtide.door import Door
@@ -35,8 +36,12 @@ if TYPE_CHECKING:
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Home", "Session"]
+__all__ = ["Home", "Session", "WriteArguments"]
 
+_PART = 4096
+"""Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
+_MOST = 1 << 48
+"""Tokens that an engine may say it has: more than any prompt."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds before it is asked again: the first time, and at most."""
 
@@ -54,6 +59,38 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
             return verb(session, *args, **kwargs)
 
     return inside
+
+
+class WriteArguments(NamedTuple):
+    """Which blocks are to be written and how they are kept, as checked by ``Session.pledge``."""
+
+    chain: Chain
+    start: int
+    stop: int
+    ttl: float | None
+    priority: int
+
+
+def _lifetime(ttl: float | None) -> float | None:
+    if ttl is None:
+        return None
+    if (isinstance(ttl, float) and math.isnan(ttl)) or not (found := arguments.real(ttl, "ttl")) > 0:
+        raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
+    return found
+
+
+def _tokens(have: int) -> int:
+    have = arguments.integer(have, "have")
+    if have < 0:
+        raise LayoutError(f"have is {have}, not a number of tokens")
+    return min(have, _MOST)
+
+
+def _priority(priority: int) -> int:
+    priority = arguments.integer(priority, "priority")
+    if not -100 <= priority <= 100:
+        raise LayoutError(f"priority {priority} is not between -100 and 100")
+    return priority
 
 
 class Home:
@@ -78,6 +115,8 @@ class Home:
     def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
         """The store as one engine sees it: for one model and tenant."""
         forks.check(self.origin)
+        arguments.kind(model, Model, "model")
+        arguments.kind(tenant, Tenant, "tenant")
         session = Session(self, model, tenant, self._desk(model, tenant))
         with self._lock:
             if self.closed:
@@ -155,7 +194,7 @@ class Session:
 
     def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
         if isinstance(tokens, Chain):
-            if extras:
+            if (type(extras) is not tuple or extras) and arguments.items(extras, Extra, "extras"):
                 raise LayoutError("extras are part of a chain: give them when it is made or extended")
             if tokens.namer is not self._namer and tokens.namer != self._namer:
                 raise LayoutError("this chain was made for another model or tenant: its names mean other blocks")
@@ -180,9 +219,15 @@ class Session:
         compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at most.
         """
         chain = self._chain(tokens, extras)
-        if have < 0:
-            raise LayoutError(f"have is {have}, not a number of tokens")
-        end, pause = time.monotonic() + wait if wait else 0.0, _PAUSE
+        if type(have) is not int or not 0 <= have <= _MOST:
+            have = _tokens(have)
+        if prefill is not None:
+            prefill = arguments.real(prefill, "prefill")
+            if prefill < 0:
+                raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+        end, pause = 0.0, _PAUSE
+        if wait:
+            end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
         while (match := self._match(chain, have, prefill)).pending and (left := end - time.monotonic()) > 0:
             match.release()
             time.sleep(min(pause, left))
@@ -220,7 +265,8 @@ class Session:
         ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
         out, and the result is a shorter prefix.
         """
-        if match.session is not self:
+        deadline = arguments.seconds(deadline, "deadline")
+        if arguments.kind(match, Match, "match").session is not self:
             raise LayoutError("this match was made by another session; load it there")
         if not match.held:
             raise RightError("this match was released; match again")
@@ -256,6 +302,7 @@ class Session:
         self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, deadline: float | None = None
     ) -> Transfer:
         """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
+        deadline = arguments.seconds(deadline, "deadline")
         match = self.match(tokens, extras, prefill=0)
         try:
             load = self.load(match, deadline=deadline)
@@ -286,8 +333,9 @@ class Session:
         """
         chain = self._chain(tokens, extras)
         sources = self._buffers(blocks, writable=False)
+        start, ttl, priority = arguments.integer(start, "start"), _lifetime(ttl), _priority(priority)
         for given in sources.values():
-            self._check_pledge(chain, start, start + len(given), ttl, priority)
+            self._check_range(chain, start, start + len(given))
         total = sum(len(given) for given in sources.values())
         stored = refused = 0
         for name, given in sources.items():
@@ -295,7 +343,7 @@ class Session:
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
             # one before, because a part costs something too, but not by so much that a disk, which is half as fast as
             # memory, would stand still; none is so large that others could not make room for it.
-            most = self._desk.largest // geometry.footprint
+            most = min(self._desk.largest // geometry.footprint, _PART)
             first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
             with contextlib.ExitStack() as parts:
                 last: Reservation | None = None
@@ -331,8 +379,10 @@ class Session:
 
         Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
         """
-        chain, stop = self.pledge(tokens, extras, start, stop, ttl, priority)
-        reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
+        pledge = self.pledge(tokens, extras, start, stop, ttl, priority)
+        reservation = self._desk.reserve(
+            self.layout.groups, pledge.chain, pledge.start, pledge.stop, pledge.ttl, pledge.priority
+        )
         reservation.on_end.append(self.ended)
         reservation.door = self._home.door
         reservation.on_views = self._keep
@@ -348,20 +398,18 @@ class Session:
         stop: int | None,
         ttl: float | None,
         priority: int,
-    ) -> tuple[Chain, int]:
-        """What is to be written, checked: the prompt's chain, and where to stop."""
+    ) -> WriteArguments:
+        """What is to be written, checked."""
         chain = self._chain(tokens, extras)
-        stop = chain.blocks if stop is None else stop
-        self._check_pledge(chain, start, stop, ttl, priority)
-        return chain, stop
+        start = arguments.integer(start, "start")
+        stop = chain.blocks if stop is None else arguments.integer(stop, "stop")
+        ttl, priority = _lifetime(ttl), _priority(priority)
+        self._check_range(chain, start, stop)
+        return WriteArguments(chain, start, stop, ttl, priority)
 
-    def _check_pledge(self, chain: Chain, start: int, stop: int, ttl: float | None, priority: int) -> None:
+    def _check_range(self, chain: Chain, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= chain.blocks:
             raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
-        if not -100 <= priority <= 100:
-            raise LayoutError(f"priority {priority} is not between -100 and 100")
-        if ttl is not None and not ttl > 0:
-            raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
@@ -371,12 +419,22 @@ class Session:
 
         Pins are the session's: they end with it, and behind a node with the connection or the node as well.
         """
-        return self._desk.pin(self._chain(tokens, extras), stop, 1)
+        chain = self._chain(tokens, extras)
+        return self._desk.pin(chain, self._up_to(chain, stop), 1)
 
     @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """End one ``pin`` of the same blocks by this session. Answers how many blocks had one."""
-        return self._desk.pin(self._chain(tokens, extras), stop, -1)
+        chain = self._chain(tokens, extras)
+        return self._desk.pin(chain, self._up_to(chain, stop), -1)
+
+    def _up_to(self, chain: Chain, stop: int | None) -> int | None:
+        if stop is None:
+            return None
+        stop = arguments.integer(stop, "stop")
+        if stop < 0:
+            raise LayoutError(f"stop is {stop}, not a number of blocks")
+        return min(stop, chain.blocks)
 
     @_inside
     def drop(
@@ -392,7 +450,9 @@ class Session:
         Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
         of that.
         """
-        return self._desk.drop(self.pledge(tokens, extras, start, None, None, 0)[0], start, timeout)
+        timeout = arguments.seconds(timeout, "timeout")
+        pledge = self.pledge(tokens, extras, start, None, None, 0)
+        return self._desk.drop(pledge.chain, pledge.start, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -426,6 +486,7 @@ class Session:
             given = {self.layout.groups[0].name: given}
         found: dict[str, list[Span]] = {}
         for name, buffers in given.items():
+            some = arguments.each(buffers, f"group {name!r}", "buffers")
             size = self.layout.geometry[self.layout.group(name).name].nbytes
-            found[name] = [bytes_of(b, size, name, i, writable) for i, b in enumerate(buffers)]
+            found[name] = [bytes_of(b, size, name, i, writable) for i, b in enumerate(some)]
         return found

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide import forks
+from kvtide import arguments, forks
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
+from kvtide.capacity import check_disk, check_memory
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
@@ -80,6 +81,8 @@ class Store(Home):
         ``within``: it is a reserved share of that one.
         """
         super().__init__("open it again with kvtide.open(...)")
+        if within is None:
+            check_memory(config.dram.budget, node=shared)
         shares = divide(config)
         self.config = config = shares.rest
         self._shares = shares
@@ -151,6 +154,8 @@ class Store(Home):
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
+        if disk is None:
+            check_disk(Path(settings.path).expanduser(), settings.budget)
         tier = Nvme(
             Path(settings.path).expanduser(),
             settings.budget,
@@ -377,6 +382,7 @@ class Store(Home):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
         forks.check(self.origin)
+        timeout = arguments.seconds(timeout, "timeout")
         return all(
             [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
         )

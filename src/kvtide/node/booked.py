@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
+from kvtide.node import work
 from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
 from kvtide.store import Store
@@ -27,39 +28,54 @@ log = logging.getLogger("kvtide.node")
 _RIGHTS = 10_000
 """That one session may have at a time."""
 _NO_COUNTS = np.zeros(1, np.int32)
-_BLOCKS = 1 << 17
-"""That one operation may name: more would keep the others waiting."""
 
 
 class Names:
     """A prompt's blocks, as they came over the socket."""
 
-    def __init__(self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"") -> None:
-        """``tag`` is that of the client's trust domain."""
+    def __init__(
+        self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"", first: int = 0
+    ) -> None:
+        """``tag`` is that of the client's trust domain; ``tokens`` has ``size`` bytes a block, from ``first`` on."""
         self.blocks, rest = divmod(len(digests), 32)
         if rest:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
-        if self.blocks * groups > _BLOCKS:
+        if self.blocks * groups > work.BLOCKS:
             raise LayoutError(
-                f"a prompt of {self.blocks} blocks is too long; {_BLOCKS} of all groups together go at a time"
+                f"a prompt of {self.blocks} blocks is too long; {work.BLOCKS} of all groups together go at a time"
             )
+        self._digests: tuple[bytes, ...] | None = None
+        self._keys: dict[bytes, list[BlockKey]] = {}
         self._tag = tag
         self.joined = digests
         self._tokens = tokens
         self._size = size
+        self._first = first
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
-        suffix += self._tag
-        keys: list[BlockKey] = [d + suffix for d in struct.unpack("32s" * self.blocks, self.joined)]
-        if len(set(keys)) != len(keys):
-            raise LayoutError("a prompt cannot have one block twice")
+        keys = self._keys.get(suffix)
+        if keys is None:
+            if self._digests is None:  # many prompts are known by their digests as a whole, and need no more
+                self._digests = struct.unpack("32s" * self.blocks, self.joined)
+                if len(set(self._digests)) != self.blocks:
+                    raise LayoutError("a prompt cannot have one block twice")
+            ending = suffix + self._tag
+            keys = self._keys[suffix] = [BlockKey(d + ending) for d in self._digests]
         return keys
+
+    def parts(self, start: int, stop: int | None, blocks: int) -> Iterator[Names]:
+        """The blocks from ``start`` to ``stop``, as prompts of so many."""
+        some = range(self.blocks)[start:stop]
+        for at in range(some.start, some.stop, blocks):
+            end = min(at + blocks, some.stop)
+            yield Names(self.joined[32 * at : 32 * end], tag=self._tag)
 
     def parent(self, block: int) -> bytes:
         return self.joined[32 * block - 32 : 32 * block] if block else ROOT
 
     def tokens_of(self, block: int) -> bytes:
-        return self._tokens[block * self._size : (block + 1) * self._size]
+        at = (block - self._first) * self._size
+        return self._tokens[at : at + self._size]
 
 
 class Account:
@@ -220,31 +236,42 @@ class Booked:
         else:
             self.reservations[number] = made
 
-    def release(self, number: int) -> None:
-        """A holding is not looked at any more, by its client at least."""
+    def release(self, number: int) -> int:
+        """A holding is not looked at any more, by its client at least. Answers how many blocks it had."""
         holding = self.holdings.pop(number, None)
         if holding is None:
-            return
+            return 0
         if self.team is None:
             self._give_back(holding)
         else:
             self.team.when_free(number, lambda: self._give_back(holding))
+        return len(holding.part.all)
 
     def _give_back(self, holding: LocalHolding) -> None:
         holding.release()
         self._account.give_back(holding)
 
-    def end(self) -> None:
-        """Give everything back: the client does not look at the memory any more, though its workers may."""
-        ends: list[Callable[[], None]] = [partial(self.release, number) for number in self.holdings]
-        ends += [r.abort for r in self.reservations.values()]
+    def ending(self) -> Iterator[int]:
+        """Give everything back: the client does not look at the memory any more, though its workers may.
+
+        In steps of so many units of work, between which others may be served.
+        """
+        while self.holdings:
+            number, holding = next(iter(self.holdings.items()))
+            self._end(partial(self.release, number))
+            yield 1 + len(holding.part.all) // work.MOVE
+        while self.reservations:
+            _, reservation = self.reservations.popitem()
+            self._end(reservation.abort)
+            yield 1 + len(reservation.keys) * work.MOVE
         if self.team is not None:
-            ends.append(self.team.fail)
-        for end in ends:
-            try:
-                end()
-            except Exception:  # the others must not suffer
-                log.exception("a right could not be given back")
-        self.reservations.clear()
+            self._end(self.team.fail)
         self.desk.close()
         self._account.room += self.desk.pinned
+
+    @staticmethod
+    def _end(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:  # the others must not suffer
+            log.exception("a right could not be given back")

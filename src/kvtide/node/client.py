@@ -24,11 +24,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtide import errors, forks
+from kvtide import arguments, errors, forks
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
-from kvtide.errors import KvtideError, RightError, TierError
+from kvtide.errors import KvtideError, LayoutError, RightError, TierError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
@@ -54,6 +54,8 @@ T = TypeVar("T", bound="Transfer | Promise")
 
 _SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
 """Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
+_RANKS = 1 << 16
+"""Of one engine: more than any has."""
 _CLOSING = 5.0
 """Seconds that closing waits for a callback."""
 
@@ -139,7 +141,7 @@ class Client(Home):
                 line.post(p.Cancel(number))
 
     def _listen(self) -> None:
-        pause = _SOON
+        pause, refusal = _SOON, ""
         while not self._closing.is_set():
             line = self._line
             if line is not None:
@@ -150,6 +152,9 @@ class Client(Home):
                 self.dialing = True
                 self._connect(self._dial(self._name, self._mappings))
             except (OSError, KvtideError, msgspec.MsgspecError) as e:
+                if isinstance(e, KvtideError) and str(e) != refusal:  # once, however often it is tried
+                    refusal = str(e)
+                    log.warning("the node at %s is not used, and everything is a miss: %s", self.path, e)
                 self._closing.wait(pause)
                 pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
             finally:
@@ -230,12 +235,17 @@ class Client(Home):
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
         forks.check(self.origin, "client")
+        ranks = arguments.integer(ranks, "ranks")
+        if not 1 <= ranks <= _RANKS:
+            raise LayoutError(f"ranks is {ranks}; give 1 to {_RANKS}")
+        arguments.kind(session, Session, "session")
         if session not in self._sessions:
             raise RightError("this session is closed, or of another store")
         return Crew(session, ranks)
 
     def join(self, token: str, rank: int) -> Worker:
         """Work for a session of another process, which gave us the token of its crew."""
+        token, rank = arguments.text(token, "token"), arguments.integer(rank, "rank")
         try:
             return Worker(self, token, rank)
         except Lost:
@@ -269,6 +279,7 @@ class Client(Home):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        timeout = arguments.seconds(timeout, "timeout")
         try:
             promise = self.promised(self.line, p.Flush(), Promise())
         except Lost:
@@ -280,6 +291,9 @@ class Client(Home):
 
         For administrators. Raises TierError if it could not.
         """
+        arguments.kind(tenant, bytes, "tenant")
+        if len(tenant) != 16 or tenant == bytes(16):
+            raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
         try:
             promise = self.promised(self.line, p.Erase(tenant), Promise())
         except Lost:

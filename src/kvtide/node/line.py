@@ -17,7 +17,7 @@ import msgspec
 
 from kvtide import errors, forks
 from kvtide.block import Span
-from kvtide.errors import KvtideError, TierError
+from kvtide.errors import KvtideError, LayoutError, TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
@@ -28,6 +28,8 @@ __all__ = ["Line", "Lost", "Refused"]
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
 """Operations that were put off and go with one request, at most."""
+_LONGEST = p.LENGTH.size + p.LARGEST
+"""Bytes of a frame, with its length."""
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
@@ -105,7 +107,9 @@ class Line:
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, __version__, token, self._name, sorted(self.lent)))
+        mapped, features = sorted(self.lent), list(p.FEATURES)
+        majors = p.PROTOCOL, p.PROTOCOL
+        hello = p.frame(p.Hello(*majors, __version__, token, self._name, mapped, p.MINOR, p.MINORS, features))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):
@@ -117,6 +121,9 @@ class Line:
         if isinstance(answer, p.Failure):
             kind = getattr(errors, answer.kind, TierError)
             raise (Refused if kind is TierError else kind)(f"the node refused us: {answer.text}")
+        if answer.protocol != p.PROTOCOL or not p.speaks(answer.minor, answer.minors):
+            us, them, majors = f"kvtide {__version__}", f"the node (kvtide {answer.version})", (answer.protocol,) * 2
+            raise Refused(f"this client cannot use the node: {p.mismatch(us, them, majors, answer.minors)}")
         return answer
 
     def close(self) -> None:
@@ -174,7 +181,14 @@ class Line:
         return answer
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
-        """Send operations, after those that were put off, and wait for their answers."""
+        """Send operations, after those that were put off, and wait for their answers.
+
+        More than go into one request become several, one after the other. Raises LayoutError, and sends nothing, for
+        an operation that is larger than a request may be.
+        """
+        if len(operations) > p.OPERATIONS:
+            parts = [operations[at : at + p.OPERATIONS] for at in range(0, len(operations), p.OPERATIONS)]
+            return [answer for part in parts for answer in self.ask(part)]
         with self._lock:
             try:
                 number, before = self._send(operations)
@@ -232,22 +246,48 @@ class Line:
                 self._transmit(before)
                 before = []
         try:
-            return self._transmit(before + operations), len(before)
+            if len(before) + len(operations) > p.OPERATIONS:
+                self._transmit(before)
+                before = []
+            number, frame = self._encoded(before + operations)
+            if len(frame) > _LONGEST and before and operations:  # these alone may still be short enough
+                number, frame = self._encoded(operations)
+                self._check_length(frame)
+                self._transmit(before)
+                before = []
+            self._check_length(frame)
         except Lost:
             raise
         except Exception:  # something in it is no message; what was put off before is
             self._waiting.extendleft(reversed(before))
             raise
+        self._put(frame)
+        return number, len(before)
 
-    def _transmit(self, operations: list[p.Operation]) -> int:
-        assert self._requests is not None
+    def _encoded(self, operations: list[p.Operation]) -> tuple[int, bytes]:
+        """The number of a request, and its frame."""
         number = next(self._numbers)
+        return number, p.frame(p.Request(number, operations))
+
+    @staticmethod
+    def _check_length(frame: bytes) -> None:
+        """The node hangs up on whoever sends a longer one, and all sessions of this process would miss."""
+        if len(frame) > _LONGEST:
+            raise LayoutError(
+                f"this call needs a message of {len(frame)} bytes, and a node takes {p.LARGEST} at most: give a "
+                "shorter prompt, or larger blocks"
+            )
+
+    def _transmit(self, operations: list[p.Operation]) -> None:
+        self._put(self._encoded(operations)[1])
+
+    def _put(self, frame: bytes) -> None:
+        assert self._requests is not None
         try:
-            self._requests.sendall(p.frame(p.Request(number, operations)))
+            self._requests.sendall(frame)
         except OSError as e:
             self.close()
             raise Lost from e
-        return number
 
     def _receive(self) -> p.Reply:
         received, (buffer,) = self._received, self._buffers

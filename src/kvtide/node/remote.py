@@ -28,6 +28,8 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["RemoteDesk"]
 
 _FIRST_PART = 128 << 20
+_REST = 1 << 16
+"""Bytes of a reservation's message besides digests and tokens, at most."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 T = TypeVar("T", bound="Transfer | Promise")
@@ -270,8 +272,10 @@ class RemoteDesk:
     ) -> tuple[Line, p.Reserved, list[BlockKey]]:
         """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
         line, session = self._session()
-        tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
-        digests = names.joined[: 32 * stop]
+        digests, tokens = names.joined[: 32 * stop], b""
+        first = start if p.TOKENS_FROM_START in line.welcome.features else 0
+        if line.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
+            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
         wanted = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))

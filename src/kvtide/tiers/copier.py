@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import Geometry, Span
-from kvtide.errors import LayoutError
+from kvtide.errors import ArgumentError, LayoutError
 
 __all__ = ["Copier", "bytes_of", "same_shape"]
 
@@ -131,7 +131,11 @@ def same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Byte
 
 def bytes_of(buffer: Any, size: int, group: str, number: int, writable: bool) -> Span:
     """The bytes of a caller's buffer for a block of ``size`` bytes, checked."""
-    view = memoryview(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        what = type(buffer).__name__
+        raise ArgumentError(f"buffer {number} of group {group!r} is a {what}, not a buffer such as an array") from None
     if not view.c_contiguous:
         raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
     if view.nbytes != size:

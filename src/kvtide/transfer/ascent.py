@@ -15,8 +15,9 @@ Who asks for a row that is on its way for another identity does not join: what c
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -137,11 +138,19 @@ class Ascent:
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        for _ in self.load_in_slices(wanted, transfer, sys.maxsize):
+            pass
+
+    def load_in_slices(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int) -> Iterator[int]:
+        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were."""
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
         for rows, identity in wanted:
-            self._bring(rows, identity, transfer)
+            for first in range(0, len(rows), blocks):
+                part = rows[first : first + blocks]
+                self._bring(part, identity, transfer)
+                yield len(part)
         transfer.started()
 
     def _bring(self, rows: Rows, identity: Identity, transfer: Transfer) -> None:

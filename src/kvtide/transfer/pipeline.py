@@ -136,6 +136,7 @@ class Pipeline:
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
         residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
         self.others = residents.others
+        self.load_in_slices = self._ascent.load_in_slices
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:

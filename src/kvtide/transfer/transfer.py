@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
-from kvtide import forks
+from kvtide import arguments, forks
 from kvtide.clock import Clock
 
 __all__ = ["Transfer"]
@@ -140,6 +140,7 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
         forks.check(self._origin, "transfer")
+        timeout = arguments.seconds(timeout, "timeout")
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
         if self._ended:
@@ -162,6 +163,7 @@ class Transfer:
         node's client has a thread for such calls, where it may do what it likes.
         """
         forks.check(self._origin, "transfer")
+        arguments.callback(callback, "callback")
         self._at_end(callback if self._run is None else functools.partial(self._run, callback))
 
     def _at_end(self, callback: Callable[[], None]) -> None:
