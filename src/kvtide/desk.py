@@ -62,7 +62,13 @@ class Holding:
     have: int
     """Blocks at the start that need not be loaded."""
     ready: bool
+    """Whether a load has nothing to bring: all blocks of all groups are in DRAM."""
     pending: bool
+
+    @property
+    def held(self) -> int:
+        """Blocks at the start of the prompt that can be had now: from DRAM, or from the caller who has them."""
+        raise NotImplementedError
 
     @property
     def counts(self) -> dict[str, int]:
@@ -135,15 +141,22 @@ class Desk(Protocol):
 class LocalHolding(Holding):
     """A part of a prompt, under a lease."""
 
-    __slots__ = ("lease", "part")
+    __slots__ = ("_desk", "lease", "part")
 
-    def __init__(self, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool) -> None:
+    def __init__(
+        self, desk: LocalDesk, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool
+    ) -> None:
+        self._desk = desk
         self.plan = plan
         self.have = have
         self.part = part
         self.lease: Lease | None = lease
         self.ready = ready
         self.pending = pending
+
+    @property
+    def held(self) -> int:
+        return self.plan.blocks if self.ready else self._desk.held(self)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -222,7 +235,7 @@ class LocalDesk:
             pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
-        return LocalHolding(plan, have, part, lease, ready, pending)
+        return LocalHolding(self, plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
         """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
@@ -241,7 +254,7 @@ class LocalDesk:
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
-        return LocalHolding(plan, have, part, lease, True, False)
+        return LocalHolding(self, plan, have, part, lease, True, False)
 
     def find(self, names: Names) -> list[bool]:
         layout, index, now = self.layout, self._index, self.store.sweep()
@@ -279,16 +292,7 @@ class LocalDesk:
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
                 self.store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
-            whole, first = {}, {}
-            for g in layout.groups:
-                mask = np.zeros(blocks, np.bool_)
-                mask[: holding.have] = True
-                start = g.needs(blocks, layout.block_tokens, holding.have).start
-                rows = holding.part.rows[g.name]
-                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-                whole[g.name], first[g.name] = mask, start
-            spaced = {name: np.zeros(blocks, np.int64) for name in whole}
-            come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
+            come, first = self._come(holding)
             places = {}
             for g in layout.groups:
                 mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
@@ -300,6 +304,30 @@ class LocalDesk:
                 places[g.name] = place[mine]
         self.store.dram.moved(read=self._nbytes(places))
         return come, first, places
+
+    def held(self, holding: LocalHolding) -> int:
+        """How many blocks of the prompt can be had from DRAM now; 0 when they are not leased any more."""
+        with self._index.lock:
+            if holding.lease is None:
+                return 0
+            # What is leased stays in DRAM, so this need not be looked at again.
+            holding.ready = every(self._index.state[DRAM][holding.part.all] == SEALED)
+            return self._come(holding)[0]
+
+    def _come(self, holding: LocalHolding) -> tuple[int, dict[str, int]]:
+        """The longest prefix that the rules of all groups allow from DRAM alone, and of each group the number of the
+        first block that is held. Under the lock."""
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
+        whole, first = {}, {}
+        for g in layout.groups:
+            mask = np.zeros(blocks, np.bool_)
+            mask[: holding.have] = True
+            start = g.needs(blocks, layout.block_tokens, holding.have).start
+            rows = holding.part.rows[g.name]
+            mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+            whole[g.name], first[g.name] = mask, start
+        spaced = {name: np.zeros(blocks, np.int64) for name in whole}
+        return int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1]), first
 
     def _nbytes(self, blocks: dict[str, Rows]) -> int:
         """Bytes of so many blocks of each group."""

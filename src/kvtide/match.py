@@ -54,13 +54,14 @@ class Loaded:
 class Match:
     """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
 
-    ``tokens`` of the prompt are in the store, in whatever tier; ``ready`` says that all of them are in DRAM, so that
-    ``load`` ends at once. ``pending`` says that the next block is just being written, or looked for in storage that
+    ``tokens`` of the prompt are in the store, in whatever tier. ``held_tokens`` of them are in DRAM, verified and held
+    for this match: only these may be promised to an engine. It grows while a load brings the rest. ``ready`` says that
+    both are equal. ``pending`` says that the next block is just being written, or looked for in storage that
     others write to as well: ask again and perhaps get more.
     ``plan`` has the expectations that decided the length.
     """
 
-    __slots__ = ("_held", "blocks", "chain", "have", "holding", "pending", "plan", "ready", "session", "tokens")
+    __slots__ = ("_held", "blocks", "chain", "have", "holding", "pending", "plan", "session", "tokens")
 
     def __init__(self, session: Session, chain: Chain, holding: Holding) -> None:
         self.session = session
@@ -70,18 +71,32 @@ class Match:
         self.blocks = holding.plan.blocks
         self.have = holding.have
         self.tokens = self.blocks * session.layout.block_tokens
-        self.ready = holding.ready
         self.pending = holding.pending
         self._held = True
 
     def __repr__(self) -> str:
-        where = "in DRAM" if self.ready else "partly colder"
+        where = ("in DRAM" if self.ready else f"{self.held_tokens} in DRAM") if self.held else "released"
         more = ", more may come" if self.pending else ""
-        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}{'' if self.held else ', released'}>"
+        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}>"
 
     @property
     def held(self) -> bool:
         return self._held
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens at the start of the prompt that can be had now, without a load; 0 after the release.
+
+        They are in DRAM, verified and leased, or among the ``have`` tokens of the caller. The end of a ``load`` has
+        brought it up to date. A node's client answers from what the node last said, without asking: the node may have
+        more by then, never less.
+        """
+        return self.holding.held * self.chain.block_tokens if self._held else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ``tokens`` are held: nothing must be waited for."""
+        return self.held_tokens == self.tokens and self._held
 
     @property
     def wanted(self) -> dict[str, range]:

@@ -200,6 +200,7 @@ class Guest:
             found.ready,
             found.pending,
             self._ready_slots(session, found) if found.ready else None,
+            found.held,
         )
 
     def _find(self, o: p.Find) -> p.Found:
@@ -222,7 +223,7 @@ class Guest:
     def _load(self, o: p.Load) -> int:
         session = self._session(o.session)
         holding, number = session.holding(o.holding), self.tidings.promise()
-        self.tidings.follow_load(number, session.desk.load(holding, o.deadline))
+        self.tidings.follow_load(number, session.desk.load(holding, o.deadline), holding)
         return number
 
     def _cancel(self, o: p.Cancel) -> None:

@@ -77,6 +77,7 @@ class Promises:
 
 def _keep(promise: Transfer | Promise, ended: p.Ended) -> None:
     if isinstance(promise, Transfer):
+        promise.report = ended
         promise.finish([0], [True])
     else:
         promise.count, promise.failure = ended.count, ended.failure

@@ -210,6 +210,8 @@ class Matched(_Message, tag="matched"):
     ready: bool
     pending: bool
     slots: list[Slots] | None
+    held: int = -1
+    """So many blocks of the prefix can be had from memory now. -1 from a node that does not say: all if it is ready."""
 
 
 class Load(_Message, tag="load"):
@@ -448,6 +450,8 @@ class Ended(_Message, tag="ended"):
     number: int
     count: int = 0
     failure: str = ""
+    held: int = -1
+    """Of a load: so many blocks of the holding's prompt can be had from memory now. -1: the node does not say."""
 
 
 class Stored(_Message, tag="stored"):

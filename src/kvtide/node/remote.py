@@ -54,7 +54,7 @@ class Owner(Protocol):
 class RemoteHolding(Holding):
     """A holding of the node's, by its number."""
 
-    __slots__ = ("_counts", "_desk", "_layout", "line", "number", "slots")
+    __slots__ = ("_counts", "_desk", "_layout", "_loads", "_matched", "line", "number", "slots")
 
     def __init__(self, desk: RemoteDesk, line: Line | None, have: int, found: p.Matched) -> None:
         """Without a ``line``: what is found without a node."""
@@ -65,10 +65,27 @@ class RemoteHolding(Holding):
         self._desk: RemoteDesk | None = desk
         self._layout = desk.layout
         self._counts = found.counts
+        self._matched = found.held if found.held >= 0 else found.blocks if found.ready else min(have, found.blocks)
+        self._loads: list[Transfer] = []
         self.line = line
         self.number = found.holding
         self.slots = found.slots
         """Where the blocks are, if all are in memory."""
+
+    @property
+    def held(self) -> int:
+        if self.line is not None and self.slots is None and not self.line.alive:
+            return min(self.have, self.plan.blocks)  # nobody can say any more where the others are
+        told = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
+        return max([self._matched, *told])
+
+    def loaded_by(self, transfer: Transfer) -> None:
+        """At its end the node says how much is held by then."""
+        self._loads = [load for load in self._loads if load.report is not None] + [transfer]
+
+    def collected(self, blocks: int) -> None:
+        """The node has said how much is held."""
+        self._matched = max(self._matched, blocks)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -204,6 +221,7 @@ class RemoteDesk:
             transfer.started()
             return transfer
         try:
+            holding.loaded_by(transfer)
             self._client.promised(holding.line, p.Load(self._number, holding.number, deadline), transfer)
         except Lost:
             transfer.cancel()
@@ -219,6 +237,7 @@ class RemoteDesk:
                     return self._collected(holding.plan.blocks, slots, line, number)
                 answer = line.ask_one(p.Collect(self._number, number))
                 assert isinstance(answer, p.Collected)
+                holding.collected(answer.blocks)
                 return self._collected(answer.blocks, answer.slots, line, number)
         blocks = min(holding.have, holding.plan.blocks)
         tokens = self.layout.block_tokens

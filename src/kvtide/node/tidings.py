@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvtide.desk import Holding
 from kvtide.errors import RightError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, Feed
 from kvtide.node import protocol as p
@@ -58,15 +59,15 @@ class Tidings:
         self._under_way[number] = None
         return number
 
-    def follow_load(self, number: int, transfer: Transfer) -> None:
+    def follow_load(self, number: int, transfer: Transfer, holding: Holding) -> None:
         """What was promised is the end of a load."""
         self._under_way[number] = transfer
-        transfer.on_end(lambda: self._soon(lambda: self.keep(number)))
+        transfer.on_end(lambda: self._soon(lambda: self.keep(number, held=holding.held)))
 
-    def keep(self, number: int, count: int = 0, failure: str = "") -> None:
+    def keep(self, number: int, count: int = 0, failure: str = "", held: int = -1) -> None:
         """It has ended."""
         del self._under_way[number]
-        self.tell(p.Ended(number, count, failure))
+        self.tell(p.Ended(number, count, failure, held))
 
     def cancel(self, number: int) -> None:
         """Nobody waits for a load any more."""

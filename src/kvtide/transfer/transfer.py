@@ -36,6 +36,8 @@ class Transfer:
         self.arrived: set[int] = set()
         """Rows that are in DRAM, whole and verified."""
         self.failed: set[int] = set()
+        self.report: object = None
+        """What a node said at its end, if it is a node that moves the blocks."""
         self._waiting: set[int] = set()
         self._left = False
         """Whether it ended while something was under way."""
