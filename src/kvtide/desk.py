@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,11 +25,12 @@ from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
 
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
+__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "Persisting", "persisted"]
 
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
@@ -89,6 +90,14 @@ class Collected:
     spans: dict[str, list[Span]]
 
 
+@dataclass(frozen=True, slots=True)
+class Persisting:
+    """Blocks on their way to a durable tier: what ends when they are there, and how far that is now."""
+
+    transfer: Transfer
+    result: Callable[[], Persisted]
+
+
 class Desk(Protocol):
     """For one model and tenant. Safe from any thread."""
 
@@ -127,6 +136,9 @@ class Desk(Protocol):
         Until it ends, no block of the prompt before ``stop`` leaves: room for its next blocks must not be made by
         losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
         """
+
+    def persist(self, names: Names, wanted: Mapping[str, range]) -> Persisting:
+        """Begin to make blocks durable, by group and number. Those that are being written are waited for."""
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
@@ -401,6 +413,26 @@ class LocalDesk:
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
         return rows
 
+    def persist(self, names: Names, wanted: Mapping[str, range], most: int = sys.maxsize) -> Persisting:
+        """``most``: bytes of blocks that may be held for it; the rest is refused."""
+        blocks: list[tuple[str, int]] = []
+        asked: list[tuple[BlockKey, Identity]] = []
+        for name, numbers in wanted.items():
+            keys, who = names.keys(self.layout.group(name).suffix), self._identities[name]
+            for number in numbers:
+                blocks.append((name, number))
+                most -= who.geometry.footprint
+                if most >= 0:
+                    asked.append((keys[number], who))
+        request = self._pipeline.persister.persist(asked, self.store.clock)
+
+        def result() -> Persisted:
+            reasons = [request.reason(i) for i in range(len(asked))]
+            reasons += [Unwritten.CLIENT_LIMIT] * (len(blocks) - len(asked))
+            return persisted(zip(blocks, reasons, strict=True))
+
+        return Persisting(request.transfer, result)
+
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
@@ -421,6 +453,17 @@ class LocalDesk:
     def close(self) -> None:
         with self._index.lock:
             self._index.unpin_all(self)
+
+
+def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:
+    """What became of blocks, by group and number; a reason for each that is not durable."""
+    durable, failed = 0, dict[str, dict[int, Unwritten]]()
+    for (name, number), reason in blocks:
+        if reason is None:
+            durable += 1
+        else:
+            failed.setdefault(name, {})[number] = reason
+    return Persisted(durable, failed)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -10,14 +10,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtide.block import Span
-from kvtide.desk import Holding
+from kvtide.desk import Holding, Persisting
 from kvtide.index.keys import Chain
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted
 
 if TYPE_CHECKING:
     from kvtide.session import Session
 
-__all__ = ["Load", "Loaded", "Match", "Stored"]
+__all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,46 @@ class Stored:
     """There before; nothing was copied."""
     dropped: int
     """Not kept: no room could be made without waiting."""
+
+
+class Persist(Stored):
+    """What became of the blocks given to ``Session.store(durable=True)``, which are on their way to a durable tier.
+
+    ``wait`` for it in a thread or ``await`` it in asyncio: its end means that each block of the prompt was written and
+    synced in a tier that survives a restart, or the answer says which were not, and why.
+    """
+
+    __slots__ = ("_persisting",)
+
+    def __init__(self, stored: Stored, persisting: Persisting) -> None:
+        super().__init__(stored.stored, stored.present, stored.dropped)
+        object.__setattr__(self, "_persisting", persisting)
+
+    @property
+    def transfer(self) -> Transfer:
+        persisting: Persisting = self._persisting
+        return persisting.transfer
+
+    def wait(self, timeout: float | None = None) -> Persisted:
+        """Which blocks are durable when all have ended, or when ``timeout`` seconds have passed: it goes on then, and
+        may be waited for again."""
+        self.transfer.wait(timeout)
+        return self._result()
+
+    def cancel(self) -> None:
+        """Stop waiting. What is being written is written all the same, but nothing more because of this store."""
+        self.transfer.cancel()
+
+    def _result(self) -> Persisted:
+        persisting: Persisting = self._persisting
+        return persisting.result()
+
+    def __await__(self) -> Generator[Any, None, Persisted]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Persisted:
+        await self.transfer
+        return self._result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
-from kvtide.desk import Collected, Holding, Names
+from kvtide.desk import Collected, Holding, Names, Persisting, persisted
 from kvtide.errors import AccessError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
@@ -24,6 +24,7 @@ from kvtide.node.line import Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
 
 __all__ = ["RemoteDesk"]
 
@@ -316,6 +317,40 @@ class RemoteDesk:
         if line is not None:  # without a node it is not stored, as if it had been evicted
             # Nobody waits for the end of an abort: least of all who closes while the node hangs.
             self._give_back(line, number, p.Finish(self._number, number, sealed), wait=sealed)
+
+    def persist(self, names: Names, wanted: Mapping[str, range]) -> Persisting:
+        transfer = Transfer(self._client.clock, run=self._client.calls.put)
+        blocks = [(name, number) for name, numbers in wanted.items() for number in numbers]
+        refused: Unwritten | None = None
+        groups = {g.name: i for i, g in enumerate(self.layout.groups)}
+        asked = [(groups[name], some.start, some.stop) for name, some in wanted.items() if some]
+        try:
+            line, session = self._session()
+            stop = max((last for _, _, last in asked), default=0)
+            if asked:
+                self._client.promised(line, p.Flush(session, names.joined[: 32 * stop], asked), transfer)
+        except Lost:
+            refused = Unwritten.NODE_GONE
+        except AccessError:  # who may only read has stored nothing
+            refused = Unwritten.NOT_STORED
+        except RightError:
+            refused = Unwritten.CLIENT_LIMIT
+        if refused is not None or not asked:
+            transfer.cancel()
+
+        def result() -> Persisted:
+            told, failed = transfer.report, dict[tuple[int, int], Unwritten]()
+            for_all = refused
+            if refused is None and isinstance(told, p.Ended):
+                failed = {(group, number): Unwritten.of(why) for group, number, why in told.failed}
+                for_all = None if told.written >= 0 else Unwritten.UNKNOWN
+            elif refused is None and transfer.ended:
+                for_all = Unwritten.CANCELLED if line.alive else Unwritten.NODE_GONE
+            elif refused is None:
+                for_all = Unwritten.TIMEOUT
+            return persisted((block, for_all or failed.get((groups[block[0]], block[1]))) for block in blocks)
+
+        return Persisting(transfer, result)
 
     # -- keeping and removing -----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ __all__ = [
     "Identity",
     "Read",
     "ReadDone",
+    "Sync",
     "Tier",
     "TierStatistics",
     "Write",
@@ -134,6 +135,12 @@ class TierStatistics:
 
 ReadDone = Callable[[Sequence[bool]], None]
 WriteDone = Callable[[Sequence[int]], None]
+Sync = Callable[[Sequence[tuple[BlockKey, int]], ReadDone], None]
+"""The ``sync`` of a tier that survives a restart: make blocks, by key and place, outlast a power loss from now on.
+
+Under the rules of a tier's other methods. True where the block is there and the medium has it; False where it is not
+there, or the medium refused, now or at an earlier sync of the same bytes.
+"""
 
 
 class Tier(Protocol):

@@ -34,8 +34,10 @@ from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
 from kvtide.transfer.eraser import Eraser, Tally
+from kvtide.transfer.persister import Persister
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
+from kvtide.transfer.written import Unwritten
 
 __all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
 
@@ -113,6 +115,8 @@ class Pipeline:
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
+        self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        self.report = descent.report
         self._reservations = 0
 
     def statistics(self) -> PipelineStatistics:
@@ -127,6 +131,12 @@ class Pipeline:
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
             )
+
+    @property
+    def lost(self) -> Counter[Unwritten]:
+        """Blocks that have left DRAM and are in no tier, though one was to have them, since the store was opened."""
+        with self._index.lock:
+            return Counter(self._descent.lost)
 
     @property
     def blocks_doomed(self) -> int:

@@ -6,7 +6,7 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -17,6 +17,7 @@ from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.segments import ladder
+from kvtide.transfer.written import Unwritten
 
 __all__ = ["Residents"]
 
@@ -53,6 +54,8 @@ class Residents:
         self.doomed: set[int] = set()
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
+        self.unwritten: dict[int, dict[int, Unwritten]] = {}
+        """Why rows are not in colder tiers that were to have them, by the number of the tier."""
 
     # -- holding ------------------------------------------------------------------------------------------
 
@@ -133,6 +136,20 @@ class Residents:
             self._checks.pop(row, None)
         if self.refused:
             self.refused.discard(row)
+        if self.unwritten:
+            self.unwritten.pop(row, None)
+
+    def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
+        """A colder tier was to have these rows and does not take them."""
+        for row in rows:
+            self.unwritten.setdefault(row, {})[tier] = reason
+
+    def note_written(self, row: int, tier: int) -> None:
+        """It has taken a row after all."""
+        if (reasons := self.unwritten.get(row)) is not None:
+            reasons.pop(tier, None)
+            if not reasons:
+                del self.unwritten[row]
 
     # -- questions ----------------------------------------------------------------------------------------
 

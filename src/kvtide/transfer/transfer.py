@@ -76,6 +76,10 @@ class Transfer:
         return self._ended
 
     @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
     def age(self) -> float:
         """Seconds since it began."""
         return self._clock.monotonic() - self._began
