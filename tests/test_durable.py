@@ -36,13 +36,13 @@ def lose_power(store: Store, disk: FaultyDisk) -> None:
 @pytest.mark.parametrize("kind", ["raw", "zstd", "sealed", "files"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_durable_survives_a_power_loss(tmp_path: Path, kind: str, seed: int) -> None:
-    settings: dict[str, Mapping[str, object]] = {
+    kinds: dict[str, dict[str, Mapping[str, object]]] = {
         "raw": {"nvme": nvme(tmp_path, store="second-touch")},
         "zstd": {"nvme": nvme(tmp_path, store="eviction", codec="zstd")},
         "sealed": {"nvme": nvme(tmp_path, store="through"), "security": keys(tmp_path)},
         "files": {"files": {"path": str(tmp_path / "files"), "store": "second-touch"}},
-    }[kind]
-    disk = FaultyDisk(seed)
+    }
+    settings, disk = kinds[kind], FaultyDisk(seed)
     store = opened(disk, **settings)
     with store.session(MODEL) as session:
         head, tokens = prompt(1, 2), prompt(1, 2, 3)

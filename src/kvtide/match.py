@@ -42,14 +42,15 @@ class Persist(Stored):
 
     __slots__ = ("_persisting",)
 
+    _persisting: Persisting
+
     def __init__(self, stored: Stored, persisting: Persisting) -> None:
         super().__init__(stored.stored, stored.present, stored.dropped)
         object.__setattr__(self, "_persisting", persisting)
 
     @property
     def transfer(self) -> Transfer:
-        persisting: Persisting = self._persisting
-        return persisting.transfer
+        return self._persisting.transfer
 
     def wait(self, timeout: float | None = None) -> Persisted:
         """Which blocks are durable when all have ended, or when ``timeout`` seconds have passed: it goes on then, and
@@ -62,8 +63,7 @@ class Persist(Stored):
         self.transfer.cancel()
 
     def _result(self) -> Persisted:
-        persisting: Persisting = self._persisting
-        return persisting.result()
+        return self._persisting.result()
 
     def __await__(self) -> Generator[Any, None, Persisted]:
         return self._wait_async().__await__()

@@ -24,14 +24,12 @@ TOKENS = prompt(1, 2, 3)
 @pytest.fixture
 def chilled(tmp_path: Path) -> Iterator[tuple[Thread, FaultyDisk]]:
     """A node that has a prompt on its disk and nothing in memory."""
-    settings = {
-        "dram": {"budget": "4MiB", "segment": "1MiB"},
-        "nvme": {"path": str(tmp_path / "kv"), "budget": "32MiB", "store": "through"},
-    }
+    dram = {"budget": "4MiB", "segment": "1MiB"}
+    nvme = {"path": str(tmp_path / "kv"), "budget": "32MiB", "store": "through"}
     disk = FaultyDisk()
-    with contextlib.closing(Thread(tmp_path / "node.sock", **settings)) as node, Client(node.path) as client:
+    with contextlib.closing(Thread(tmp_path / "node.sock", dram=dram, nvme=nvme)) as node, Client(node.path) as client:
         client.session(MODEL).store(TOKENS, data(PLAIN, TOKENS))
-    with contextlib.closing(Thread(tmp_path / "node.sock", disk, **settings)) as node:
+    with contextlib.closing(Thread(tmp_path / "node.sock", disk, dram=dram, nvme=nvme)) as node:
         yield node, disk
 
 

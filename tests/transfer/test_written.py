@@ -224,7 +224,7 @@ def test_a_block_that_another_is_just_writing_is_waited_for(sealed: bool) -> Non
             reservation.abort()
             assert persist.wait(0).failed["full"][0] in (Unwritten.NOT_STORED, Unwritten.REMOVED)
             return
-        reservation.views[0][:] = content(w.session, prompt(1))[0]
+        reservation.views[0][:] = content(w.session, prompt(1))[0].data
         reservation.seal()
         w.tier.let_all()
         assert persist.wait(0)

@@ -269,9 +269,9 @@ class Persister:
         for number, rows in writes.items():
             self._descent.write_on_request(self._colds[number], rows_of(rows))
         for block in loads:  # from a tier that is not durable
-            arriving = Transfer(request.transfer.clock)
-            arriving.on_end(functools.partial(request.go_on, [block]))
-            self._ascent.load([(rows_of([block.row]), block.identity)], arriving)
+            loading = Transfer(request.transfer.clock)
+            loading.on_end(functools.partial(request.go_on, [block]))
+            self._ascent.load([(rows_of([block.row]), block.identity)], loading)
 
     def _where(self, block: _Block) -> Cold | None:
         """The durable tier that has the block or is about to get it. Under the lock."""

@@ -16,7 +16,7 @@ class Unwritten(Enum):
     NO_TIER = "no tier below DRAM"
     """The configuration has none."""
     NOT_ADMITTED = "not admitted"
-    """The admission of every tier below (``nvme.store``) does not want it there, or not yet."""
+    """No tier's admission (``nvme.store``) wants it there, or not yet; or the tier has evicted it since."""
     QUEUE_FULL = "queue full"
     """More bytes waited to be written to the tier than its ``queue`` may hold."""
     WRITE_BUDGET = "write budget used up"
