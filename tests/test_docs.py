@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide import config
+from kvtide import Unwritten, config
 from kvtide.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +165,10 @@ def source(folder: str) -> str:
 def test_the_glossary_has_every_counter_and_no_other() -> None:
     found = re.findall(r'counts\[f?"([^"]+)"\]', source("transfer") + source("tiers") + (source("plan")))
     assert {re.sub(r"\{[^}]*\}", "nvme", name) for name in found} == rows("docs/glossary.md", "Counters")
+
+
+def test_the_glossary_has_every_reason_why_a_block_is_not_written() -> None:
+    assert rows("docs/glossary.md", "Unwritten") == {reason.value for reason in Unwritten}
 
 
 def test_the_glossary_has_every_reason() -> None:

@@ -37,7 +37,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtide import config
+from kvtide import Unwritten, config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
@@ -702,6 +702,32 @@ class Machine(RuleBasedStateMachine):
         self.end(how, journal)
         self.open()
 
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, path=paths, how=st.sampled_from(["killed", "power lost"]), journal=JOURNALS)
+    def store_durable_and_end(self, user: int, path: Path_, how: str, journal: str) -> None:
+        """What was said to be durable is there, however the disk behaved and whatever else was under way."""
+        session, chain = self.sessions[user], self.chain(user, path)
+        self.expect(user, path, 0, None)
+        given = {
+            g.name: [content(k, session.layout.geometry[g.name].nbytes) for k in chain.keys(g.suffix)]
+            for g in session.layout.groups
+        }
+        persist = session.store(chain, given, durable=True)
+        session.pin(chain)  # what comes behind it may need room, and would be right to take it
+        persisted = persist.wait(30)
+        assert not persisted.reasons.get(Unwritten.TIMEOUT), "nothing hangs"
+        failed = {
+            chain.keys(session.layout.group(name).suffix)[i] for name, some in persisted.failed.items() for i in some
+        }
+        certain = set(self.keys(user, path)) - failed
+        assert len(certain) == persisted.durable
+        self.seen["blocks that were durable"] += len(certain)
+        self.end(how, journal)
+        self.open()
+        if not self.spoilt:
+            found = self.store.index.find(sorted(certain), self.clock.time())
+            assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(certain)} blocks are lost"
+
     def end(self, how: str, journal: str) -> None:
         """The end of a life, and what becomes of the disk before the next."""
         self.seen[how] += 1
@@ -793,6 +819,7 @@ def test_store_against_a_model(quiet_log: None) -> None:
         "large blocks stored",
         "blocks moved in dram",
         "loads dropped: the block in nvme is not the asker's",
+        "blocks that were durable",
     ):
         assert Machine.seen[what], f"the run never came to {what!r}: {Machine.seen}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,11 +25,12 @@ from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
 
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
+__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "Persisting", "persisted"]
 
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
@@ -62,7 +63,13 @@ class Holding:
     have: int
     """Blocks at the start that need not be loaded."""
     ready: bool
+    """Whether a load has nothing to bring: all blocks of all groups are in DRAM."""
     pending: bool
+
+    @property
+    def held(self) -> int:
+        """Blocks at the start of the prompt that can be had now: from DRAM, or from the caller who has them."""
+        raise NotImplementedError
 
     @property
     def counts(self) -> dict[str, int]:
@@ -81,6 +88,14 @@ class Collected:
     blocks: int
     first: dict[str, int]
     spans: dict[str, list[Span]]
+
+
+@dataclass(frozen=True, slots=True)
+class Persisting:
+    """Blocks on their way to a durable tier: what ends when they are there, and how far that is now."""
+
+    transfer: Transfer
+    result: Callable[[], Persisted]
 
 
 class Desk(Protocol):
@@ -122,6 +137,9 @@ class Desk(Protocol):
         losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
         """
 
+    def persist(self, names: Names, wanted: Mapping[str, range]) -> Persisting:
+        """Begin to make blocks durable, by group and number. Those that are being written are waited for."""
+
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
 
@@ -135,15 +153,22 @@ class Desk(Protocol):
 class LocalHolding(Holding):
     """A part of a prompt, under a lease."""
 
-    __slots__ = ("lease", "part")
+    __slots__ = ("_desk", "lease", "part")
 
-    def __init__(self, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool) -> None:
+    def __init__(
+        self, desk: LocalDesk, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool
+    ) -> None:
+        self._desk = desk
         self.plan = plan
         self.have = have
         self.part = part
         self.lease: Lease | None = lease
         self.ready = ready
         self.pending = pending
+
+    @property
+    def held(self) -> int:
+        return self.plan.blocks if self.ready else self._desk.held(self)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -235,7 +260,7 @@ class LocalDesk:
         pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
         colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
         self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
-        return LocalHolding(plan, have, part, lease, ready, pending)
+        return LocalHolding(self, plan, have, part, lease, ready, pending)
 
     def _others(self, rows: dict[str, Rows]) -> dict[str, Mask]:
         """By group, where there are any: which rows are in DRAM with blocks of another model or tenant."""
@@ -259,7 +284,7 @@ class LocalDesk:
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
-        return LocalHolding(plan, have, part, lease, True, False)
+        return LocalHolding(self, plan, have, part, lease, True, False)
 
     def find(self, names: Names) -> list[bool]:
         layout, index, now = self.layout, self._index, self.store.sweep()
@@ -307,18 +332,7 @@ class LocalDesk:
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
                 self.store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
-            whole, first = {}, {}
-            for g in layout.groups:
-                mask = np.zeros(blocks, np.bool_)
-                mask[: holding.have] = True
-                start = g.needs(blocks, layout.block_tokens, holding.have).start
-                rows = holding.part.rows[g.name]
-                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-                if (other := self._pipeline.others(rows, self._identities[g.name])) is not None:
-                    mask[start : start + len(rows)] &= ~other
-                whole[g.name], first[g.name] = mask, start
-            spaced = {name: np.zeros(blocks, np.int64) for name in whole}
-            come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
+            come, first, whole = self._come(holding)
             places = {}
             for g in layout.groups:
                 mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
@@ -330,6 +344,33 @@ class LocalDesk:
                 places[g.name] = place[mine]
         self.store.dram.moved(read=self._nbytes(places))
         return come, first, places
+
+    def held(self, holding: LocalHolding) -> int:
+        """How many blocks of the prompt can be had from DRAM now; 0 when they are not leased any more."""
+        with self._index.lock:
+            if holding.lease is None:
+                return 0
+            # What is leased stays in DRAM, so this need not be looked at again.
+            here = every(self._index.state[DRAM][holding.part.all] == SEALED)
+            holding.ready = here and not self._others(holding.part.rows)
+            return self._come(holding)[0]
+
+    def _come(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, Mask]]:
+        """The longest prefix that the rules of all groups allow from DRAM alone; of each group the number of the first
+        block that is held, and which blocks are there. Under the lock."""
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
+        whole, first = {}, {}
+        for g in layout.groups:
+            mask = np.zeros(blocks, np.bool_)
+            mask[: holding.have] = True
+            start = g.needs(blocks, layout.block_tokens, holding.have).start
+            rows = holding.part.rows[g.name]
+            mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+            if (other := self._pipeline.others(rows, self._identities[g.name])) is not None:
+                mask[start : start + len(rows)] &= ~other
+            whole[g.name], first[g.name] = mask, start
+        spaced = {name: np.zeros(blocks, np.int64) for name in whole}
+        return int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1]), first, whole
 
     def _nbytes(self, blocks: dict[str, Rows]) -> int:
         """Bytes of so many blocks of each group."""
@@ -412,6 +453,26 @@ class LocalDesk:
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
         return rows
 
+    def persist(self, names: Names, wanted: Mapping[str, range], most: int = sys.maxsize) -> Persisting:
+        """``most``: bytes of blocks that may be held for it; the rest is refused."""
+        blocks: list[tuple[str, int]] = []
+        asked: list[tuple[BlockKey, Identity]] = []
+        for name, numbers in wanted.items():
+            keys, who = names.keys(self.layout.group(name).suffix), self._identities[name]
+            for number in numbers:
+                blocks.append((name, number))
+                most -= who.geometry.footprint
+                if most >= 0:
+                    asked.append((keys[number], who))
+        request = self._pipeline.persister.persist(asked, self.store.clock)
+
+        def result() -> Persisted:
+            reasons = [request.reason(i) for i in range(len(asked))]
+            reasons += [Unwritten.CLIENT_LIMIT] * (len(blocks) - len(asked))
+            return persisted(zip(blocks, reasons, strict=True))
+
+        return Persisting(request.transfer, result)
+
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
@@ -432,6 +493,17 @@ class LocalDesk:
     def close(self) -> None:
         with self._index.lock:
             self._index.unpin_all(self)
+
+
+def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:
+    """What became of blocks, by group and number; a reason for each that is not durable."""
+    durable, failed = 0, dict[str, dict[int, Unwritten]]()
+    for (name, number), reason in blocks:
+        if reason is None:
+            durable += 1
+        else:
+            failed.setdefault(name, {})[number] = reason
+    return Persisted(durable, failed)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import numpy.typing as npt
 
@@ -25,7 +25,7 @@ from kvtide.door import Door
 from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
-from kvtide.match import Load, Loaded, Match, Stored
+from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
@@ -314,7 +314,7 @@ class Session:
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    @_inside
+    @overload
     def store(
         self,
         tokens: Tokens | Chain,
@@ -324,13 +324,70 @@ class Session:
         start: int = 0,
         ttl: float | None = None,
         priority: int = 0,
+        durable: Literal[False] = False,
+    ) -> Stored: ...
+
+    @overload
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: Literal[True],
+    ) -> Persist: ...
+
+    @overload
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: bool,
+    ) -> Stored: ...
+
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: bool = False,
     ) -> Stored:
         """Copy blocks into the store; ``blocks[i]`` is the KV of block ``start + i`` of the prompt.
 
         Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. What is there already is not
         copied. A block lives ``ttl`` seconds at most, and one of higher ``priority`` (-100 to 100) outlasts all of
         lower. Nothing waits for a disk: colder tiers are written in the background.
+
+        With ``durable`` the answer can be waited for: it ends when every block of the prompt up to the last one given,
+        present before or not, is written and synced in a tier that survives a restart, and says which are not and why.
+        The admission is not asked for them and a full queue does not refuse them, but budgets of writes and quotas do.
         """
+        with self._door.lock():
+            self._door.check()
+            return self._store(tokens, blocks, extras, start, ttl, priority, durable)
+
+    def _store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra],
+        start: int,
+        ttl: float | None,
+        priority: int,
+        durable: bool,
+    ) -> Stored:
         chain = self._chain(tokens, extras)
         sources = self._buffers(blocks, writable=False)
         start, ttl, priority = arguments.integer(start, "start"), _lifetime(ttl), _priority(priority)
@@ -338,31 +395,55 @@ class Session:
             self._check_range(chain, start, start + len(given))
         total = sum(len(given) for given in sources.values())
         stored = refused = 0
+        unsealed: list[Reservation] = []
+        waiting = contextlib.ExitStack()
+        try:
+            for name, given in sources.items():
+                group, geometry = self.layout.group(name), self.layout.geometry[name]
+                # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than
+                # the one before, because a part costs something too, but not by so much that a disk, which is half as
+                # fast as memory, would stand still; none is so large that others could not make room for it.
+                most = min(self._desk.largest // geometry.footprint, _PART)
+                first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
+                with contextlib.ExitStack() as parts:
+                    last: Reservation | None = None
+                    while first < start + len(given):
+                        stop = min(first + step, start + len(given))
+                        part = parts.enter_context(
+                            self._desk.reserve([group], chain, first, stop, ttl, priority, after=last)
+                        )
+                        self._home.copier.copy(
+                            [
+                                same_shape(geometry, view, given[depth - start])
+                                for depth, view in zip(part.depths, part.views, strict=True)
+                            ]
+                        )
+                        stored, refused, last = stored + len(part.keys), refused + part.refused, part
+                        first, step = stop, max(1, min(2 * step, most))
+                    if last is not None and not durable:
+                        last.seal()
+                    elif last is not None:
+                        unsealed.append(last)
+                        waiting.enter_context(parts.pop_all())
+            answer = Stored(stored, total - stored - refused, refused)
+            if not durable:
+                return answer
+            # Before the last parts are sealed: until then nothing of the prompt leaves.
+            persisting = self._desk.persist(chain, self._durable(start, sources))
+            for part in unsealed:
+                part.seal()
+            return Persist(answer, persisting)
+        finally:
+            waiting.close()
+
+    def _durable(self, start: int, sources: Mapping[str, Sequence[Span]]) -> dict[str, range]:
+        """The blocks that make a prompt durable: those given, and those before them without which they are useless."""
+        found = {}
         for name, given in sources.items():
-            group, geometry = self.layout.group(name), self.layout.geometry[name]
-            # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
-            # one before, because a part costs something too, but not by so much that a disk, which is half as fast as
-            # memory, would stand still; none is so large that others could not make room for it.
-            most = min(self._desk.largest // geometry.footprint, _PART)
-            first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
-            with contextlib.ExitStack() as parts:
-                last: Reservation | None = None
-                while first < start + len(given):
-                    stop = min(first + step, start + len(given))
-                    part = parts.enter_context(
-                        self._desk.reserve([group], chain, first, stop, ttl, priority, after=last)
-                    )
-                    self._home.copier.copy(
-                        [
-                            same_shape(geometry, view, given[depth - start])
-                            for depth, view in zip(part.depths, part.views, strict=True)
-                        ]
-                    )
-                    stored, refused, last = stored + len(part.keys), refused + part.refused, part
-                    first, step = stop, max(1, min(2 * step, most))
-                if last is not None:
-                    last.seal()
-        return Stored(stored, total - stored - refused, refused)
+            group, stop = self.layout.group(name), start + len(given)
+            first = group.needs(stop, self.layout.block_tokens).start if group.required else start
+            found[name] = range(min(start, first), stop)
+        return found
 
     @_inside
     def reserve(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -38,7 +40,7 @@ from kvtide.session import Home
 from kvtide.shares import Shares, divide
 from kvtide.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.storages import storages
-from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
@@ -52,6 +54,7 @@ from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.pipeline import Pipeline
 from kvtide.transfer.search import Search
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Statistics", "Store"]
 
@@ -97,6 +100,8 @@ class Store(Home):
         self._keepers: dict[str, Keeper] = {}
         self._reserved: dict[bytes, Store] = {}
         self._next_expiry = float("inf")
+        self._lost: Counter[Unwritten] = Counter()
+        """As it was at the last flush."""
         memory = config.dram
         self._scratch: list[Pool] = []
         # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
@@ -199,6 +204,7 @@ class Store(Home):
             settings.token_ids,
             WriteBudget.of(settings.write_limit, settings.drive_writes_per_day, settings.budget, self.clock),
             quota,
+            sync=tier.sync,
         )
 
     def _in_dram(self, rows: Rows) -> Mask:
@@ -244,8 +250,9 @@ class Store(Home):
             number = len(self.colds) + 1
             quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
             patience = 2 * settings.timeout
+            sync = tier.sync if isinstance(blobs, LastingBlobs) else None
             undo.pop_all()
-        return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience)
+        return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience, sync=sync)
 
     def _purse(self, name: str, settings: Storage, blobs: Blobs) -> Purse:
         papers = Papers(blobs, settings.lease)
@@ -379,13 +386,29 @@ class Store(Home):
         leave = self.feed.follow(follower)
         return lambda: leave() if self.origin is forks.here else None
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+    def flush(self, timeout: float | None = None) -> Flushed:
+        """Wait until tiers below DRAM have written what they were given, ``timeout`` seconds at most.
+
+        Nothing more is written because of it. The answer says what is written, what is not and why; it is True if
+        everything is that should be. In a store without tiers below DRAM nothing should be, so it is True, and says
+        that no block outlasts the process. Written is not yet durable: see ``Session.store(durable=True)``.
+        """
         forks.check(self.origin)
         timeout = arguments.seconds(timeout, "timeout")
-        return all(
-            [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
-        )
+        end = None if timeout is None else time.monotonic() + timeout
+        found = Flushed(0)
+        for part in self.parts:
+            # Each in turn, whether or not the one before was in time.
+            idle = [c.lane.wait_idle(None if end is None else max(0.0, end - time.monotonic())) for c in part.colds]
+            found += part.pipeline.report(timed_out=not all(idle))
+        with self._lock:
+            before, self._lost = self._lost, self.lost
+            return found + Flushed(0, {}, self._lost - before)
+
+    @property
+    def lost(self) -> Counter[Unwritten]:
+        """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
+        return sum((part.pipeline.lost for part in self.parts), Counter[Unwritten]())
 
     def statistics(self) -> Statistics:
         forks.check(self.origin)
@@ -432,6 +455,7 @@ class Store(Home):
         stack.callback(to_the_end, self.dram.close)
         if self.ring is not None and not self._within:
             stack.callback(to_the_end, self.ring.close)
+        stack.callback(to_the_end, self.pipeline.persister.close)
         stack.callback(self._close_colds)
         for share in self._reserved.values():
             stack.callback(to_the_end, share.close)

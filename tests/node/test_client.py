@@ -372,7 +372,7 @@ def test_a_store_goes_in_parts_where_a_disk_waits_for_the_first_of_them(
 
 def test_numbers_of_numpy_are_numbers_and_what_is_none_costs_no_release(node: Process) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
-        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), priority=np.int64(3), ttl=np.float32(60))  # type: ignore[arg-type]
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), priority=np.int64(3), ttl=np.float32(60))  # type: ignore[call-overload]
         for _ in range(5):
             session.match(prompt(1, 2)).release()
             session.match(prompt(1, 2), have=np.int64(16)).release()  # type: ignore[arg-type]

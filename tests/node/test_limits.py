@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtide import Layout, Match
+from kvtide import Flushed, Layout, Match
 from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import guest, ledger, server
@@ -125,7 +125,7 @@ def test_a_client_has_so_many_sessions(node: Thread, monkeypatch: pytest.MonkeyP
 
 def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
-    monkeypatch.setattr(node.store, "flush", disk.wait)
+    monkeypatch.setattr(node.store, "flush", lambda: Flushed(0, complete=disk.wait()))
     with Client(node.path) as client, Client(node.path) as other:
         numbers = client.line.ask([p.Flush()] * 1000)
         assert all(isinstance(n, int) for n in numbers)

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -850,6 +851,31 @@ def test_durable_syncs_before_it_answers(path: Path) -> None:
     assert found(again).items() >= dict(zip(keys(3, start=10), places, strict=True)).items()
     assert all(again.finds(keys(3, start=10), SMALL, places))
     again.close()
+
+
+def test_a_sync_on_request_covers_what_was_written_and_nothing_else(path: Path) -> None:
+    disk = FaultyDisk()
+    caller = opened(path, disk)
+    tier = caller.tier
+    assert isinstance(tier, Nvme)
+    places = caller.write(keys(3), SMALL)
+
+    def sync(*items: tuple[BlockKey, int]) -> list[bool]:
+        answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
+        tier.sync(items, answers.put)
+        return list(answers.get(timeout=30))
+
+    held = list(zip(keys(3), places, strict=True))
+    assert sync() == []
+    assert sync(held[0], (keys(9)[8], NOWHERE), (keys(9)[7], 77 << 32)) == [True, False, False]
+    tier.evict(*held[1])
+    assert sync(*held) == [True, False, True]
+    disk.arm(Fault("sync", files="*.segment"))
+    assert sync(held[0]) == [False]
+    assert sync(*held) == [False, False, False], "a sync that goes well later does not bring back what was lost"
+    (place,) = caller.write(keys(1, start=10), SMALL)
+    assert sync((keys(1, start=10)[0], place), held[0]) == [True, False]
+    caller.close()
 
 
 def test_what_cannot_be_synced_is_not_acknowledged(path: Path) -> None:

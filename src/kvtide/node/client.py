@@ -18,6 +18,7 @@ import functools
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +46,7 @@ from kvtide.store import Statistics
 from kvtide.tiers.calls import Calls
 from kvtide.tiers.copier import Copier
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Client", "connect"]
 
@@ -277,14 +279,19 @@ class Client(Home):
         with self._following, contextlib.suppress(Lost):
             self.line.ask_one(p.Follow(self._feed.followed))
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+    def flush(self, timeout: float | None = None) -> Flushed:
+        """Wait until the node's tiers below DRAM have written what they were given, ``timeout`` seconds at most.
+
+        The answer is of the whole node, and as that of ``Store.flush``: what is written, what is not and why.
+        """
         timeout = arguments.seconds(timeout, "timeout")
         try:
             promise = self.promised(self.line, p.Flush(), Promise())
         except Lost:
-            return False
-        return promise.event.wait(timeout) and not promise.lost
+            return Flushed(0, complete=False)
+        if not promise.event.wait(timeout) or (found := promise.report) is None or found.written < 0:
+            return Flushed(0, complete=False)
+        return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
     def forget(self, tenant: bytes) -> int:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
@@ -332,6 +339,13 @@ class Client(Home):
         self._nudger.close()
         self.calls.close(_CLOSING)
         self.copier.close()
+
+
+def _reasons(told: dict[str, int]) -> dict[Unwritten, int]:
+    found = Counter[Unwritten]()
+    for value, count in told.items():
+        found[Unwritten.of(value)] += count
+    return dict(found)
 
 
 def connect(address: str) -> Client:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.security.ring import OWN
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["LARGEST_PART", "Guest"]
 
@@ -94,6 +95,8 @@ class Guest:
         self._told = msgspec.Raw()
         """The statistics, as they were in that request:"""
         self._told_at = 0
+        self._lost_blocks = host.store.lost
+        """Blocks that the node has lost unwritten, as they were told to this client."""
         connection.receive = self._receive
         connection.lost = self._lost
 
@@ -302,6 +305,7 @@ class Guest:
             found.ready,
             found.pending,
             self._ready_slots(session, found) if found.ready else None,
+            found.held,
         )
 
     def _find(self, o: p.Find) -> p.Found:
@@ -335,7 +339,7 @@ class Guest:
             self._left -= len(holding.part.all) * (work.MOVE - 1)  # spent slice by slice
         number = self.tidings.promise()
         transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE)
-        self.tidings.follow_load(number, transfer)
+        self.tidings.follow_load(number, transfer, holding)
         for count in slices:
             yield count * work.MOVE
         yield number
@@ -462,9 +466,41 @@ class Guest:
         done(0)
         yield number
 
-    def _flush(self, _: p.Flush) -> int:
+    def _flush(self, o: p.Flush) -> int:
+        if o.blocks:
+            return self._persist(o)
         number = self.tidings.promise()
-        self._host.flush(lambda: self.tidings.keep(number))
+
+        def done(found: Flushed) -> None:
+            # What was lost is told to each client once, whoever else flushes.
+            before, self._lost_blocks = self._lost_blocks, self._store.lost
+            lost = _values(self._lost_blocks - before)
+            self.tidings.end(p.Ended(number, written=found.written, unwritten=_values(found.unwritten), lost=lost))
+
+        self._host.flush(done)
+        return number
+
+    def _persist(self, o: p.Flush) -> int:
+        session = self._session(o.session)
+        names, groups = self._names(session, o.digests), session.layout.groups
+        known = len({group for group, _, _ in o.blocks}) == len(o.blocks)
+        if not known or not all(0 <= g < len(groups) and 0 <= a <= b <= names.blocks for g, a, b in o.blocks):
+            raise LayoutError(f"blocks {o.blocks} are not in this prompt")
+        number, account = self.tidings.promise(), self._account
+        room = max(0, account.room)
+        wanted = {groups[group].name: range(first, stop) for group, first, stop in o.blocks}
+        held = min(room, sum(len(some) * session.layout.geometry[name].footprint for name, some in wanted.items()))
+        account.room -= held
+        persisting = session.desk.persist(names, wanted, held)
+
+        def ended() -> p.Ended:
+            account.room += held
+            found = persisting.result()
+            numbers = {group.name: i for i, group in enumerate(groups)}
+            failed = [(numbers[name], i, why.value) for name, some in found.failed.items() for i, why in some.items()]
+            return p.Ended(number, written=found.durable, failed=failed)
+
+        self.tidings.follow_persist(number, persisting.transfer, ended)
         return number
 
     def _erase(self, o: p.Erase) -> int:
@@ -538,6 +574,10 @@ class Guest:
             if spent >= work.TURN:
                 self._host.loop.after_others(lambda: self._give_back(steps))
                 return
+
+
+def _values(reasons: Mapping[Unwritten, int]) -> dict[str, int]:
+    return {reason.value: count for reason, count in reasons.items()}
 
 
 _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {

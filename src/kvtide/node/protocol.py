@@ -242,6 +242,8 @@ class Matched(_Message, tag="matched"):
     ready: bool
     pending: bool
     slots: list[Slots] | None
+    held: int = -1
+    """So many blocks of the prefix can be had from memory now. -1 from a node that does not say: all if it is ready."""
 
 
 class Load(_Message, tag="load"):
@@ -395,7 +397,15 @@ class Drop(_Message, tag="drop"):
 
 
 class Flush(_Message, tag="flush"):
-    """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
+    """Answer: a number, for ``Ended`` when colder tiers have what they were given, which says what they have not.
+
+    With ``blocks``, as (group, first, last + 1), of the prompt with these digests: when each of those is durable, or
+    cannot become so. ``Cancel`` ends that earlier.
+    """
+
+    session: int = 0
+    digests: bytes = b""
+    blocks: list[tuple[int, int, int]] = []
 
 
 class Erase(_Message, tag="erase"):
@@ -487,6 +497,16 @@ class Ended(_Message, tag="ended"):
     number: int
     count: int = 0
     failure: str = ""
+    held: int = -1
+    """Of a load: so many blocks of the holding's prompt can be had from memory now. -1: the node does not say."""
+    written: int = -1
+    """Of a flush: blocks in memory that colder tiers have, or blocks that are durable. -1: the node does not say."""
+    unwritten: dict[str, int] = {}
+    """How many they have not, by reason (``kvtide.Unwritten``)."""
+    lost: dict[str, int] = {}
+    """How many have left memory unwritten since the client's last flush, by reason."""
+    failed: list[tuple[int, int, str]] = []
+    """Blocks that are not durable, as (group, number in the prompt, reason)."""
 
 
 class Stored(_Message, tag="stored"):

@@ -36,6 +36,7 @@ from kvtide.node.team import Team
 from kvtide.node.trust import Trust, Trusted
 from kvtide.security.audit import audit_of
 from kvtide.store import Store
+from kvtide.transfer.written import Flushed
 from kvtide.version import __version__
 
 __all__ = ["Node"]
@@ -84,8 +85,8 @@ class Node:
         self._turned_away: deque[socket.socket] = deque()
         self._refused_users: set[int] = set()
         """That the log has told of."""
-        self._flushing: list[Callable[[], None]] = []
-        self._flushes: list[Callable[[], None]] = []
+        self._flushing: list[Callable[[Flushed], None]] = []
+        self._flushes: list[Callable[[Flushed], None]] = []
         self._guests: dict[str, Guest] = {}
         self.numbers: Iterator[int] = itertools.count(1)
         self.teams: dict[str, Team] = {}
@@ -126,7 +127,7 @@ class Node:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(call)
 
-    def flush(self, done: Callable[[], None]) -> None:
+    def flush(self, done: Callable[[Flushed], None]) -> None:
         """Call when colder tiers have what they were given."""
         self._flushes.append(done)
         if not self._flushing:
@@ -136,16 +137,16 @@ class Node:
         """One thread waits for all; it must not hold up the end of the process, whatever the disk does."""
 
         def wait() -> None:
-            self.store.flush()
-            self.soon(self._flushed)
+            found = self.store.flush()
+            self.soon(lambda: self._flushed(found))
 
         self._flushing, self._flushes = self._flushes, []
         threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
 
-    def _flushed(self) -> None:
+    def _flushed(self, found: Flushed) -> None:
         done, self._flushing = self._flushing, []
         for call in done:
-            call()
+            call(found)
         if self._flushes:
             self._flush()
 

@@ -36,6 +36,7 @@ __all__ = [
     "Read",
     "ReadDone",
     "ReadResult",
+    "Sync",
     "Tier",
     "TierStatistics",
     "Write",
@@ -155,6 +156,12 @@ ReadResult = bool | Miss
 ReadDone = Callable[[Sequence[ReadResult]], None]
 DropDone = Callable[[Sequence[bool]], None]
 WriteDone = Callable[[Sequence[int]], None]
+Sync = Callable[[Sequence[tuple[BlockKey, int]], DropDone], None]
+"""The ``sync`` of a tier that survives a restart: make blocks, by key and place, outlast a power loss from now on.
+
+Under the rules of a tier's other methods. True where the block is there and the medium has it; False where it is not
+there, or the medium refused, now or at an earlier sync of the same bytes.
+"""
 
 
 class Tier(Protocol):

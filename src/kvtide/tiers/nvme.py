@@ -146,6 +146,10 @@ class Nvme:
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
 
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        """See ``tiers.base.Sync``."""
+        self._queue.put(lambda _: done(self._shelves.make_durable([place for _, place in items])))
+
     def evict(self, key: BlockKey, place: int) -> None:
         self._shelves.free(key, place)
 

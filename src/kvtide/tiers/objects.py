@@ -191,6 +191,10 @@ class Objects:
             for _ in watched:
                 dead.get()
 
+    def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
+        """An object store has made durable what it has acknowledged: what is there, stays."""
+        return self.find(names, timeout)
+
     def delete(self, names: Sequence[str], timeout: float) -> None:
         requests = [partial(obstore.delete_async, self._store, _path(name)) for name in names]
         for outcome in self._all(requests, time.monotonic() + timeout):

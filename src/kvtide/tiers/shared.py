@@ -29,7 +29,7 @@ import numpy.typing as npt
 from kvtide.block import BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.calls import Calls
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
@@ -169,6 +169,10 @@ class Shared:
 
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
+
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+        """See ``tiers.base.Sync``. Only over storage that is a ``LastingBlobs``."""
+        self._jobs.submit(Batch("sync", [key for key, _ in items], self._sync, False, done))
 
     def evict(self, key: BlockKey, place: int) -> None:
         self._leaving.add(key)
@@ -349,6 +353,14 @@ class Shared:
             self._failed("drop", e)
             return [False] * len(run)
         return [True] * len(run)
+
+    def _sync(self, run: Sequence[BlockKey], packer: Packer) -> list[bool]:
+        assert isinstance(self._blobs, LastingBlobs)
+        try:
+            good = self._blobs.sync([self._sealing.name(key) for key in run], self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            return self._apart(self._sync, run, packer, "sync", e, failed=False)
+        return [fine and not self._goes(key) for key, fine in zip(run, good, strict=True)]
 
     def _find(self, run: Sequence[Wish], packer: Packer) -> list[Entry | None]:
         """By their headers: only they say whether a blob is that block, and how long it lives."""

@@ -104,6 +104,8 @@ class Shelves:
         """Slots that are, or will be, written: which block the header may name by now."""
         self._dirty: set[int] = set()
         """Segments that were written to since they were last synced."""
+        self._unsynced: dict[int, int] = {}
+        """Segments of which a sync failed: records with smaller sequence numbers than this may be lost for good."""
         self._nameless: set[int] = set()
         """Segments whose file may vanish with a power loss: the folder could not be synced since it was made."""
         self._unnoted: list[bytes] = []
@@ -613,6 +615,7 @@ class Shelves:
                 failed.add(number)
                 log.warning("could not sync segment %d: %s", number, e)
                 with self.lock:
+                    self._unsynced[number] = self._sequence
                     self.reasons[f"sync: {e.strerror}"] += 1
         return failed
 
@@ -639,6 +642,24 @@ class Shelves:
     def _current(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         with self.lock:
             return current(records, self.segments, self._cuts)
+
+    def make_durable(self, places: Sequence[int]) -> list[bool]:
+        """Sync the records in slots; False for those that are not there, or may not be on the medium.
+
+        A system that could not write a page says so once and then forgets it, so that the next sync goes well: what was
+        written before a sync that failed may be lost whatever later ones say.
+        """
+        with self.lock:
+            held = [self.segments.holds(place) for place in places]
+        failed = self._sync_all({segment_of(p) for p, here in zip(places, held, strict=True) if here})
+        with self.lock:
+            return [
+                here
+                and self.segments.holds(p)
+                and segment_of(p) not in failed
+                and int(self._sequences[segment_of(p)][slot_of(p)]) >= self._unsynced.get(segment_of(p), 0)
+                for p, here in zip(places, held, strict=True)
+            ]
 
     def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
         """Make a batch durable; what cannot be is taken back."""

@@ -131,6 +131,10 @@ class Ascent:
         under_way = {t for waiting in self._flights.values() for t in waiting if not t.ended}
         return LoadStatistics(len(under_way), dict(self._outcomes), self._seconds.statistics())
 
+    def join(self, row: int, transfer: Transfer) -> None:
+        """Tell ``transfer`` when a row that is PENDING in DRAM is there, or will not come. Under the lock."""
+        self._flights[row] = (*self._flights.get(row, ()), transfer)
+
     def _ended(self, transfer: Transfer) -> None:
         self._seconds.add_one(transfer.age)
         with self._index.lock:

@@ -169,11 +169,11 @@ class Lane:
         """Bytes of writes that would be taken now."""
         return self._limit - self._write_bytes
 
-    def room(self, nbytes: int) -> bool:
-        """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
+    def room(self, nbytes: int, beyond: bool = False) -> bool:
+        """Whether a write of ``nbytes`` would be taken; counts a refusal if not. ``beyond`` the limit it always is."""
         with self._lock:
             # An empty queue takes a block of any size.
-            if self._write_bytes + nbytes <= self._limit or not self._write_bytes:
+            if beyond or self._write_bytes + nbytes <= self._limit or not self._write_bytes:
                 self._write_bytes += nbytes
                 return True
             self._refused += 1

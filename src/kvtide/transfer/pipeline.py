@@ -41,8 +41,10 @@ from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
 from kvtide.transfer.eraser import Eraser, Tally
+from kvtide.transfer.persister import Persister
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
+from kvtide.transfer.written import Unwritten
 
 __all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
 
@@ -137,6 +139,8 @@ class Pipeline:
         residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
         self.others = residents.others
         self.load_in_slices = self._ascent.load_in_slices
+        self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        self.report = descent.report
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -151,6 +155,12 @@ class Pipeline:
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
             )
+
+    @property
+    def lost(self) -> Counter[Unwritten]:
+        """Blocks that have left DRAM and are in no tier, though one was to have them, since the store was opened."""
+        with self._index.lock:
+            return Counter(self._descent.lost)
 
     @property
     def blocks_doomed(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -20,6 +20,7 @@ from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.segments import Segment, ladder
+from kvtide.transfer.written import Unwritten
 
 __all__ = ["Moving", "Residents"]
 
@@ -69,6 +70,8 @@ class Residents:
         self.doomed: set[int] = set()
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
+        self.unwritten: dict[int, dict[int, Unwritten]] = {}
+        """Why rows are not in colder tiers that were to have them, by the number of the tier."""
 
     # -- holding ------------------------------------------------------------------------------------------
 
@@ -171,6 +174,20 @@ class Residents:
             self._checks.pop(row, None)
         if self.refused:
             self.refused.discard(row)
+        if self.unwritten:
+            self.unwritten.pop(row, None)
+
+    def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
+        """A colder tier was to have these rows and does not take them."""
+        for row in rows:
+            self.unwritten.setdefault(row, {})[tier] = reason
+
+    def note_written(self, row: int, tier: int) -> None:
+        """It has taken a row after all."""
+        if (reasons := self.unwritten.get(row)) is not None:
+            reasons.pop(tier, None)
+            if not reasons:
+                del self.unwritten[row]
 
     def repair(self, moving: Moving) -> None:
         """Make everything anew that follows from where the rows are. Under the lock."""
@@ -186,9 +203,10 @@ class Residents:
         self._spaces = {identity: i for i, identity in enumerate(self._identities) if rows[i]}
         self._vacant = [i for i, count in enumerate(rows) if not count]
         absent = index.state[DRAM][:size] == ABSENT
-        for kept in (self.tokens, self._checks or {}):
-            for row in [row for row in kept if absent[row]]:
-                del kept[row]
+        gone: dict[int, Any]
+        for gone in (self.tokens, self._checks or {}, self.unwritten):
+            for row in [row for row in gone if absent[row]]:
+                del gone[row]
         self.refused.difference_update([row for row in self.refused if absent[row]])
         for row in index.detached():
             if index.holds[row]:

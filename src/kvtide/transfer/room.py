@@ -152,6 +152,8 @@ class Room:
     def _evict(self, rows: list[int], events: list[Event]) -> None:
         if rows and self._feed.followed:
             events.append(BlockRemoved("dram", self._index.keys(rows_of(rows)), "evicted"))
+        if self._residents.unwritten:
+            self._descent.count_lost(rows)
         for row in rows:
             self._residents.leave(row)
             self._index.retire(row)

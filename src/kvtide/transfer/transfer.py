@@ -38,6 +38,8 @@ class Transfer:
         self.arrived: set[int] = set()
         """Rows that are in DRAM, whole and verified."""
         self.failed: set[int] = set()
+        self.report: object = None
+        """What a node said at its end, if it is a node that moves the blocks."""
         self._waiting: set[int] = set()
         self._left = False
         """Whether it ended while something was under way."""
@@ -74,6 +76,10 @@ class Transfer:
     @property
     def ended(self) -> bool:
         return self._ended
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
 
     @property
     def age(self) -> float:
