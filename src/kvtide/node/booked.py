@@ -7,6 +7,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,10 @@ _NO_COUNTS = np.zeros(1, np.int32)
 class Names:
     """A prompt's blocks, as they came over the socket."""
 
+    _digests: tuple[Any, ...] = ()
+    _keys: dict[bytes, list[BlockKey]] | None = None
+    """Made when they are first asked for: many prompts are known by their digests as a whole, and need no more."""
+
     def __init__(
         self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"", first: int = 0
     ) -> None:
@@ -44,8 +49,6 @@ class Names:
             raise LayoutError(
                 f"a prompt of {self.blocks} blocks is too long; {work.BLOCKS} of all groups together go at a time"
             )
-        self._digests: tuple[bytes, ...] | None = None
-        self._keys: dict[bytes, list[BlockKey]] = {}
         self._tag = tag
         self.joined = digests
         self._tokens = tokens
@@ -53,14 +56,15 @@ class Names:
         self._first = first
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
+        if self._keys is None:
+            self._digests = struct.unpack("32s" * self.blocks, self.joined)
+            if len(set(self._digests)) != self.blocks:
+                raise LayoutError("a prompt cannot have one block twice")
+            self._keys = {}
         keys = self._keys.get(suffix)
         if keys is None:
-            if self._digests is None:  # many prompts are known by their digests as a whole, and need no more
-                self._digests = struct.unpack("32s" * self.blocks, self.joined)
-                if len(set(self._digests)) != self.blocks:
-                    raise LayoutError("a prompt cannot have one block twice")
             ending = suffix + self._tag
-            keys = self._keys[suffix] = [BlockKey(d + ending) for d in self._digests]
+            keys = self._keys[suffix] = [digest + ending for digest in self._digests]
         return keys
 
     def parts(self, start: int, stop: int | None, blocks: int) -> Iterator[Names]:

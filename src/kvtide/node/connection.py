@@ -128,7 +128,7 @@ class Connection:
             return
         self._spent = 0
         if not self._received and size <= self.largest and p.whole(self._buffer, size) == size:
-            if not self._take(memoryview(self._buffer)[p.LENGTH.size : size]):
+            if not self._advance(memoryview(self._buffer)[p.LENGTH.size : size]):
                 self._wait_for_others()
         else:
             self._received += memoryview(self._buffer)[:size]
@@ -152,20 +152,16 @@ class Connection:
             if len(received) < start + size:
                 break
             at = start + size
-            if not self._take(bytes(memoryview(received)[start:at])):
+            if not self._advance(bytes(memoryview(received)[start:at])):
                 self._wait_for_others()
                 break
         del received[:at]
-
-    def _take(self, body: bytes | memoryview) -> bool:
-        """Begin with a frame. False if the others must have their turn before anything else is done."""
-        self._spent += work.MESSAGE + len(body) // work.DECODED
-        return self._advance(body)
 
     def _advance(self, body: bytes | memoryview | None = None) -> bool:
         """Go on with the work on a frame, or begin with that of ``body``. False if this turn's units are spent."""
         try:
             if body is not None:
+                self._spent += work.MESSAGE + len(body) // work.DECODED
                 self._work = self.receive(body)
             if self._work is not None:
                 for units in self._work:

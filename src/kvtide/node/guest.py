@@ -294,7 +294,7 @@ class Guest:
         if o.have < 0 or (o.prefill is not None and not o.prefill >= 0):
             raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
         names, number = self._names(session, o.digests), next(self._numbers)
-        found = session.match(number, names, min(o.have, names.blocks), o.prefill)
+        found = session.match(number, names, o.have if o.have < names.blocks else names.blocks, o.prefill)
         plan = found.plan
         return p.Matched(
             number,
@@ -317,7 +317,12 @@ class Guest:
         layout = session.layout
         groups = len(layout.groups)
         names = Names(digests, groups, tokens, 4 * layout.block_tokens, self._trust.tag, first)
-        self._charge(names.blocks * groups)
+        units = names.blocks * groups
+        if units > self._left:
+            self._charge(units)
+        else:
+            self._left -= units
+            self._spent += units
         return names
 
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:

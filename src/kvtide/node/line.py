@@ -250,12 +250,11 @@ class Line:
                 self._transmit(before)
                 before = []
             number, frame = self._encoded(before + operations)
-            if len(frame) > _LONGEST and before and operations:  # these alone may still be short enough
-                number, frame = self._encoded(operations)
+            if len(frame) > _LONGEST:
+                number, frame = self._encoded(operations)  # these alone may still be short enough
                 self._check_length(frame)
                 self._transmit(before)
                 before = []
-            self._check_length(frame)
         except Lost:
             raise
         except Exception:  # something in it is no message; what was put off before is
