@@ -143,7 +143,7 @@ def test_the_glossary_has_every_counter_and_no_other() -> None:
 
 
 def test_the_glossary_has_every_reason() -> None:
-    found = re.findall(r'Rejected\(f?"([^"]+)"\)', source("tiers"))
+    found = re.findall(r'(?:Rejected|NotForAsker)\(f?"([^"]+)"\)', source("tiers"))
     assert len(found) > 10
     told = rows("docs/glossary.md", "Reasons")
     for name in found:

@@ -168,7 +168,7 @@ class Room:
         return made
 
     def save_ahead(self, stored: int) -> None:
-        """So many blocks were stored: write the coldest down before they must leave, so that room can be made at once."""
+        """So many blocks were stored: write the coldest down before they must leave, so that they can at once."""
         self._ahead -= stored
         segments = self._dram.segments
         if self._keep_leaving and self._ahead <= 0 and segments.used * 2 >= segments.budget:
