@@ -1,7 +1,8 @@
 """Who sends another's block names learns nothing, gets nothing, and costs the owner nothing.
 
 Names follow from model and tenant, so a session never asks for another's blocks by accident; but a client of a node
-sends names, and may send any. And a read that fails for a reason that is not the record's costs only that read.
+sends names, and may send any. And a read that fails for a reason that is not the record's costs that read, and not the
+record.
 """
 
 from __future__ import annotations

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtide import Layout, Model, Session, Store, Tenant, config
+from kvtide import Layout, Model, Session, Store, Tenant, config, connect
 from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.match import Stored
 from kvtide.store import NVME
 from kvtide.testing import blocks
+from kvtide.tiers import dram
 from kvtide.tiers.segments import segment_of
 from kvtide.transfer import room
 from tests.books import agree
+from tests.node.serving import Thread
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -214,9 +216,9 @@ def test_a_block_larger_than_its_tenants_quota_costs_the_tenant_nothing(tmp_path
 @pytest.mark.parametrize("where", ["dram", "nvme"])
 def test_a_quota_that_pins_use_up_costs_the_tenant_nothing(tmp_path: Path, where: str) -> None:
     """Half of the quota is pinned: all the rest would not be enough for the large block, so it stays."""
-    quotas = {"quotas": f"{GREEDY.tag.hex()}:1200KiB"}
+    quotas: dict[str, Any] = {where: {"quotas": f"{GREEDY.tag.hex()}:1200KiB"}}
     with (
-        open_store(tmp_path / "kv", **{where: quotas}) as store,
+        open_store(tmp_path / "kv", **quotas) as store,
         store.session(SMALL, GREEDY) as small,
         store.session(model(900), GREEDY) as big,
     ):
@@ -316,7 +318,7 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
         self.count = 0
-        copy = room.copy
+        copy = dram.copy
 
         def copied(target: Any, source: Any) -> None:
             self.count += 1
@@ -399,6 +401,38 @@ def test_others_use_the_store_while_blocks_are_copied(monkeypatch: pytest.Monkey
         assert put(other, 0).stored == 1
         assert seen
         assert set(seen) == {1}
+
+
+def test_a_client_of_a_node_finds_a_block_where_it_was_moved_to(tmp_path: Path) -> None:
+    """The node remembers where the blocks of a prompt lie that is asked for at every step; a move ends that."""
+    settings: dict[str, Any] = {"dram": {"budget": 4 * MIB, "segment": MIB}, "nvme": {"path": ""}}
+    node = Thread(tmp_path / "node.sock", env={}, **settings)
+    try:
+        with connect(f"unix:{node.path}") as client, client.session(SMALL) as small, client.session(OTHER) as other:
+            for number in range(64):
+                put(small, number)
+            chains = {n: small.chain(prompt(n)).keys(b"full")[0] for n in range(64)}
+            index, found = node.store.index, dict[int, int]()
+            with index.lock:
+                for number, key in chains.items():
+                    found.setdefault(segment_of(int(index.place[DRAM][index.row(key)])), number)
+            for number in range(64):
+                if number in found.values():
+                    small.pin(prompt(number))
+                else:
+                    small.drop(prompt(number))  # so that nothing need be evicted: that alone would end it too
+            for number in found.values():
+                assert [right(small, number) for _ in range(2)] == [1, 1]
+            with small.match(prompt(found[0])) as match:
+                view = small.load(match).wait(30).blocks[0]
+                assert put(other, *range(12)).stored == 12  # all of the segment, over what was there before
+                assert np.array_equal(np.frombuffer(view, np.uint8), data(small, prompt(found[0]))[0])
+                del view
+            counts = node.store.statistics().counts
+            assert (counts["blocks moved in dram"], counts.get("blocks evicted from dram", 0)) == (1, 0)
+            assert [right(small, number) for number in found.values()] == [1] * len(found)
+    finally:
+        node.close()
 
 
 def test_a_large_match_and_pins_together_leave_room_for_the_rest() -> None:
