@@ -18,8 +18,10 @@ import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
+from kvtide.index import slices
 from kvtide.index.index import DRAM, SEALED, Rows, every
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
@@ -159,9 +161,19 @@ class LocalDesk:
     """The desk of a store in this process."""
 
     def __init__(
-        self, store: Store, layout: Layout, namespace: bytes, tenant: bytes, domain: int = 0, tag: bytes = b""
+        self,
+        store: Store,
+        layout: Layout,
+        namespace: bytes,
+        tenant: bytes,
+        domain: int = 0,
+        tag: bytes = b"",
+        charge: PinCharge | None = None,
     ) -> None:
-        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names."""
+        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names.
+
+        ``charge`` is told how many bytes are pinned.
+        """
         self.store = store
         self._index = store.index
         self._pipeline = store.pipeline
@@ -181,7 +193,7 @@ class LocalDesk:
         self._checked = store.config.dram.checksum
         self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
-        self.pinned = 0  # bytes, each block once
+        self.pins = Pins(charge)
         self._recent = Recent(self._index)
         self._more = partial(store.search.pending, layout, self._identities)
 
@@ -194,10 +206,10 @@ class LocalDesk:
         speed = self._prefill if prefill is None else prefill
         now = self.store.sweep()
         with index.lock:
-            resident = self._recent.find(names.joined)
+            resident = self._recent.find(names.joined, now)
             if resident is None:
                 rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-                resident = None if self._checked else self._recent.note(names.joined, rows)
+                resident = None if self._checked else self._recent.note(names.joined, rows, now)
             if resident is not None and (names.blocks - have) * self._footprint <= room:
                 return self._all_here(names, resident, have, speed, now)
             rows = resident.rows if resident is not None else rows
@@ -225,7 +237,7 @@ class LocalDesk:
         return LocalHolding(plan, have, part, lease, ready, pending)
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
-        """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
+        """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
         blocks = names.blocks
         have = min(have, blocks)
         part = resident.after.get(have)
@@ -347,8 +359,6 @@ class LocalDesk:
                     for group in groups
                 ]
             )
-            if ttl is not None:
-                self.store.expect_expiry(expiry)
             leases = stack.pop_all()
         reservation.kept = kept
 
@@ -376,23 +386,29 @@ class LocalDesk:
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        index, count = self._index, 0
-        with index.lock:
-            for group in self.layout.groups:
-                rows, size = self._rows(names, group, stop), self.layout.geometry[group.name].footprint
-                if step < 0:
-                    ended, last = index.unpin(rows, self)
-                    count, self.pinned = count + ended, self.pinned - last * size
-                else:
-                    count, self.pinned = count + len(rows), self.pinned + index.pin(rows, self) * size
+        index, count, now = self._index, 0, self.store.clock.time()
+        for group in self.layout.groups:
+            size = self.layout.geometry[group.name].footprint
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with index.lock:
+                    rows = index.rows(keys)
+                    rows = rows[rows > 0]
+                    if step < 0:
+                        count += index.unpin(rows, self.pins)
+                    else:
+                        rows = rows[index.expiry[rows] > now]
+                        index.pin(rows, self.pins, size)
+                        count += len(rows)
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
     def close(self) -> None:
-        with self._index.lock:
-            self._index.unpin_all(self)
+        more = True
+        while more:
+            with self._index.lock:
+                more = self._index.unpin_some(self.pins, slices.SLICE)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
@@ -18,6 +16,8 @@ from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
 from kvtide.forgetting import forget
+from kvtide.housekeeping import Housekeeper
+from kvtide.index import slices
 from kvtide.index.account import Account
 from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import Model, Tenant
@@ -99,7 +99,7 @@ class Store(Home):
         self._uses = Uses(self.index, self.clock)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)
-        self._next_expiry = float("inf")
+        self._housekeeper = Housekeeper(self, self.clock)
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
@@ -130,10 +130,13 @@ class Store(Home):
             shares.quotas.get("dram", {}),
         )
         self.pipeline.bring_down()
-        self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry)
+        self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
         if self.ring is not None:
             self.ring.on_gone(self._drop_resident)
         self._learner = Learner(self._uses)
+        self.index.on_earlier_expiry = self._housekeeper.wake
+        if self.index.mortal:
+            self._housekeeper.wake()
         for keeper in self._keepers.values():
             keeper.start()
         self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
@@ -160,7 +163,7 @@ class Store(Home):
             self._uses.teach(admission.learn)
         evictor = Evictor(self.index, NVME, tier, ranking, self._uses)
         quota = self._quota("nvme", NVME, evictor.ranked)
-        self._next_expiry = adopt(tier, NVME, self.index, self._uses)
+        adopt(tier, NVME, self.index, self._uses)
         if quota is not None:
             charge(tier, self.index, quota.account, self._shares.tenants, self.config.security)
         return Cold(
@@ -253,24 +256,29 @@ class Store(Home):
         """By tier below DRAM."""
         return [c.lane.read_bytes for c in self.colds]
 
-    def expect_expiry(self, when: float) -> None:
-        """Some block expires at ``when``."""
-        with self.index.lock:
-            self._next_expiry = min(self._next_expiry, when)
-
     def sweep(self) -> float:
-        """Remove what has expired; answers the time."""
+        """Remove a slice of what has expired, if anything has; answers the time.
+
+        The rest is done by the housekeeping thread. What has expired is not found, whether it is removed or not.
+        """
         now = self.clock.time()
-        if now >= self._next_expiry:
-            with self.index.lock:
-                count = self.index.size
-                expiry = self.index.expiry[:count]
-                over = np.flatnonzero(expiry <= now)
-                later = expiry[expiry > now]
-                self._next_expiry = float(later.min(initial=np.inf))
-                events = self.pipeline.expire(over)
-            self.feed.publish(events)
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+            if now >= self.index.next_expiry:
+                self._housekeeper.wake()
         return now
+
+    def tidy(self) -> float:
+        """One slice of housekeeping; answers in how many seconds the next is due. For the housekeeping thread."""
+        now = self.clock.time()
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+        return self.index.next_expiry - now
+
+    def _expire_some(self, now: float) -> None:
+        with self.index.lock:
+            events = self.pipeline.expire(self.index.expired(now, slices.SLICE))
+        self.feed.publish(events)
 
     def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``."""
@@ -302,7 +310,8 @@ class Store(Home):
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
         then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
         """
-        return forget(self, tenant, who)
+        with self.door:
+            return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
@@ -367,6 +376,7 @@ class Store(Home):
         """End all sessions, write down what should outlive the process, and let go of everything."""
         if not self._end_sessions():
             return
+        self._housekeeper.close()
         self._learner.close()
         with contextlib.ExitStack() as stack:
             stack.callback(self.copier.close)

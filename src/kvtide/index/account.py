@@ -66,3 +66,9 @@ class Account:
             self._pages[row] = 0
             self.nbytes[tenant] -= nbytes
             self.blocks[tenant] -= 1
+
+    def leave_many(self, rows: Rows) -> None:
+        """Distinct rows take nothing any more."""
+        charged = rows[rows < len(self._pages)]
+        for row in charged[self._pages[charged] > 0].tolist():
+            self.leave(row)

@@ -164,7 +164,9 @@ class Guest:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number, trust = next(self._numbers), self._trust
-        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, trust.domain, trust.tag)
+        store = self._store.of(o.tenant)
+        charge = self._account.pins(store)
+        desk = LocalDesk(store, layout, o.namespace, o.tenant, trust.domain, trust.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
         return number

@@ -20,9 +20,11 @@ import numpy as np
 
 from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index import slices
 from kvtide.index.account import Account
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
@@ -37,7 +39,11 @@ from kvtide.transfer.eraser import Eraser, Tally
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 
-__all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Drop", "Pipeline", "PipelineStatistics", "Pledge"]
+
+
+Erased = list[tuple[BlockKey, int]]
+"""Blocks that a tier is to erase, and where it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class PipelineStatistics:
     """By tier."""
     write_budgets: dict[str, WriteBudgetStatistics] = field(default_factory=dict)
     """By tier, of those that have one."""
+    largest_slice: int = 0
+    """The most blocks that were dropped or expired in one hold of the index's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Pipeline:
         """``tenants`` have numbers for good, by tag, and by these numbers some have ``quotas`` of DRAM in bytes."""
         self._index = index
         self._dram = dram
-        self._colds = colds
+        self.colds = self._colds = colds
         self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
@@ -114,6 +122,8 @@ class Pipeline:
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
         self._reservations = 0
+        self.largest_slice = 0
+        """The most blocks that were dropped or expired in one hold of the index's lock."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -126,6 +136,7 @@ class Pipeline:
                 self._ascent.statistics(),
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
+                self.largest_slice,
             )
 
     @property
@@ -253,8 +264,7 @@ class Pipeline:
             kept = rows[good]
             self._residents.clear_padding(kept)
             self._residents.seal(kept)
-            for row in rows[~good].tolist():
-                self._residents.leave(row)
+            self._residents.leave_many(rows[~good])
             ready = self._ascent.landed(rows.tolist(), good.tolist())
             for cold in self._colds:
                 self._descent.write(cold, kept[cold.admission.on_store(kept)])
@@ -293,8 +303,7 @@ class Pipeline:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             ready = self._ascent.landed(rows.tolist(), [False] * len(rows))
-            for row in rows.tolist():
-                self._detach(row, "unreadable", events)
+            self._detach_many(rows, "unreadable", events)
             self.counts[f"blocks late from {cold}"] += len(rows)
         self._feed.publish(events)
         ready()
@@ -313,57 +322,96 @@ class Pipeline:
     def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
-        ``done`` gets the number not erased.
+        ``done`` gets the number not erased. Goes in slices, and rests between them: hold no lock.
         """
+        drop = Drop(self, keys, done, shared)
+        while drop.step():
+            rest()
+        return drop.found
+
+    def drop_some(self, keys: Sequence[BlockKey], colds: Sequence[Cold], tally: Tally) -> tuple[int, list[Erased]]:
+        """Take one slice of blocks from the index; answers how many there were, and what ``colds`` are to erase."""
         index = self._index
         events: list[Event] = []
-        erase: list[tuple[Cold, list[tuple[BlockKey, int]]]] = []
-        colds = [cold for cold in self._colds if shared or not cold.shared]
-        tally = Tally(1 + len(colds), done)
         with index.lock:
             rows = index.rows(keys)
-            for cold in colds:
-                # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
-                erase.append((cold, list(zip(keys, index.place[cold.number][rows].tolist(), strict=True))))
-            found = rows[rows > 0].tolist()
-            for row in found:
-                self._detach(row, "dropped", events)
+            # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
+            erase = [list(zip(keys, index.place[cold.number][rows].tolist(), strict=True)) for cold in colds]
+            found = np.unique(rows[rows > 0])
+            self._detach_many(found, "dropped", events)
             self.counts["blocks dropped"] += len(found)
             self._eraser.await_dying(keys, tally)
         self._feed.publish(events)
-        for cold, items in erase:
-            cold.tier.drop(items, tally.end)
-        tally.end(())
-        return len(found)
+        return len(found), erase
 
     def residents_of(self, tenant: bytes) -> Rows:
         """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
         rows = self._residents.of_tenant(tenant)
         return rows[~self._residents.are_doomed(rows)]
 
-    def _detach(self, row: int, reason: str, events: list[Event]) -> None:
-        """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
+    def _detach_many(self, rows: Rows, reason: str, events: list[Event]) -> None:
+        """Take distinct rows from the index, so that nobody finds them; their slots follow when nobody holds them."""
         index = self._index
-        key = index.key(row)
+        if not len(rows):
+            return
+        self.largest_slice = max(self.largest_slice, len(rows))
         for cold in self._colds:
-            if index.state[cold.number][row] == SEALED:
-                index.remove(row, cold.number)
-                events.append(BlockRemoved(cold.name, (key,), reason))
-            elif index.state[cold.number][row] == PENDING:
+            states = index.state[cold.number][rows]
+            for key in index.keys(rows[states == PENDING]):
                 self._eraser.dies(cold, key)
-        if index.state[DRAM][row] == SEALED:
-            events.append(BlockRemoved("dram", (key,), reason))
-        index.detach(row)
-        self._residents.doom(row)
+            if len(sealed := rows[states == SEALED]):
+                index.remove_many(sealed, cold.number)
+                self._tell(cold.name, sealed, reason, events)
+        if len(sealed := rows[index.state[DRAM][rows] == SEALED]):
+            self._tell("dram", sealed, reason, events)
+        index.detach_many(rows)
+        self._residents.doom_many(rows)
+
+    def _tell(self, tier: str, rows: Rows, reason: str, events: list[Event]) -> None:
+        if self._feed.followed:
+            events.append(BlockRemoved(tier, self._index.keys(rows), reason))
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
         events: list[Event] = []
-        for row in rows.tolist():
-            key = self._index.key(row)
-            for cold in self._colds:
-                if self._index.state[cold.number][row] == SEALED:
-                    cold.tier.evict(key, int(self._index.place[cold.number][row]))
-            self._detach(row, "expired", events)
+        for cold in self._colds:
+            sealed = rows[self._index.state[cold.number][rows] == SEALED]
+            places = self._index.place[cold.number][sealed].tolist()
+            for key, place in zip(self._index.keys(sealed), places, strict=True):
+                cold.tier.evict(key, place)
+        self._detach_many(rows, "expired", events)
         self.counts["blocks expired"] += len(rows)
         return events
+
+
+class Drop:
+    """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
+
+    def __init__(
+        self, pipeline: Pipeline, keys: Sequence[BlockKey], done: Callable[[int], None], shared: bool = True
+    ) -> None:
+        """``shared``: in storage that others use as well. ``done`` gets the number of blocks that were not erased."""
+        self._pipeline = pipeline
+        self._keys = keys
+        self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
+        self._tally = Tally(1 + len(self._colds), done)
+        self._erase: list[Erased] = [[] for _ in self._colds]
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Drop the next slice; answers whether there is another."""
+        keys = self._keys[self._at : self._at + slices.SLICE]
+        self._at += len(keys)
+        if keys:
+            found, erase = self._pipeline.drop_some(keys, self._colds, self._tally)
+            self.found += found
+            for items, more in zip(self._erase, erase, strict=True):
+                items += more
+        if self._at < len(self._keys):
+            return True
+        for cold, items in zip(self._colds, self._erase, strict=True):
+            cold.tier.drop(items, self._tally.end)
+        self._tally.end(())
+        return False

@@ -69,24 +69,22 @@ class Residents:
 
     def unhold(self, rows: Rows) -> None:
         """End a hold on distinct rows."""
-        last = [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+        last = rows[self.are_doomed(rows) & (self._index.holds[rows] == 1)] if self.doomed else rows[:0]
         self._index.unhold(rows)
-        for row in last:
-            self.doomed.discard(row)
-            self.vacate(row)
+        if len(last):
+            self.doomed.difference_update(last.tolist())
+            self.vacate_many(last)
 
-    def doom(self, row: int) -> None:
-        """``row`` was detached from its key: its slot goes now, or when nobody holds it."""
-        if self._index.holds[row]:
-            self.doomed.add(row)
-        else:
-            self.vacate(row)
+    def doom_many(self, rows: Rows) -> None:
+        """Distinct rows were detached from their keys: their slots go now, or when nobody holds them."""
+        held = self._index.holds[rows] > 0
+        self.doomed.update(rows[held].tolist())
+        self.vacate_many(rows[~held])
 
-    def vacate(self, row: int) -> None:
-        """Give back the slot of a detached row, and the row."""
-        if self._index.state[DRAM][row] == SEALED:
-            self.leave(row)
-        self._index.retire(row)
+    def vacate_many(self, rows: Rows) -> None:
+        """Give back the slots of distinct detached rows, and the rows."""
+        self.leave_many(rows[self._index.state[DRAM][rows] == SEALED])
+        self._index.retire_many(rows)
 
     # -- coming and going ---------------------------------------------------------------------------------
 
@@ -133,6 +131,24 @@ class Residents:
             self._checks.pop(row, None)
         if self.refused:
             self.refused.discard(row)
+
+    def leave_many(self, rows: Rows) -> None:
+        """``leave`` of distinct rows."""
+        if not len(rows):
+            return
+        self._dram.release_many(self._index.remove_many(rows, DRAM))
+        spaces, counts = np.unique(self._index.space[rows], return_counts=True)
+        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+            self._rows[space] -= count
+            if not self._rows[space]:
+                del self._spaces[self._identities[space]]
+                self._vacant.append(space)
+        if self.tokens or self._checks or self.refused:
+            for row in rows.tolist():
+                self.tokens.pop(row, None)
+                self.refused.discard(row)
+                if self._checks:
+                    self._checks.pop(row, None)
 
     # -- questions ----------------------------------------------------------------------------------------
 

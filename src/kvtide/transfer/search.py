@@ -48,14 +48,12 @@ class Search:
         clock: Clock,
         feed: Feed,
         counts: Counter[str],
-        expect_expiry: Callable[[float], None],
     ) -> None:
         self._index = index
         self._tiers = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Shared)]
         self._clock = clock
         self._feed = feed
         self._counts = counts
-        self._expect_expiry = expect_expiry
         self._under_way: set[BlockKey] = set()
         """Searches, by the keys from which they look."""
         self._known = _KNOWN
@@ -145,7 +143,6 @@ class Search:
                     index.tenant[row] = 0
                     index.priority[row] = entry.priority
                     index.expire_at([row], entry.expiry)
-                    self._expect_expiry(entry.expiry)
                 index.put(row, cold.number, SEALED, entry.place)
                 new.append(key)
             self._counts[f"blocks found in {cold.name}"] += len(new)
