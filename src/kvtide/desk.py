@@ -130,6 +130,9 @@ class Desk(Protocol):
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         """Remove blocks for good; answers how many there were."""
 
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
+
     def close(self) -> None:
         """The session has ended, and has given back its rights."""
 
@@ -331,7 +334,10 @@ class LocalDesk:
         keep: int = sys.maxsize,
     ) -> Reservation:
         """``keep``: bytes of blocks before ``stop`` that may stay for it, at most."""
-        expiry = self.store.sweep() + (float("inf") if ttl is None else ttl)
+        now = self.store.sweep()
+        expiry = now + (float("inf") if ttl is None else ttl)
+        if now >= self._index.next_expiry:
+            self._remove_expired(groups, names, stop, now)
         with contextlib.ExitStack() as stack:
             kept: list[tuple[Rows, int]] = []
             for group in groups:
@@ -361,16 +367,36 @@ class LocalDesk:
             )
             leases = stack.pop_all()
         reservation.kept = kept
+        if not reservation.keys and not reservation.refused:
+            self._extend(groups, names, stop, expiry)  # nothing is to be written, so nobody may think of sealing it
 
         def ended(reservation: Reservation) -> None:
             if reservation.sealed and not reservation.followed:
                 with self._index.lock:
                     for group in groups:
-                        self._pipeline.stored(self._raised(names, group, stop, priority))
+                        rows = self._raised(names, group, stop, priority)
+                        self._pipeline.extend(rows, expiry)
+                        self._pipeline.stored(rows)
             leases.close()
 
         reservation.on_end.append(ended)
         return reservation
+
+    def _extend(self, groups: Sequence[Group], names: Names, stop: int, expiry: float) -> None:
+        """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
+        if self._index.mortal:
+            for group in groups:
+                with self._index.lock:
+                    self._pipeline.extend(self._rows(names, group, stop), expiry)
+
+    def _remove_expired(self, groups: Sequence[Group], names: Names, stop: int, now: float) -> None:
+        """Remove the blocks of a prompt that have expired, so that they can be stored again."""
+        for group in groups:
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with self._index.lock:
+                    rows = self._index.rows(keys)
+                    events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                self.store.feed.publish(events)
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
@@ -403,6 +429,19 @@ class LocalDesk:
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
+
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        keys, heads = self.expiring(names, start)
+        return self.store.expire(keys, heads, self.expiry(ttl), timeout)
+
+    def expiring(self, names: Names, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """The keys of a prompt from block ``start`` on, and those before."""
+        every = [names.keys(g.suffix) for g in self.layout.groups]
+        return [k for keys in every for k in keys[start:]], [k for keys in every for k in keys[:start]]
+
+    def expiry(self, ttl: float | None) -> float:
+        """When a block expires that lives ``ttl`` seconds from now on."""
+        return float("inf") if ttl is None else self.store.clock.time() + ttl
 
     def close(self) -> None:
         more = True

@@ -53,9 +53,9 @@ class Housekeeper:
 
     def wake(self) -> None:
         """There may be something to do, or to be done later. Does not wait; may be called under any lock."""
+        self._wake.set()
         if self._thread is None:
             self._start()
-        self._wake.set()
 
     def _start(self) -> None:
         with self._lock:

@@ -19,8 +19,10 @@ from kvtide.forgetting import forget
 from kvtide.housekeeping import Housekeeper
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import DRAM, Index
+from kvtide.index.index import DRAM, Index, Rows
 from kvtide.index.keys import Model, Tenant
+from kvtide.index.orphans import Orphans
+from kvtide.index.slices import rest
 from kvtide.index.weights import WeightsId, identify
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
@@ -46,7 +48,7 @@ from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Pipeline
+from kvtide.transfer.pipeline import Expiring, Pipeline
 from kvtide.transfer.search import Search
 
 __all__ = ["Statistics", "Store"]
@@ -99,6 +101,7 @@ class Store(Home):
         self._uses = Uses(self.index, self.clock)
         ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self._uses.serve(ranking)
+        self._orphans = Orphans(self.index)
         self._housekeeper = Housekeeper(self, self.clock)
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
@@ -264,8 +267,7 @@ class Store(Home):
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
-            if now >= self.index.next_expiry:
-                self._housekeeper.wake()
+            self._housekeeper.wake()  # for the rest
         return now
 
     def tidy(self) -> float:
@@ -273,25 +275,58 @@ class Store(Home):
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
-        return self.index.next_expiry - now
+        elif not self._orphans.due():
+            rows = self._orphans.by_depth()
+            with self.index.lock:
+                events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
+            self.feed.publish(events)
+        return min(max(0.0, self.index.next_expiry - now), self._orphans.due())
 
     def _expire_some(self, now: float) -> None:
         with self.index.lock:
-            events = self.pipeline.expire(self.index.expired(now, slices.SLICE))
+            events = self.expire_rows(self.index.expired(now, slices.SLICE))
         self.feed.publish(events)
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
-        """Remove blocks from every tier for good; see ``Session.drop``."""
+    def expire_rows(self, rows: Rows) -> list[Event]:
+        """Remove distinct rows that have expired. Under the index's lock; answers what is to be published."""
+        if not len(rows):
+            return []
+        self._orphans.note(self.index.keys(rows))
+        return self.pipeline.expire(rows)
+
+    def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
+        """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
         ended = threading.Event()
         failed = 0
-        if timeout is None:  # storage that others use too may hang for ever
-            timeout = max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
 
         def done(count: int) -> None:
             nonlocal failed
             failed = count
             ended.set()
 
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), done)
+        while expiring.step():
+            rest()
+        if not ended.wait(self._patience(timeout)):
+            raise TierError(f"changing the expiry of {len(keys)} blocks took too long; it goes on in the background")
+        if failed:
+            raise TierError(
+                f"the copies on disk of {failed} of {len(keys)} blocks still say that they live longer. They expire as "
+                "asked while this store is open: see the log for the disk's error, then call expire again"
+            )
+        return expiring.found
+
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+        """Remove blocks from every tier for good; see ``Session.drop``."""
+        ended = threading.Event()
+        failed = 0
+
+        def done(count: int) -> None:
+            nonlocal failed
+            failed = count
+            ended.set()
+
+        timeout = self._patience(timeout)
         found = self.pipeline.drop(keys, done)
         if not ended.wait(timeout):
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
@@ -302,22 +337,27 @@ class Store(Home):
             )
         return found
 
+    def _patience(self, timeout: float | None) -> float | None:
+        """Seconds to wait for the tiers: storage that others use too may hang for ever."""
+        if timeout is not None:
+            return timeout
+        return max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
+
     # -- for administrators -------------------------------------------------------------------------------
 
     def forget(self, tenant: bytes, who: str = "") -> int:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
 
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
-        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
+        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk, and does not keep
+        others waiting. Until it returns, the tenant can neither store nor load blocks.
         """
         with self.door:
             return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
-        with self.index.lock:
-            keys = self.index.keys(self.pipeline.residents_of(tenant))
-        self.pipeline.drop(keys, lambda failed: None, shared=False)
+        self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -391,6 +431,7 @@ class Store(Home):
             self.pipeline.flush()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
+            self.pipeline.note_expiries()
 
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -185,6 +185,11 @@ class Index:
         known = self._keys
         return tuple([known[row] for row in rows.tolist()])
 
+    @property
+    def parents(self) -> Sequence[bytes | None]:
+        """What each row was chained to, by its key or its digest; None for a row that is free."""
+        return self._parents
+
     def parent(self, row: int) -> bytes:
         """The digest that the block of a live row was chained to."""
         parent = self._parents[row]
@@ -327,11 +332,12 @@ class Index:
                 self.next_expiry = first
                 self.on_earlier_expiry()
 
-    def extend(self, rows: Rows, when: float) -> None:
-        """Let rows live until ``when`` at least."""
-        if self.mortal:
-            short = rows[self.expiry[rows] < when]
+    def extend(self, rows: Rows, when: float) -> Rows:
+        """Let rows live until ``when`` at least; answers those that would not have lived so long."""
+        short = rows[self.expiry[rows] < when] if self.mortal else rows[:0]
+        if len(short):
             self.expire_at(short, when)
+        return short
 
     def shorten(self, rows: Rows, when: float) -> Rows:
         """Let rows live until ``when`` at most; answers those that would have lived longer."""

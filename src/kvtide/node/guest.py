@@ -30,6 +30,7 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.security.ring import OWN
+from kvtide.transfer.pipeline import Drop, Expiring
 
 __all__ = ["LARGEST_PART", "Guest"]
 
@@ -300,13 +301,33 @@ class Guest:
         names = self._names(session, o.digests)
         keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
         number = self.tidings.promise()
-        found = 0
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: self.tidings.keep(number, found, f"{failed}" if failed else ""))
+            self._host.soon(lambda: self.tidings.keep(number, drop.found, f"{failed}" if failed else ""))
 
-        found = session.desk.store.pipeline.drop(keys, done)
+        drop = Drop(session.desk.store.pipeline, keys, done)
+        self._in_turns(drop.step)
         return number
+
+    def _expire(self, o: p.Expire) -> int:
+        session = self._session(o.session)
+        names = self._names(session, o.digests)
+        if not 0 <= o.start <= names.blocks or (o.ttl is not None and not o.ttl > 0):
+            raise LayoutError(f"block {o.start} of {names.blocks}, or ttl {o.ttl}, is out of range")
+        keys, heads = session.desk.expiring(names, o.start)
+        number, store = self.tidings.promise(), session.desk.store
+
+        def done(failed: int) -> None:
+            self._host.soon(lambda: self.tidings.keep(number, expiring.found, f"{failed}" if failed else ""))
+
+        expiring = Expiring(store.pipeline, keys, heads, session.desk.expiry(o.ttl), store.sweep(), done)
+        self._in_turns(expiring.step)
+        return number
+
+    def _in_turns(self, step: Callable[[], bool]) -> None:
+        """Call ``step`` until it is False, with the other clients served in between."""
+        if step():
+            self._host.loop.after_others(lambda: self._in_turns(step))
 
     def _flush(self, _: p.Flush) -> int:
         number = self.tidings.promise()
@@ -397,4 +418,5 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
     p.Leave: lambda guest, o: guest._crews.leave(o),
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
+    p.Expire: Guest._expire,
 }

@@ -36,6 +36,7 @@ __all__ = [
     "Ended",
     "Erase",
     "EventsLost",
+    "Expire",
     "Failure",
     "Fill",
     "Find",
@@ -362,6 +363,16 @@ class Drop(_Message, tag="drop"):
     start: int
 
 
+class Expire(_Message, tag="expire"):
+    """Let blocks live ``ttl`` seconds from now on; None: for ever. Answer: a number, for ``Ended``, which says how many
+    there were."""
+
+    session: int
+    digests: bytes
+    start: int
+    ttl: float | None
+
+
 class Flush(_Message, tag="flush"):
     """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
 
@@ -419,6 +430,7 @@ Operation = (
     | Leave
     | Resign
     | Forget
+    | Expire
 )
 
 

@@ -542,7 +542,7 @@ class InterfaceContract:
         until(lambda: BlockStored("dram", keys) in seen)
         assert store.flush(60)
         session.drop(tokens)
-        until(lambda: sum(isinstance(e, BlockRemoved) and e.tier == "dram" for e in seen) == 2)
+        until(lambda: sum(len(e.keys) for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram") == 2)
         removed = [e for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram"]
         assert {k for e in removed for k in e.keys} == set(keys)
         assert {e.reason for e in removed} == {"dropped"}

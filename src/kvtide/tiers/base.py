@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ __all__ = [
     "Identity",
     "Read",
     "ReadDone",
+    "Renewal",
+    "Renewing",
     "Tier",
     "TierStatistics",
     "Write",
@@ -134,6 +136,21 @@ class TierStatistics:
 
 ReadDone = Callable[[Sequence[bool]], None]
 WriteDone = Callable[[Sequence[int]], None]
+
+
+Renewal = tuple[BlockKey, int, float]
+"""A block, its place, and when it expires now."""
+
+
+@runtime_checkable
+class Renewing(Protocol):
+    """A tier that can change what its records say of their expiry."""
+
+    def renew(self, items: Sequence[Renewal], done: ReadDone) -> None:
+        """Let records say when their blocks expire now, after a power loss too. False where that cannot be done."""
+
+    def note(self, held: Held) -> None:
+        """Blocks expire as these columns say: keep that for the next opening, if only as a hint."""
 
 
 class Tier(Protocol):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.codec import Scratch
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
@@ -129,6 +129,12 @@ class Nvme:
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
 
+    def renew(self, items: Sequence[Renewal], done: ReadDone) -> None:
+        self._queue.put(lambda _: done(self._shelves.renew(items)))
+
+    def note(self, held: Held) -> None:
+        self._shelves.note_held(held)
+
     def evict(self, key: BlockKey, place: int) -> None:
         self._shelves.free(key, place)
 
@@ -194,6 +200,13 @@ class Nvme:
             elif gone and key is not None:
                 keys.append(key)
         return places, keys
+
+    def owners(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The owners of slots; 0 for one that is free by now."""
+        with self._shelves.lock:
+            segments = self._shelves.segments
+            found = [segments.owner(place) if segments.holds(place) else 0 for place in places.tolist()]
+        return np.maximum(np.array(found, np.int64), 0)
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
         """Places in use, and what says whose their records are. Reads a page of each, as ``shred`` does."""

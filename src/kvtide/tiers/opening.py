@@ -70,7 +70,8 @@ class Opening:
         headers = {number: self._look(number) for number in numbers}
         for number, header in headers.items():
             self._open_segment(number, header)
-        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing)
+        slots = sum(header.slots for header in headers.values() if isinstance(header, SegmentHeader))
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing, slots)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -30,7 +31,7 @@ from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.plan.uses import Uses
-from kvtide.tiers.base import Identity
+from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
@@ -39,8 +40,13 @@ from kvtide.transfer.eraser import Eraser, Tally
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 
-__all__ = ["Drop", "Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
 
+
+_WINDOW = 1 << 13
+"""Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
+_GRANTED = 1024
+"""Blocks of a prompt that get their slots in one hold of the lock."""
 
 Erased = list[tuple[BlockKey, int]]
 """Blocks that a tier is to erase, and where it has them."""
@@ -76,6 +82,16 @@ class Pledge:
     expiry: float = float("inf")
     priority: int = 0
     tokens: Sequence[bytes] = ()
+
+    def parts(self) -> Iterator[Pledge]:
+        """The same in parts, each small enough for one hold of the lock."""
+        if len(self.keys) <= _GRANTED:
+            yield self
+            return
+        for start in range(0, len(self.keys), _GRANTED):
+            part = slice(start, start + _GRANTED)
+            columns = self.keys[part], self.parents[part], self.depths[part]
+            yield Pledge(self.identity, *columns, self.expiry, self.priority, self.tokens[part])
 
 
 @dataclass(slots=True)
@@ -122,6 +138,8 @@ class Pipeline:
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
         self._reservations = 0
+        self._longer: set[int] = set()
+        """Rows that live longer than their records say. Some may have left since."""
         self.largest_slice = 0
         """The most blocks that were dropped or expired in one hold of the index's lock."""
 
@@ -186,7 +204,9 @@ class Pipeline:
         """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer."""
         granted = _Granted([], [], [], [], [])
         for pledge in pledges:
-            self._reserve(pledge, granted)
+            for part in pledge.parts():
+                if not self._reserve(part, granted):
+                    break
         reservation = Reservation(
             granted.keys,
             rows_of(granted.rows),
@@ -208,7 +228,8 @@ class Pipeline:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
 
-    def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
+    def _reserve(self, pledge: Pledge, granted: _Granted) -> bool:
+        """False if there is no room for the rest, and so none for what follows either."""
         done = 0
         while done < len(pledge.keys):
             events: list[Event] = []
@@ -217,7 +238,8 @@ class Pipeline:
             self._feed.publish(events)
             if done < len(pledge.keys) and not self._room.grow(pledge.identity):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
-                return
+                return False
+        return True
 
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
@@ -344,10 +366,30 @@ class Pipeline:
         self._feed.publish(events)
         return len(found), erase
 
-    def residents_of(self, tenant: bytes) -> Rows:
-        """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
-        rows = self._residents.of_tenant(tenant)
-        return rows[~self._residents.are_doomed(rows)]
+    def keys_of(self, tenant: bytes) -> list[BlockKey]:
+        """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
+        index, keys, start = self._index, list[BlockKey](), 0
+        while start < index.size:
+            with index.lock:
+                stop = min(start + _WINDOW, index.size)
+                keys += index.keys(self._residents.of_tenant(tenant, start, stop))
+            start = stop
+            rest()
+        return keys
+
+    @contextmanager
+    def forgetting(self, tenant: bytes) -> Iterator[None]:
+        """Let no block of a tenant into DRAM meanwhile, neither from a caller nor from a colder tier. Hold no lock."""
+        forgotten = self._residents.forgotten
+        with self._index.lock:
+            forgotten[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._index.lock:
+                forgotten[tenant] -= 1
+                if not forgotten[tenant]:
+                    del forgotten[tenant]
 
     def _detach_many(self, rows: Rows, reason: str, events: list[Event]) -> None:
         """Take distinct rows from the index, so that nobody finds them; their slots follow when nobody holds them."""
@@ -382,6 +424,106 @@ class Pipeline:
         self._detach_many(rows, "expired", events)
         self.counts["blocks expired"] += len(rows)
         return events
+
+    # -- how long blocks live -----------------------------------------------------------------------------
+
+    def extend(self, rows: Rows, when: float) -> None:
+        """Let distinct rows live until ``when`` at least. Under the lock."""
+        longer = self._index.extend(rows, when)
+        if len(longer):
+            for cold in self._colds:
+                if not cold.shared:
+                    self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
+
+    def expire_some(
+        self, keys: Sequence[BlockKey], when: float, now: float, shorten: bool
+    ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
+        """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
+
+        Answers how many there were, and which records in colder tiers say that they live longer.
+        """
+        index = self._index
+        with index.lock:
+            rows = np.unique(index.rows(keys))
+            rows = rows[(rows > 0) & (index.expiry[rows] > now)]
+            self.extend(rows, when)
+            if not shorten:
+                return len(rows), []
+            shorter = index.shorten(rows, when)
+            renew = []
+            for cold in self._colds:
+                there = shorter[index.state[cold.number][shorter] == SEALED]
+                places = index.place[cold.number][there].tolist()
+                renew.append((cold, [(k, p, when) for k, p in zip(index.keys(there), places, strict=True)]))
+        return len(rows), renew
+
+    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
+
+        ``done`` gets False for those that could not be erased either.
+        """
+        self._descent.renew(cold, items, done)
+
+    def note_expiries(self) -> None:
+        """Write down that blocks in colder tiers live longer than their records say. Nothing may be under way."""
+        index = self._index
+        for cold in self._colds:
+            if not isinstance(cold.tier, Renewing):
+                continue
+            with index.lock:
+                rows = rows_of(sorted(self._longer))
+                rows = rows[index.state[cold.number][rows] == SEALED]
+                held = Held(
+                    list(index.keys(rows)),
+                    np.array([index.parent(row) for row in rows.tolist()], "V32"),
+                    index.place[cold.number][rows],
+                    index.depth[rows].astype(np.int64),
+                    index.expiry[rows],
+                    index.priority[rows],
+                    np.zeros(len(rows), np.int64),
+                )
+            cold.tier.note(held)
+        self._longer.clear()
+
+
+class Expiring:
+    """A change of blocks' expiry under way. Call ``step`` until it is False; the tiers do the rest."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        keys: Sequence[BlockKey],
+        heads: Sequence[BlockKey],
+        when: float,
+        now: float,
+        done: Callable[[int], None],
+    ) -> None:
+        """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
+        self._pipeline = pipeline
+        self._keys = [*heads, *keys]
+        self._heads = len(heads)
+        self._when = when
+        self._now = now
+        self._tally = Tally(1, done)
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Change the next slice; answers whether there is another."""
+        shorten = self._at >= self._heads
+        stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
+        found, renew = self._pipeline.expire_some(self._keys[self._at : stop], self._when, self._now, shorten)
+        self._at = stop
+        self.found += found if shorten else 0
+        for cold, items in renew:
+            if items:
+                self._tally.more()
+                self._pipeline.renew(cold, items, self._tally.end)
+        if self._at < len(self._keys):
+            return True
+        self._tally.end(())
+        return False
 
 
 class Drop:

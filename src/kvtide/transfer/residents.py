@@ -6,6 +6,7 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,6 +52,8 @@ class Residents:
         self.leases = 0
         """That are open and hold something."""
         self.doomed: set[int] = set()
+        self.forgotten: Counter[bytes] = Counter()
+        """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
 
@@ -160,15 +163,18 @@ class Residents:
         """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
 
-    def of_tenant(self, tenant: bytes) -> Rows:
-        """The rows that have, or are about to get, a block of a tenant's."""
-        index, size = self._index, self._index.size
+    def of_tenant(self, tenant: bytes, start: int, stop: int) -> Rows:
+        """Of the rows from ``start`` to ``stop``, those that have, or are about to get, a block of a tenant's."""
+        index = self._index
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
-        rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
-        return rows
+        here = index.state[DRAM][start:stop] != ABSENT
+        rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
+        return rows[~self.are_doomed(rows)]
 
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""
+        if not self.doomed:
+            return np.zeros(len(rows), np.bool_)
         return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
 
     def intact(self, row: int) -> bool:

@@ -78,6 +78,8 @@ class Room:
 
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
         """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
+        if what.tenant in self._residents.forgotten:
+            return 0
         quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
         if quota is None or tenant not in quota.account.quotas:
             return count
@@ -91,7 +93,9 @@ class Room:
 
     def refuse(self, what: Identity, verb: str, count: int) -> None:
         """So many blocks are more than their tenant may have."""
-        if count and self._quota is not None:
+        if count and what.tenant in self._residents.forgotten:
+            self._counts[f"{verb}s dropped: their tenant is being forgotten"] += count
+        elif count and self._quota is not None:
             self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
 
     def make(self, kind: int, count: int, events: list[Event]) -> bool:
