@@ -147,7 +147,10 @@ class Renewing(Protocol):
     """A tier that can change what its records say of their expiry."""
 
     def renew(self, items: Sequence[Renewal], done: ReadDone) -> None:
-        """Let records say when their blocks expire now, after a power loss too. False where that cannot be done."""
+        """Let records say when their blocks expire now, after a power loss too. False where that cannot be done.
+
+        A place may be NOWHERE: traces of an evicted block are removed.
+        """
 
     def note(self, held: Held) -> None:
         """Blocks expire as these columns say: keep that for the next opening, if only as a hint."""

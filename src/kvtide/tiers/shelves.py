@@ -333,23 +333,20 @@ class Shelves:
 
         A sealed header cannot be changed: it would have to be sealed anew, with a key that its sections have too.
         """
-        results = []
+        failed: set[BlockKey] = set()
         with self.erasing():
-            dirty: set[int] = set()
             for key, place, when in items:
+                if place == NOWHERE:
+                    continue
                 try:
                     self._renew(key, place, when)
-                    dirty.add(segment_of(place))
-                    results.append(True)
                 except (OSError, Rejected) as e:
                     log.debug("the expiry of a record stays as it is: %s", e)
-                    results.append(False)
-            failed = self._sync_all(dirty)
-            with self.lock:
-                self._dirty |= failed
-            results = [good and segment_of(p) not in failed for good, (_, p, _) in zip(results, items, strict=True)]
+                    failed.add(key)
+            # Other headers that name these blocks, from before they were evicted; and all is synced.
+            failed |= self._overwrite([(key, NOWHERE) for key, _, _ in items])
             self.note()
-        return results
+        return [key not in failed for key, _, _ in items]
 
     def _renew(self, key: BlockKey, place: int, when: float) -> None:
         with self.lock:
@@ -369,6 +366,8 @@ class Shelves:
         if header.key != key or header.sequence != sequence:
             raise Rejected("another block")
         expire_at(pages, when)
+        with self.lock:
+            self._dirty.add(segment_of(place))
         self._write(fd, [pages], offset)
         with self.lock:
             if self.segments.holds(place):  # else it was evicted meanwhile, and the journal must not say otherwise

@@ -23,7 +23,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
@@ -444,18 +444,20 @@ class Pipeline:
         """
         index = self._index
         with index.lock:
-            rows = np.unique(index.rows(keys))
-            rows = rows[(rows > 0) & (index.expiry[rows] > now)]
-            self.extend(rows, when)
+            rows = index.rows(keys)
+            found = np.unique(rows[(rows > 0) & (index.expiry[rows] > now)])
+            self.extend(found, when)
             if not shorten:
-                return len(rows), []
-            shorter = index.shorten(rows, when)
+                return len(found), []
+            shorter = np.isin(rows, index.shorten(found, when))
             renew = []
             for cold in self._colds:
-                there = shorter[index.state[cold.number][shorter] == SEALED]
-                places = index.place[cold.number][there].tolist()
-                renew.append((cold, [(k, p, when) for k, p in zip(index.keys(there), places, strict=True)]))
-        return len(rows), renew
+                there = index.state[cold.number][rows] == SEALED
+                # Where a tier has no record of a block any more there may be traces of one, which must not come back.
+                some = shorter & there if cold.shared else shorter | ~there
+                places = np.where(there, index.place[cold.number][rows], NOWHERE)
+                renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
+        return len(found), renew
 
     def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
         """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
