@@ -194,8 +194,10 @@ class Descent:
         with index.lock:
             rows = index.rows([key for key, _ in bad])
             there = index.place[cold.number][rows] == np.array([place for _, place in bad], np.int64)
-            rows = rows[there & (index.state[cold.number][rows] == SEALED)]
-            if len(rows):
+            there &= index.state[cold.number][rows] == SEALED
+            # What was evicted meanwhile has given its place back, perhaps to another block.
+            bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
+            if len(rows := rows[there]):
                 events.append(BlockRemoved(cold.name, index.keys(rows), "expired"))
                 index.remove_many(rows, cold.number)
                 index.retire_many(rows)
