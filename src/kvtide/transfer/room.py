@@ -94,7 +94,10 @@ class Room:
     def refuse(self, what: Identity, verb: str, count: int) -> None:
         """So many blocks are more than their tenant may have."""
         if count and what.tenant in self._residents.forgotten:
-            self._counts[f"{verb}s dropped: their tenant is being forgotten"] += count
+            if verb == "load":
+                self._counts["loads dropped: their tenant is being forgotten"] += count
+            else:
+                self._counts["stores dropped: their tenant is being forgotten"] += count
         elif count and self._quota is not None:
             self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
 
