@@ -279,6 +279,7 @@ class Store(Home):
             rows = self._orphans.by_depth()
             with self.index.lock:
                 events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
+            self._orphans.let_go()
             self.feed.publish(events)
         return min(max(0.0, self.index.next_expiry - now), self._orphans.due())
 

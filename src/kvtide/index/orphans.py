@@ -55,10 +55,14 @@ class Orphans:
         return max(0.0, self._earliest - time.monotonic()) if self._next else np.inf
 
     def by_depth(self) -> Rows:
-        """What ``find`` is to look at. Under no lock: rows that come meanwhile need not be looked at."""
+        """What ``find`` is to look at. Hold no lock: rows that come meanwhile need not be looked at."""
         if len(self._order):
             return self._order
         self._began = time.monotonic()
+        with self._index.lock:
+            keys, self._next = self._next, []
+        # There may be many: a set of them is made, and the last one given up, while nobody waits.
+        self._gone = {*keys, *[key[:_DIGEST] for key in keys]}
         depths = self._index.depth[: self._index.size]
         deep = np.flatnonzero(depths > 0)
         order: Rows = deep[np.argsort(depths[deep], kind="stable")]
@@ -70,10 +74,6 @@ class Orphans:
         ``order`` comes from ``by_depth``.
         """
         index, gone = self._index, self._gone
-        if not gone:
-            keys, self._next = self._next, []
-            gone.update(keys)
-            gone.update([key[:_DIGEST] for key in keys])
         found: list[int] = []
         leaving: set[int] = set()
         passed = 0
@@ -92,7 +92,11 @@ class Orphans:
                 gone.update((key, key[:_DIGEST]))
         self._order = order[passed:]
         if not len(self._order):
-            gone.clear()
             now = time.monotonic()
             self._earliest = now + max(_PAUSE, _SHARE * (now - self._began))
         return np.array(found, np.int64)
+
+    def let_go(self) -> None:
+        """Give the memory of a search back that has ended. Hold no lock."""
+        if self._gone and not len(self._order):
+            self._gone = set()

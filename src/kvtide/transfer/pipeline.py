@@ -43,7 +43,7 @@ from kvtide.transfer.room import Room
 __all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
 
 
-_WINDOW = 1 << 13
+_WINDOW = 1 << 12
 """Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
 _GRANTED = 1024
 """Blocks of a prompt that get their slots in one hold of the lock."""
