@@ -30,7 +30,7 @@ RANKS = [
     ["events", "tiers", "index"],
     ["plan", "shares", "storages"],
     ["transfer"],
-    ["adoption", "statistics"],
+    ["adoption", "housekeeping", "statistics"],
     ["desk", "forgetting"],
     ["match"],
     ["session"],

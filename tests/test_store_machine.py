@@ -42,6 +42,7 @@ from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
+from kvtide.index import slices
 from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
@@ -214,7 +215,9 @@ class Machine(RuleBasedStateMachine):
             self.settled()
             self.audit()
             self.seen.update(self.store.statistics().counts)
+            self.nothing_is_left_over()
             self.store.close()
+            assert not any(t.name == "kvtide-housekeeping" for t in threading.enumerate())
             self.whole_files_only()
         finally:
             self.disk.die()
@@ -313,6 +316,17 @@ class Machine(RuleBasedStateMachine):
         """When nothing moves, all books agree and nobody holds what nobody has."""
         agree(self.store, {int(row) for right in self.rights for rows in rows_of(right.match).values() for row in rows})
 
+    def nothing_is_left_over(self) -> None:
+        """When all sessions are closed, every right and every charge has ended."""
+        for session in self.sessions:
+            session.close()
+        statistics = self.store.statistics()
+        pipeline = statistics.pipeline
+        assert (statistics.pinned, pipeline.leases, pipeline.reservations) == (0, 0, 0)
+        for session in self.sessions:
+            assert isinstance(session.desk, LocalDesk)
+            assert (len(session.desk.pins), session.desk.pins.nbytes, session.desk.pins.charge.nbytes) == (0, 0, 0)
+
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
         odd = {n for n in names if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"}
@@ -328,6 +342,7 @@ class Machine(RuleBasedStateMachine):
                 self.gates.pop().open()
         for right in self.rights:
             self.check(right)
+        assert self.store.pipeline.largest_slice <= slices.SLICE, "too much was removed in one hold of the lock"
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
         pinned = sorted(key for key in self.pinned if self.allowed(key))
@@ -361,6 +376,13 @@ class Machine(RuleBasedStateMachine):
             # Whether it is there already, with a lifetime of its own, only the store knows.
             self.known[key] = max(until, self.known.get(key, -1.0))
             self.hidden.discard(key)
+        self.lives(user, path, until)
+
+    def lives(self, user: int, path: Path_, until: float) -> None:
+        """All of a prompt that may be returned may be so until then: its beginning lives as long as its end."""
+        for key in self.keys(user, path):
+            if key in self.known:
+                self.known[key] = max(until, self.known[key])
 
     def put(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> Stored:
         session = self.sessions[user]
@@ -478,6 +500,8 @@ class Machine(RuleBasedStateMachine):
             if seal:
                 self.expect(user, path, 0, ttl)
                 reservation.seal()
+            elif not reservation.keys:  # all of it was there, and lives longer now
+                self.lives(user, path, float("inf") if ttl is None else self.clock.time() + ttl)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -615,6 +639,25 @@ class Machine(RuleBasedStateMachine):
                 self.hidden.add(key)
         found = self.store.index.find(keys, self.clock.time())
         assert Found.HIT not in found, "a dropped block is still served"
+
+    @precondition(lambda self: not self.gates)
+    @rule(prompt=prompts, start=st.integers(0, 2), ttl=st.sampled_from([3.0, 30.0]))
+    def expire(self, prompt: Prompt, start: int, ttl: float) -> None:
+        """Blocks live no longer than that from now on, after a restart either, if the disk did not refuse it."""
+        user, path = self.pick(prompt)
+        start = min(start, len(path) - 1)
+        until = self.clock.time() + ttl
+        self.lives(user, path, until)
+        try:
+            self.sessions[user].expire(self.chain(user, path), ttl, start=start)
+        except TierError:
+            self.seen["expiries refused"] += 1
+            return
+        self.seen["expiries"] += 1
+        if not self.disk.lied:
+            for key in self.keys(user, path, start):
+                if key in self.known:
+                    self.known[key] = until
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
     def time_passes(self, seconds: float) -> None:
@@ -799,6 +842,13 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "kvtide")
 
 
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that a prompt of the machine has several."""
+    monkeypatch.setattr(slices, "SLICE", 3)
+
+
+@pytest.mark.usefixtures("small_slices")
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
@@ -810,6 +860,7 @@ def test_store_against_a_model(quiet_log: None) -> None:
         "blocks read from nvme",
         "blocks unreadable in nvme",
         "blocks expired",
+        "expiries",
         "drops",
         "power lost",
         "killed",
@@ -826,5 +877,6 @@ def test_store_against_a_model(quiet_log: None) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("small_slices")
 def test_store_against_a_model_for_long(quiet_log: None) -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=600, stateful_step_count=60, **PROFILE))

@@ -18,8 +18,10 @@ import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
+from kvtide.index import slices
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
@@ -146,6 +148,9 @@ class Desk(Protocol):
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         """Remove blocks for good; answers how many there were."""
 
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
+
     def close(self) -> None:
         """The session has ended, and has given back its rights."""
 
@@ -184,9 +189,19 @@ class LocalDesk:
     """The desk of a store in this process."""
 
     def __init__(
-        self, store: Store, layout: Layout, namespace: bytes, tenant: bytes, domain: int = 0, tag: bytes = b""
+        self,
+        store: Store,
+        layout: Layout,
+        namespace: bytes,
+        tenant: bytes,
+        domain: int = 0,
+        tag: bytes = b"",
+        charge: PinCharge | None = None,
     ) -> None:
-        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names."""
+        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names.
+
+        ``charge`` is told how many bytes are pinned.
+        """
         self.store = store
         self._index = store.index
         self._pipeline = store.pipeline
@@ -206,7 +221,7 @@ class LocalDesk:
         self._checked = store.config.dram.checksum
         self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
-        self.pinned = 0  # bytes, each block once
+        self.pins = Pins(charge)
         self._recent = Recent(self._index)
         self._more = partial(store.search.pending, layout, self._identities)
 
@@ -228,12 +243,12 @@ class LocalDesk:
         layout, index = self.layout, self._index
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
-        resident = self._recent.find(names.joined)
+        resident = self._recent.find(names.joined, now)
         others: dict[str, Mask] = {}
         if resident is None:
             rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
             others = self._others(rows)
-            resident = None if self._checked or others else self._recent.note(names.joined, rows)
+            resident = None if self._checked or others else self._recent.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
             return self._all_here(names, resident, have, speed, now)
         rows = resident.rows if resident is not None else rows
@@ -268,7 +283,7 @@ class LocalDesk:
         return {name: mask for name, mask in found.items() if mask is not None}
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
-        """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
+        """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
         blocks = names.blocks
         have = min(have, blocks)
         part = resident.after.get(have)
@@ -390,7 +405,10 @@ class LocalDesk:
         keep: int = sys.maxsize,
     ) -> Reservation:
         """``keep``: bytes of blocks before ``stop`` that may stay for it, at most."""
-        expiry = self.store.sweep() + (float("inf") if ttl is None else ttl)
+        now = self.store.sweep()
+        expiry = now + (float("inf") if ttl is None else ttl)
+        if now >= self._index.next_expiry:
+            self._remove_expired(groups, names, stop, now)
         with contextlib.ExitStack() as stack:
             kept: list[tuple[Rows, int]] = []
             for group in groups:
@@ -418,29 +436,47 @@ class LocalDesk:
                     for group in groups
                 ]
             )
-            if ttl is not None:
-                self.store.expect_expiry(expiry)
             leases = stack.pop_all()
         reservation.kept = kept
+        if not reservation.keys and not reservation.refused:
+            self._extend(groups, names, stop, expiry)  # nothing is to be written, so nobody may think of sealing it
 
         def ended(reservation: Reservation) -> None:
             try:
                 if reservation.sealed and not reservation.followed:
-                    self._stored(groups, names, stop, priority)
+                    self._stored(groups, names, stop, priority, expiry)
             finally:
                 leases.close()
 
         reservation.on_end.append(ended)
         return reservation
 
-    def _stored(self, groups: Sequence[Group], names: Names, stop: int, priority: int) -> None:
+    def _stored(self, groups: Sequence[Group], names: Names, stop: int, priority: int, expiry: float) -> None:
         with self._index.lock:
             try:
                 for group in groups:
-                    self._pipeline.stored(self._raised(names, group, stop, priority))
+                    rows = self._raised(names, group, stop, priority)
+                    self._pipeline.extend(rows, expiry)
+                    self._pipeline.stored(rows)
             except BaseException:
                 self._pipeline.repair()
                 raise
+
+    def _extend(self, groups: Sequence[Group], names: Names, stop: int, expiry: float) -> None:
+        """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
+        if self._index.mortal:
+            for group in groups:
+                with self._index.lock:
+                    self._pipeline.extend(self._rows(names, group, stop), expiry)
+
+    def _remove_expired(self, groups: Sequence[Group], names: Names, stop: int, now: float) -> None:
+        """Remove the blocks of a prompt that have expired, so that they can be stored again."""
+        for group in groups:
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with self._index.lock:
+                    rows = self._index.rows(keys)
+                    events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                self.store.feed.publish(events)
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
@@ -476,23 +512,50 @@ class LocalDesk:
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        index, count = self._index, 0
-        with index.lock:
-            for group in self.layout.groups:
-                rows, size = self._rows(names, group, stop), self.layout.geometry[group.name].footprint
-                if step < 0:
-                    ended, last = index.unpin(rows, self)
-                    count, self.pinned = count + ended, self.pinned - last * size
-                else:
-                    count, self.pinned = count + len(rows), self.pinned + index.pin(rows, self) * size
+        index, count, now = self._index, 0, self.store.clock.time()
+        for group in self.layout.groups:
+            size = self.layout.geometry[group.name].footprint
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with index.lock:
+                    try:
+                        rows = index.rows(keys)
+                        rows = rows[rows > 0]
+                        if step < 0:
+                            count += index.unpin(rows, self.pins)
+                        else:
+                            rows = rows[index.expiry[rows] > now]
+                            index.pin(rows, self.pins, size)
+                            count += len(rows)
+                    except BaseException:
+                        index.repair_pins(self.pins)
+                        raise
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        keys, heads = self.expiring(names, start)
+        return self.store.expire(keys, heads, self.expiry(ttl), timeout)
+
+    def expiring(self, names: Names, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """The keys of a prompt from block ``start`` on, and those before."""
+        every = [names.keys(g.suffix) for g in self.layout.groups]
+        return [k for keys in every for k in keys[start:]], [k for keys in every for k in keys[:start]]
+
+    def expiry(self, ttl: float | None) -> float:
+        """When a block expires that lives ``ttl`` seconds from now on."""
+        return float("inf") if ttl is None else self.store.clock.time() + ttl
+
     def close(self) -> None:
-        with self._index.lock:
-            self._index.unpin_all(self)
+        more = True
+        while more:
+            with self._index.lock:
+                try:
+                    more = self._index.unpin_some(self.pins, slices.SLICE)
+                except BaseException:
+                    self._index.repair_pins(self.pins)
+                    raise
 
 
 def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:

@@ -30,13 +30,13 @@ class Door:
     def __init__(self, closed: str) -> None:
         self._closed = closed
         """What to say to those who come too late."""
-        self._locks: dict[int, threading._RLock] = {}
+        self._locks: dict[int, threading.RLock] = {}
         """By thread; numbers of threads that have ended are given again, so these are few."""
         self._open = True
         self._origin = forks.here
         forks.tell(self)
 
-    def lock(self) -> threading._RLock:
+    def lock(self) -> threading.RLock:
         """What this thread has while it is inside."""
         me = threading.get_ident()
         return self._locks.get(me) or self._locks.setdefault(me, threading.RLock())

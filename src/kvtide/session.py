@@ -367,8 +367,13 @@ class Session:
         """Copy blocks into the store; ``blocks[i]`` is the KV of block ``start + i`` of the prompt.
 
         Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. What is there already is not
-        copied. A block lives ``ttl`` seconds at most, and one of higher ``priority`` (-100 to 100) outlasts all of
-        lower. Nothing waits for a disk: colder tiers are written in the background.
+        copied. Nothing waits for a disk: colder tiers are written in the background.
+
+        ``ttl`` is how many seconds from now on the prompt up to its last block here lives; by default it never expires.
+        A block lives as long as the longest of its stores says, and so do the blocks before it, without which it could
+        not be found: storing a prompt again extends it, and never shortens it. Only ``expire`` does that. A block
+        expires with its parent at the latest. Expired or not, a block may be evicted, and one of higher ``priority``
+        (-100 to 100) outlasts all of lower.
 
         With ``durable`` the answer can be waited for: it ends when every block of the prompt up to the last one given,
         present before or not, is written and synced in a tier that survives a restart, and says which are not and why.
@@ -458,7 +463,8 @@ class Session:
     ) -> Reservation:
         """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
 
-        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
+        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. ``ttl`` and
+        ``priority`` mean what they mean to ``store``, and count from this call on, once it is sealed.
         """
         pledge = self.pledge(tokens, extras, start, stop, ttl, priority)
         reservation = self._desk.reserve(
@@ -534,6 +540,28 @@ class Session:
         timeout = arguments.seconds(timeout, "timeout")
         pledge = self.pledge(tokens, extras, start, None, None, 0)
         return self._desk.drop(pledge.chain, pledge.start, timeout)
+
+    @_inside
+    def expire(
+        self,
+        tokens: Tokens | Chain,
+        ttl: float | None,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Let a prompt's blocks from block ``start`` on live ``ttl`` seconds from now on; None: until they are evicted.
+
+        Unlike ``store`` this also shortens: they live no longer, whatever was said before, and nor do prompts that go
+        on behind them. The blocks before ``start`` live at least as long. A later ``store`` extends them again. Answers
+        how many blocks there were.
+
+        Returns when no record on disk says that they live longer, after a power loss either; a record that cannot be
+        changed, because it is encrypted or in shared storage, is erased for that. Raises TierError if a tier could do
+        neither. To remove blocks now, ``drop`` them.
+        """
+        return self._desk.expire(self.pledge(tokens, extras, start, None, ttl, 0)[0], start, ttl, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 

@@ -22,9 +22,13 @@ from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
 from kvtide.forgetting import forget
+from kvtide.housekeeping import Housekeeper
+from kvtide.index import slices
 from kvtide.index.account import Account
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.keys import Model, Tenant
+from kvtide.index.orphans import Orphans
+from kvtide.index.slices import rest
 from kvtide.index.weights import WeightsId, identify
 from kvtide.interrupts import to_the_end
 from kvtide.plan import admit, policy
@@ -52,7 +56,7 @@ from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Pipeline
+from kvtide.transfer.pipeline import Expiring, Pipeline
 from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
 
@@ -99,7 +103,6 @@ class Store(Home):
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
         self._reserved: dict[bytes, Store] = {}
-        self._next_expiry = float("inf")
         self._lost: Counter[Unwritten] = Counter()
         """As it was at the last flush."""
         memory = config.dram
@@ -122,6 +125,9 @@ class Store(Home):
             self._uses = Uses(self.index, self.clock)
             ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
             self._uses.serve(ranking)
+            self._orphans = Orphans(self.index)
+            self._housekeeper = Housekeeper(self, self.clock)
+            undo.callback(self._housekeeper.close)
             self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
             if self.ring is not None and not within:
                 undo.callback(self.ring.close)
@@ -143,14 +149,15 @@ class Store(Home):
                 shares.tenants,
                 shares.quotas.get("dram", {}),
             )
-            self.search = Search(
-                self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry
-            )
+            self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             if self.ring is not None:
                 self.ring.on_gone(self._drop_resident)
             self._learner = Learner(self._uses)
             undo.callback(self._learner.close)
+            self.index.on_earlier_expiry = self._housekeeper.wake
+            if self.index.mortal:
+                self._housekeeper.wake()
             for keeper in self._keepers.values():
                 undo.callback(keeper.close)
                 keeper.start()
@@ -190,7 +197,7 @@ class Store(Home):
             self._uses.teach(admission.learn)
         evictor = Evictor(self.index, NVME, tier, ranking, self._uses, None, self._in_dram, takes_slots=False)
         quota = self._quota("nvme", NVME, evictor.ranked)
-        self._next_expiry = adopt(tier, NVME, self.index, self._uses)
+        adopt(tier, NVME, self.index, self._uses)
         if quota is not None:
             charge(tier, self.index, quota.account, self._shares.tenants, self.config.security)
         return Cold(
@@ -308,38 +315,77 @@ class Store(Home):
         """By tier below DRAM."""
         return [c.lane.read_bytes for c in self.colds]
 
-    def expect_expiry(self, when: float) -> None:
-        """Some block expires at ``when``."""
-        with self.index.lock:
-            self._next_expiry = min(self._next_expiry, when)
-
     def sweep(self) -> float:
-        """Remove what has expired; answers the time."""
+        """Remove a slice of what has expired, if anything has; answers the time.
+
+        The rest is done by the housekeeping thread. What has expired is not found, whether it is removed or not.
+        """
         now = self.clock.time()
-        if now >= self._next_expiry:
-            with self.index.lock:
-                count = self.index.size
-                expiry = self.index.expiry[:count]
-                over = np.flatnonzero(expiry <= now)
-                later = expiry[expiry > now]
-                self._next_expiry = float(later.min(initial=np.inf))
-                events = self.pipeline.expire(over)
-            self.feed.publish(events)
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+            self._housekeeper.wake()  # for the rest
         return now
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
-        """Remove blocks from every tier for good; see ``Session.drop``."""
+    def tidy(self) -> float:
+        """One slice of housekeeping; answers in how many seconds the next is due. For the housekeeping thread."""
+        now = self.clock.time()
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+        elif not self._orphans.due():
+            rows = self._orphans.by_depth()
+            with self.index.lock:
+                events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
+            self._orphans.let_go()
+            self.feed.publish(events)
+        return min(max(0.0, self.index.next_expiry - now), self._orphans.due())
+
+    def _expire_some(self, now: float) -> None:
+        with self.index.lock:
+            events = self.expire_rows(self.index.expired(now, slices.SLICE))
+        self.feed.publish(events)
+
+    def expire_rows(self, rows: Rows) -> list[Event]:
+        """Remove distinct rows that have expired. Under the index's lock; answers what is to be published."""
+        if not len(rows):
+            return []
+        self._orphans.note(self.index.keys(rows))
+        return self.pipeline.expire(rows)
+
+    def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
+        """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
         forks.check(self.origin)
         ended = threading.Event()
         failed = 0
-        if timeout is None:  # storage that others use too may hang for ever
-            timeout = max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
 
         def done(count: int) -> None:
             nonlocal failed
             failed = count
             ended.set()
 
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), done)
+        while expiring.step():
+            rest()
+        if not ended.wait(self._patience(timeout)):
+            raise TierError(f"changing the expiry of {len(keys)} blocks took too long; it goes on in the background")
+        if failed:
+            raise TierError(
+                f"the copies on disk of {failed} of {len(keys)} blocks still say that they live longer. They expire as "
+                "asked while this store is open: see the log for the disk's error, then call expire again"
+            )
+        return expiring.found
+
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+        """Remove blocks from every tier for good; see ``Session.drop``."""
+        forks.check(self.origin)
+        ended = threading.Event()
+        failed = 0
+
+        def done(count: int) -> None:
+            nonlocal failed
+            failed = count
+            ended.set()
+
+        timeout = self._patience(timeout)
         found = self.pipeline.drop(keys, done)
         if not ended.wait(timeout):
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
@@ -350,22 +396,27 @@ class Store(Home):
             )
         return found
 
+    def _patience(self, timeout: float | None) -> float | None:
+        """Seconds to wait for the tiers: storage that others use too may hang for ever."""
+        if timeout is not None:
+            return timeout
+        return max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
+
     # -- for administrators -------------------------------------------------------------------------------
 
     def forget(self, tenant: bytes, who: str = "") -> int:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
 
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
-        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
+        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk, and does not keep
+        others waiting. Until it returns, the tenant can neither store nor load blocks.
         """
-        forks.check(self.origin)
-        return forget(self, tenant, who)
+        with self.door:
+            return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
-        with self.index.lock:
-            keys = self.index.keys(self.pipeline.residents_of(tenant))
-        self.pipeline.drop(keys, lambda failed: None, shared=False)
+        self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -462,6 +513,7 @@ class Store(Home):
         for keeper in self._keepers.values():
             stack.callback(to_the_end, keeper.close)
         stack.callback(to_the_end, self._learner.close)
+        stack.callback(to_the_end, self._housekeeper.close)
         # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
         with stack:
             self._ended = True
@@ -470,6 +522,7 @@ class Store(Home):
             self.pipeline.flush()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
+            self.pipeline.note_expiries()
 
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:

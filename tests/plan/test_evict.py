@@ -190,7 +190,7 @@ def test_ttl_ends_a_block_and_gives_its_room_back() -> None:
         assert length(mine, 0, 1) == 2
         clock.now += 0.2
         assert length(mine, 0, 1) == 0
-        assert [e for e in seen if isinstance(e, BlockRemoved)] == [BlockRemoved("dram", (k,), "expired") for k in keys]
+        assert [e for e in seen if isinstance(e, BlockRemoved)] == [BlockRemoved("dram", tuple(keys), "expired")]
         assert (store.statistics().blocks, store.statistics().tiers["dram"].blocks) == (1, 1)
         keep(mine, 0, 1)
         clock.now += 1e9

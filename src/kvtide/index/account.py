@@ -76,7 +76,13 @@ class Account:
         count = min(len(self._pages), self._index.size)
         self._pages[:count][self._index.state[tier][:count] == 0] = 0
         rows = np.flatnonzero(self._pages)
-        tenants = self._index.tenant[rows].tolist()
+        tenants = self._charged[rows].tolist()
         self.nbytes, self.blocks = Counter(), Counter(tenants)
         for tenant, pages in zip(tenants, self._pages[rows].tolist(), strict=True):
             self.nbytes[tenant] += pages * ALIGN
+
+    def leave_many(self, rows: Rows) -> None:
+        """Distinct rows take nothing any more."""
+        charged = rows[rows < len(self._pages)]
+        for row in charged[self._pages[charged] > 0].tolist():
+            self.leave(row)

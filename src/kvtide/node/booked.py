@@ -17,6 +17,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
+from kvtide.index.pins import PinCharge
 from kvtide.node import work
 from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
@@ -91,11 +92,13 @@ class Account:
     up; when there is not, each block is counted once, which takes longer.
     """
 
-    __slots__ = ("_counts", "_enough", "_held", "_kept", "keeps", "room")
+    __slots__ = ("_counts", "_enough", "_free", "_held", "_kept", "_pinned", "keeps")
 
     def __init__(self, room: int) -> None:
-        self.room = room
-        """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        self._free = room
+        """Bytes that it may still hold or pin, pins not counted. For the node's thread alone."""
+        self._pinned: dict[Store, PinCharge] = {}
+        """What it has pinned in each store. Pins end on any thread: with a block that expires, for one."""
         self.keeps = room
         """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
         leave."""
@@ -106,23 +109,36 @@ class Account:
         self._counts: dict[Store, npt.NDArray[np.int32]] | None = None
         """How many of its holdings have a row, once there is not plenty of room."""
 
+    @property
+    def room(self) -> int:
+        """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        return self._free - sum(charge.nbytes for charge in self._pinned.values())
+
+    def charge(self, nbytes: int) -> None:
+        """So many more bytes are held for it, or fewer."""
+        self._free -= nbytes
+
+    def pins(self, store: Store) -> PinCharge:
+        """Where its sessions say what they have pinned in a store."""
+        return self._pinned.setdefault(store, PinCharge())
+
     def hold(self, holding: LocalHolding, desk: LocalDesk) -> None:
         self._held[holding] = desk
         if self._counts is not None:
-            self.room -= self._count(holding, desk, 1)
+            self._free -= self._count(holding, desk, 1)
             return
-        self.room -= holding.part.nbytes
+        self._free -= holding.part.nbytes
         if not self.ample:
             self._counts = {}
             for held, its in self._held.items():
-                self.room += held.part.nbytes - self._count(held, its, 1)
+                self._free += held.part.nbytes - self._count(held, its, 1)
 
     def give_back(self, holding: LocalHolding) -> None:
         desk = self._held.pop(holding)
         if self._counts is None:
-            self.room += holding.part.nbytes
+            self._free += holding.part.nbytes
             return
-        self.room += self._count(holding, desk, -1)
+        self._free += self._count(holding, desk, -1)
         if not self._held:
             self._counts = None
 
@@ -157,13 +173,13 @@ class Account:
     def reserved(self, made: Reservation, nbytes: int, store: Store) -> None:
         """It has those slots, and keeps those blocks, until the reservation ends."""
         kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
-        self.room -= nbytes
+        self._free -= nbytes
         for rows, size in kept:
             self.keeps -= size * sum(row not in counts for row in rows)
             counts.update(rows)
 
         def let_go(_: Reservation) -> None:
-            self.room += nbytes
+            self._free += nbytes
             for rows, size in kept:
                 for row in rows:
                     counts[row] -= 1
@@ -226,10 +242,7 @@ class Booked:
         return holding
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        before = self.desk.pinned
-        count = self.desk.pin(names, stop, step)
-        self._account.room -= self.desk.pinned - before
-        return count
+        return self.desk.pin(names, stop, step)
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Slots to be written, by the client or by workers of its team."""
@@ -271,7 +284,6 @@ class Booked:
         if self.team is not None:
             self._end(self.team.fail)
         self.desk.close()
-        self._account.room += self.desk.pinned
 
     @staticmethod
     def _end(call: Callable[[], object]) -> None:

@@ -33,6 +33,7 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.security.ring import OWN
+from kvtide.transfer.pipeline import Drop, Expiring
 from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["LARGEST_PART", "Guest"]
@@ -266,7 +267,9 @@ class Guest:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number, trust = next(self._numbers), self._trust
-        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, trust.domain, trust.tag)
+        store = self._store.of(o.tenant)
+        charge = self._account.pins(store)
+        desk = LocalDesk(store, layout, o.namespace, o.tenant, trust.domain, trust.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
         return number
@@ -446,30 +449,40 @@ class Guest:
             count += session.pin(part, None, step)
         yield count
 
-    def _drop(self, o: p.Drop) -> Iterator[int]:
+    def _drop(self, o: p.Drop) -> int:
         session = self._session(o.session)
         names, groups = self._names(session, o.digests), session.layout.groups
-        parts = list(names.parts(o.start, None, max(1, work.SLICE // len(groups))))
         self._left -= names.blocks * len(groups) * (work.MOVE - 1)  # spent slice by slice
         number = self.tidings.promise()
-        found = failures = 0
-        left = 1 + len(parts)
+        keys = [k for g in groups for k in names.keys(g.suffix)[o.start :]]
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: ended(failed))
+            self._host.soon(lambda: self.tidings.keep(number, drop.found, f"{failed}" if failed else ""))
 
-        def ended(failed: int) -> None:
-            nonlocal failures, left
-            failures, left = failures + failed, left - 1
-            if not left:
-                self.tidings.keep(number, found, f"{failures}" if failures else "")
+        drop = Drop(session.desk.store.pipeline, keys, done)
+        self._in_turns(drop.step)
+        return number
 
-        for part in parts:
-            yield part.blocks * len(groups) * work.MOVE
-            keys = [k for g in groups for k in part.keys(g.suffix)]
-            found += session.desk.store.pipeline.drop(keys, done)
-        done(0)
-        yield number
+    def _expire(self, o: p.Expire) -> int:
+        session = self._session(o.session)
+        names = self._names(session, o.digests)
+        if not 0 <= o.start <= names.blocks or (o.ttl is not None and not o.ttl > 0):
+            raise LayoutError(f"block {o.start} of {names.blocks}, or ttl {o.ttl}, is out of range")
+        self._left -= names.blocks * len(session.layout.groups) * (work.MOVE - 1)  # spent slice by slice
+        keys, heads = session.desk.expiring(names, o.start)
+        number, store = self.tidings.promise(), session.desk.store
+
+        def done(failed: int) -> None:
+            self._host.soon(lambda: self.tidings.keep(number, expiring.found, f"{failed}" if failed else ""))
+
+        expiring = Expiring(store.pipeline, keys, heads, session.desk.expiry(o.ttl), store.sweep(), done)
+        self._in_turns(expiring.step)
+        return number
+
+    def _in_turns(self, step: Callable[[], bool]) -> None:
+        """Call ``step`` until it is False, with the other clients served in between."""
+        if step():
+            self._host.loop.after_others(lambda: self._in_turns(step))
 
     def _flush(self, o: p.Flush) -> int:
         if o.blocks:
@@ -495,11 +508,11 @@ class Guest:
         room = max(0, account.room)
         wanted = {groups[group].name: range(first, stop) for group, first, stop in o.blocks}
         held = min(room, sum(len(some) * session.layout.geometry[name].footprint for name, some in wanted.items()))
-        account.room -= held
+        account.charge(held)
         persisting = session.desk.persist(names, wanted, held)
 
         def ended() -> p.Ended:
-            account.room += held
+            account.charge(-held)
             found = persisting.result()
             numbers = {group.name: i for i, group in enumerate(groups)}
             failed = [(numbers[name], i, why.value) for name, some in found.failed.items() for i, why in some.items()]
@@ -610,4 +623,5 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Leave: lambda guest, o: guest._leave(o),
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
+    p.Expire: Guest._expire,
 }

@@ -40,6 +40,7 @@ __all__ = [
     "Ended",
     "Erase",
     "EventsLost",
+    "Expire",
     "Failure",
     "Fill",
     "Find",
@@ -396,6 +397,16 @@ class Drop(_Message, tag="drop"):
     start: int
 
 
+class Expire(_Message, tag="expire"):
+    """Let blocks live ``ttl`` seconds from now on; None: for ever. Answer: a number, for ``Ended``, which says how many
+    there were."""
+
+    session: int
+    digests: bytes
+    start: int
+    ttl: float | None
+
+
 class Flush(_Message, tag="flush"):
     """Answer: a number, for ``Ended`` when colder tiers have what they were given, which says what they have not.
 
@@ -461,6 +472,7 @@ Operation = (
     | Leave
     | Resign
     | Forget
+    | Expire
 )
 
 

@@ -386,6 +386,27 @@ class RemoteDesk:
             )
         return promise.count
 
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        gone = "the node went away before it said when the blocks expire; call expire again when it is back"
+        try:
+            line, session = self._session()
+            promise = self._client.promised(line, p.Expire(session, names.joined, start, ttl), Promise())
+        except Lost:
+            raise TierError(gone) from None
+        if not promise.event.wait(timeout):
+            raise TierError(
+                f"changing the expiry of {names.blocks - start} blocks took longer than {timeout} s; it goes on in the "
+                "background"
+            )
+        if promise.lost:
+            raise TierError(gone)
+        if promise.failure:
+            raise TierError(
+                f"the copies on disk of {promise.failure} blocks still say that they live longer. They expire as asked "
+                "while the node runs: see its log for the disk's error, then call expire again"
+            )
+        return promise.count
+
     def close(self) -> None:
         with contextlib.suppress(Lost), self._lock:
             if self._line is not None and self._line.alive:

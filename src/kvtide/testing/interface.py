@@ -538,6 +538,23 @@ class InterfaceContract:
         session.store(prompt(1), data(PLAIN, prompt(1)))
         assert length(session, prompt(1)) == SIZE
 
+    def test_a_store_extends_the_life_of_a_prompt_and_only_expire_shortens_it(
+        self, store: Store, session: Session
+    ) -> None:
+        session.store(prompt(1), data(PLAIN, prompt(1)), ttl=0.2)
+        session.store(prompt(1, 2, 3), data(PLAIN, prompt(1, 2, 3)))
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), ttl=0.01)
+        session.store(prompt(7), data(PLAIN, prompt(7)), ttl=0.3)
+        until(lambda: length(session, prompt(7)) == 0)
+        assert length(session, prompt(1, 2, 3)) == 3 * SIZE
+        assert store.flush(60)
+        assert session.expire(prompt(1, 2), 0.05, start=1) == 1
+        until(lambda: length(session, prompt(1, 2, 3)) == SIZE)
+        until(lambda: store.statistics().blocks == 1)
+        assert session.expire(prompt(1, 2, 3), None) == 1
+        with pytest.raises(LayoutError, match="cannot live 0 seconds"):
+            session.expire(prompt(1), 0)
+
     def test_prefetch_brings_and_lets_go(self, store: Store, session: Session) -> None:
         tokens = prompt(1, 2)
         session.store(tokens, data(PLAIN, tokens))
@@ -598,7 +615,7 @@ class InterfaceContract:
         until(lambda: BlockStored("dram", keys) in seen)
         assert store.flush(60)
         session.drop(tokens)
-        until(lambda: sum(isinstance(e, BlockRemoved) and e.tier == "dram" for e in seen) == 2)
+        until(lambda: sum(len(e.keys) for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram") == 2)
         removed = [e for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram"]
         assert {k for e in removed for k in e.keys} == set(keys)
         assert {e.reason for e in removed} == {"dropped"}

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ __all__ = [
     "Read",
     "ReadDone",
     "ReadResult",
+    "Renewal",
+    "Renewing",
     "Sync",
     "Tier",
     "TierStatistics",
@@ -162,6 +164,24 @@ Sync = Callable[[Sequence[tuple[BlockKey, int]], DropDone], None]
 Under the rules of a tier's other methods. True where the block is there and the medium has it; False where it is not
 there, or the medium refused, now or at an earlier sync of the same bytes.
 """
+
+
+Renewal = tuple[BlockKey, int, float]
+"""A block, its place, and when it expires now."""
+
+
+@runtime_checkable
+class Renewing(Protocol):
+    """A tier that can change what its records say of their expiry."""
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        """Let records say when their blocks expire now, after a power loss too. False where that cannot be done.
+
+        A place may be NOWHERE: traces of an evicted block are removed.
+        """
+
+    def note(self, held: Held) -> None:
+        """Blocks expire as these columns say: keep that for the next opening, if only as a hint."""
 
 
 class Tier(Protocol):

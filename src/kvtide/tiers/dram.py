@@ -299,6 +299,11 @@ class Dram:
         with self._lock:
             self._segments.release(place)
 
+    def release_many(self, places: npt.NDArray[np.int64]) -> None:
+        """Give distinct slots back."""
+        with self._lock:
+            self._segments.release_many(places)
+
     def generation(self, place: int) -> int:
         return self._segments.generation(place)
 

@@ -113,9 +113,15 @@ def entry(
     return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
 
 
-def replay(path: Path, boot: bytes, sealing: Sealing = OPEN) -> tuple[Records, str]:
-    """All records in order, and why they cannot be trusted ("" if they can)."""
+def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, slots: int | None = None) -> tuple[Records, str]:
+    """All records in order, and why they cannot be trusted ("" if they can).
+
+    A journal is longer than that of a directory with so many ``slots`` can be only if something else wrote to it: it is
+    not read, for it may be larger than memory.
+    """
     try:
+        if slots is not None and path.stat().st_size > PER_SLOT * slots + RESERVE:
+            return np.zeros(0, RECORD), "too long"
         data = path.read_bytes()
     except FileNotFoundError:
         return np.zeros(0, RECORD), "missing"

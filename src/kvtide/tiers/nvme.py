@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.interrupts import to_the_end
-from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
@@ -146,9 +146,15 @@ class Nvme:
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
 
-    def sync(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """See ``tiers.base.Sync``."""
         self._queue.put(lambda _: done(self._shelves.make_durable([place for _, place in items])))
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        self._queue.put(lambda _: done(self._shelves.renew(items)))
+
+    def note(self, held: Held) -> None:
+        self._shelves.note_held(held)
 
     def evict(self, key: BlockKey, place: int) -> None:
         self._shelves.free(key, place)
@@ -224,6 +230,13 @@ class Nvme:
                     self._disk.discard(fd, offset, size)
                     shelves.erased(place)
         return places, keys
+
+    def owners(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The owners of slots; 0 for one that is free by now."""
+        with self._shelves.lock:
+            segments = self._shelves.segments
+            found = [segments.owner(place) if segments.holds(place) else 0 for place in places.tolist()]
+        return np.maximum(np.array(found, np.int64), 0)
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
         """Places in use, and what says whose their records are. Reads a page of each, as ``shred`` does."""

@@ -98,7 +98,8 @@ class Opening:
         for number, header in sorted(headers.items(), key=_worth, reverse=True):
             self._open_segment(number, header)
         self._directory.upgrade()
-        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing)
+        slots = sum(header.slots for header in headers.values() if isinstance(header, SegmentHeader))
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing, slots)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)

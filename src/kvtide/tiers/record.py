@@ -69,6 +69,7 @@ __all__ = [
     "belongs",
     "check_table",
     "cuts_of",
+    "expire_at",
     "header_bytes",
     "mark_of",
     "parse",
@@ -99,6 +100,8 @@ FIELD_TOKENS = 1
 REQUIRED = 0x8000
 
 _ZEROS = bytes(16)
+_EXPIRY = struct.Struct("<d")
+_EXPIRY_AT = BODY + 16
 
 _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 """Of the body: sequence, codec, number of sections, length of fields, key, namespace, tenant, layout."""
@@ -227,6 +230,13 @@ def mark_of(page: Span) -> bytes:
     if page[:8] != MAGIC:
         return b""
     return bytes(page[32:48] if page[12] & FLAG_SEALED else page[272:288])
+
+
+def expire_at(header: Span, when: float) -> None:
+    """Let a header, all of it and in the open, say when its block expires."""
+    _EXPIRY.pack_into(header, _EXPIRY_AT, when)
+    header[16:32] = _ZEROS
+    header[16:32] = xxh3_128_digest(header)
 
 
 def sealed_by(page: Span | bytearray) -> tuple[bytes, bytes]:

@@ -454,6 +454,19 @@ class Segments:
                 else:
                     self.settle(segment)
 
+    def release_many(self, places: npt.NDArray[np.int64]) -> None:
+        """Give distinct slots back."""
+        for number, mine in by_segment(places):
+            segment = self._all[number]
+            slots = places[mine] & 0xFFFFFFFF
+            assert (segment.owner[slots] != EMPTY).all(), segment
+            segment.owner[slots] = EMPTY
+            segment.generation[slots] += 1
+            if not segment.free and not segment.draining:
+                self._open.setdefault(segment.kind, []).append(segment)
+            segment.free.extend(slots.tolist())
+            self.used -= segment.size * len(slots)
+
     def generation(self, place: int) -> int:
         return int(self._all[segment_of(place)].generation[slot_of(place)])
 

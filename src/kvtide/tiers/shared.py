@@ -170,7 +170,7 @@ class Shared:
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
 
-    def sync(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """See ``tiers.base.Sync``. Only over storage that is a ``LastingBlobs``."""
         self._jobs.submit(Batch("sync", [key for key, _ in items], self._sync, False, done))
 

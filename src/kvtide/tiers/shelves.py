@@ -43,11 +43,11 @@ from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock
 from kvtide.errors import ConfigError, TierError
 from kvtide.interrupts import to_the_end
-from kvtide.tiers.base import NOWHERE, Held
+from kvtide.tiers.base import NOWHERE, Held, Renewal
 from kvtide.tiers.directory import Directory, SegmentHeader
-from kvtide.tiers.journal import FREED, KEEPS, PER_SLOT, RESERVE, Journal, entry
+from kvtide.tiers.journal import FREED, HOLDS, KEEPS, PER_SLOT, RESERVE, Journal, entry
 from kvtide.tiers.opening import ANY, Opening, current
-from kvtide.tiers.record import OtherVersion, Rejected
+from kvtide.tiers.record import OtherVersion, Rejected, expire_at, parse, recognise
 from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.segments import Segment, Segments, place_of, segment_of, slot_of
 
@@ -66,7 +66,8 @@ _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system answers where a smaller file might be possible."""
 _ATTEMPTS = 2
 """After so many failed writes in a row to slots that were written before, nothing more is evicted for a while."""
-
+_LOOKED = 1024
+"""Slots that are looked at in one hold of the lock."""
 _BLANK = Scratch().get(ALIGN)
 """What is written over a header that must not be found any more."""
 _BLANK[:] = bytes(ALIGN)
@@ -204,12 +205,24 @@ class Shelves:
         size = self.segments[number].size
         return self._files[number], self.segments.header + slot * size, size, int(self._sequences[number][slot])
 
-    def traces(self) -> list[tuple[int, BlockKey | None, Location]]:
-        """Every slot whose header may name a block: its place, which block if the slot is free, and where it is."""
+    def traces(self) -> Iterator[tuple[int, BlockKey | None, Location]]:
+        """Every slot whose header may name a block: its place, which block if the slot is free, and where it is.
+
+        Takes the lock for some slots at a time. What was written meanwhile need not be among them.
+        """
         with self.lock:
-            used = (p for p in self.segments.places() if p not in self._kept)
-            named = [*((p, None) for p in used), *self._stale.items()]
-            return [(p, key, self._location(p)) for p, key in named]
+            sizes = [(segment.number, segment.slots) for segment in self.segments]
+        for number, slots in sizes:
+            for start in range(0, slots, _LOOKED):
+                with self.lock:
+                    found = self._traces(number, range(start, min(start + _LOOKED, slots)))
+                yield from found
+
+    def _traces(self, number: int, slots: range) -> list[tuple[int, BlockKey | None, Location]]:
+        places = [place_of(number, slot) for slot in slots]
+        named = [(p, None) for p in places if self.segments.holds(p) and p not in self._kept]
+        stale = [(p, key) for p in places if (key := self._stale.get(p)) is not None]
+        return [(p, key, self._location(p)) for p, key in [*named, *stale]]
 
     # -- records of other versions ------------------------------------------------------------------------
 
@@ -534,10 +547,13 @@ class Shelves:
         if fd is not None and os.fstat(fd).st_size:
             self._write(fd, [_BLANK], 0)
             self._disk.sync(fd)
+        for start in range(0, segment.slots, _LOOKED):  # it is empty and draining, so none comes to them
+            with self.lock:
+                for slot in range(start, min(start + _LOOKED, segment.slots)):
+                    self._stale.pop(place_of(segment.number, slot), None)
         with self.lock:
             self.segments.remove(segment)
             self._unseen.pop(segment.number, None)
-            self._stale = {place: key for place, key in self._stale.items() if segment_of(place) != segment.number}
 
     # -- erasing ------------------------------------------------------------------------------------------
 
@@ -547,6 +563,61 @@ class Shelves:
             failed = self._overwrite(items)
             self.note()
         return [key not in failed for key, _ in items]
+
+    def renew(self, items: Sequence[Renewal]) -> list[bool]:
+        """Let the headers of blocks say when they expire now; False where that cannot be done.
+
+        A sealed header cannot be changed: it would have to be sealed anew, with a key that its sections have too.
+        """
+        failed: set[BlockKey] = set()
+        with self.erasing():
+            for key, place, when in items:
+                if place == NOWHERE:
+                    continue
+                try:
+                    self._renew(key, place, when)
+                except (OSError, Rejected) as e:
+                    log.debug("the expiry of a record stays as it is: %s", e)
+                    failed.add(key)
+            # Other headers that name these blocks, from before they were evicted; and all is synced.
+            failed |= self._overwrite([(key, NOWHERE) for key, _, _ in items])
+            self.note()
+        return [key not in failed for key, _, _ in items]
+
+    def _renew(self, key: BlockKey, place: int, when: float) -> None:
+        with self.lock:
+            if not self.segments.holds(place):
+                raise Rejected("evicted")
+            fd, offset, room, sequence = self._location(place)
+        pages = Scratch().get(ALIGN)
+        if self.read(fd, [pages], offset) < ALIGN:
+            raise Rejected("torn")
+        if (size := recognise(pages)) > ALIGN:
+            if size > room:
+                raise Rejected("corrupt header")
+            pages = Scratch().get(size)
+            if self.read(fd, [pages], offset) < size:
+                raise Rejected("torn")
+        header = parse(pages)
+        if header.key != key or header.sequence != sequence:
+            raise Rejected("another block")
+        expire_at(pages, when)
+        with self.lock:
+            self._dirty.add(segment_of(place))
+        self._write(fd, [pages], offset)
+        with self.lock:
+            if self.segments.holds(place):  # else it was evicted meanwhile, and the journal must not say otherwise
+                facts = header.parent, header.depth, when, header.priority
+                self._unnoted.append(entry(HOLDS, place, key, sequence, *facts))
+
+    def note_held(self, held: Held) -> None:
+        """Let the journal say when blocks expire that live longer than their headers say."""
+        with self.lock:
+            for i, (key, place) in enumerate(zip(held.keys, held.places.tolist(), strict=True)):
+                if self.segments.holds(place):
+                    sequence = int(self._sequences[segment_of(place)][slot_of(place)])
+                    facts = int(held.depths[i]), float(held.expiries[i]), int(held.priorities[i])
+                    self._unnoted.append(entry(HOLDS, place, key, sequence, held.parents[i].tobytes(), *facts))
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
@@ -565,9 +636,14 @@ class Shelves:
     def _overwrite(self, items: Sequence[tuple[BlockKey, int]]) -> set[BlockKey]:
         """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
         keys = {key for key, _ in items}
+        wanted = keys | {ANY}
         with self.lock:
-            wanted = keys | {ANY}
-            named = [(k, p) for names in (self._stale, self.coming) for p, k in names.items() if k in wanted]
+            traces = [(names, names.copy()) for names in (self._stale, self.coming)]
+        # There may be many, so they are looked through without the lock. What the index has let go of does not become
+        # stale after this, and nothing is being named.
+        traced = [(names, k, p) for names, copied in traces for p, k in copied.items() if k in wanted]
+        with self.lock:
+            named = [(k, p) for names, k, p in traced if names.get(p) == k]
             live = [(k, p) for k, p in dict.fromkeys(items) if self.segments.holds(p) and p not in self._kept]
             if self._kept:
                 live += self._kept_of(keys, {p for _, p in items})

@@ -18,7 +18,7 @@ from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
-from kvtide.tiers.base import Write
+from kvtide.tiers.base import Renewal, Renewing, Write
 from kvtide.tiers.record import header_bytes
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.eraser import Eraser
@@ -185,6 +185,7 @@ class Descent:
         dropped: list[tuple[BlockKey, int]] = []
         tell: list[_Watcher] = []
         small = cold.tier.statistics().budget if NOWHERE in places else 0
+        shorter: list[Renewal] = []
         with index.lock:
             for item, place in zip(items, places, strict=True):
                 charged = cold.quota.account.charged(item.owner) if cold.quota is not None else 0
@@ -206,6 +207,8 @@ class Descent:
                     if self._residents.unwritten:
                         self._residents.note_written(item.owner, cold.number)
                     kept.append(item.key)
+                    if item.expiry > (when := float(index.expiry[item.owner])):
+                        shorter.append((item.key, place, when))
             self._counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
             events, self._unsaid = self._unsaid, []
@@ -216,7 +219,38 @@ class Descent:
         if kept:
             events.append(BlockStored(cold.name, tuple(kept)))
         self._feed.publish(events)
+        if shorter:  # its expiry was changed while it was written
+            self.renew(cold, shorter, lambda erased: None)
         _tell(tell)
+
+    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """See ``Pipeline.renew``."""
+        if isinstance(cold.tier, Renewing):
+            cold.tier.renew(items, functools.partial(self._renewed, cold, items, done))
+        else:
+            self._renewed(cold, items, done, [False] * len(items))
+
+    def _renewed(
+        self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None], results: Sequence[bool]
+    ) -> None:
+        index = self._index
+        bad = [(key, place) for (key, place, _), good in zip(items, results, strict=True) if not good]
+        events: list[Event] = []
+        with index.lock:
+            rows = index.rows([key for key, _ in bad])
+            there = index.place[cold.number][rows] == np.array([place for _, place in bad], np.int64)
+            there &= index.state[cold.number][rows] == SEALED
+            # What was evicted meanwhile has given its place back, perhaps to another block.
+            bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
+            if len(rows := rows[there]):
+                events.append(BlockRemoved(cold.name, index.keys(rows), "expired"))
+                index.remove_many(rows, cold.number)
+                index.retire_many(rows)
+        self._feed.publish(events)
+        if bad:
+            cold.tier.drop(bad, done)
+        else:
+            done(())
 
     # -- on request ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -27,15 +28,17 @@ import numpy as np
 
 from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.plan.uses import Uses
-from kvtide.tiers.base import Identity
+from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
@@ -46,7 +49,16 @@ from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 from kvtide.transfer.written import Unwritten
 
-__all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
+
+
+_WINDOW = 1 << 12
+"""Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
+_GRANTED = 1024
+"""Blocks of a prompt that get their slots in one hold of the lock."""
+
+Erased = list[tuple[BlockKey, int]]
+"""Blocks that a tier is to erase, and where it has them."""
 
 _NONE: Rows = np.empty(0, np.int64)
 _REPAIRS = 100
@@ -68,6 +80,8 @@ class PipelineStatistics:
     """By tier."""
     write_budgets: dict[str, WriteBudgetStatistics] = field(default_factory=dict)
     """By tier, of those that have one."""
+    largest_slice: int = 0
+    """The most blocks that were dropped or expired in one hold of the index's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,16 @@ class Pledge:
     expiry: float = float("inf")
     priority: int = 0
     tokens: Sequence[bytes] = ()
+
+    def parts(self) -> Iterator[Pledge]:
+        """The same in parts, each small enough for one hold of the lock."""
+        if len(self.keys) <= _GRANTED:
+            yield self
+            return
+        for start in range(0, len(self.keys), _GRANTED):
+            part = slice(start, start + _GRANTED)
+            columns = self.keys[part], self.parents[part], self.depths[part]
+            yield Pledge(self.identity, *columns, self.expiry, self.priority, self.tokens[part])
 
 
 @dataclass(slots=True)
@@ -117,7 +141,7 @@ class Pipeline:
         """``tenants`` have numbers for good, by tag, and by these numbers some have ``quotas`` of DRAM in bytes."""
         self._index = index
         self._dram = dram
-        self._colds = colds
+        self.colds = self._colds = colds
         self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
@@ -141,6 +165,10 @@ class Pipeline:
         self.load_in_slices = self._ascent.load_in_slices
         self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
         self.report = descent.report
+        self._longer: set[int] = set()
+        """Rows that live longer than their records say. Some may have left since."""
+        self.largest_slice = 0
+        """The most blocks that were dropped or expired in one hold of the index's lock."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -154,6 +182,7 @@ class Pipeline:
                 self._ascent.statistics(),
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
+                self.largest_slice,
             )
 
     @property
@@ -272,7 +301,9 @@ class Pipeline:
                     self.reclaim()
                 self._open[serial] = granted.rows
             for pledge in pledges:
-                self._reserve(pledge, granted)
+                for part in pledge.parts():
+                    if not self._reserve(part, granted):
+                        break
             reservation.rows = rows_of(granted.rows)
             reservation.generations = [self._dram.generation(place) for place in granted.places]
             with self._index.lock:
@@ -290,7 +321,8 @@ class Pipeline:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
 
-    def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
+    def _reserve(self, pledge: Pledge, granted: _Granted) -> bool:
+        """False if there is no room for the rest, and so none for what follows either."""
         done = 0
         while done < len(pledge.keys):
             events: list[Event] = []
@@ -303,7 +335,8 @@ class Pipeline:
             self._feed.publish(events)
             if done < len(pledge.keys) and not self._room.grow(pledge.identity):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
-                return
+                return False
+        return True
 
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
@@ -363,8 +396,7 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
-        for row in rows[~good].tolist():
-            self._residents.leave(row)
+        self._residents.leave_many(rows[~good])
         self._ascent.later(self._ascent.landed(rows.tolist(), good.tolist()))
         for cold in self._colds:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
@@ -402,8 +434,7 @@ class Pipeline:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             ready = self._ascent.landed(rows.tolist(), [False] * len(rows))
-            for row in rows.tolist():
-                self._detach(row, "unreadable", events)
+            self._detach_many(rows, "unreadable", events)
             self.counts[f"blocks late from {cold}"] += len(rows)
         self._feed.publish(events)
         ready()
@@ -422,75 +453,250 @@ class Pipeline:
     def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
-        ``done`` gets the number not erased.
+        ``done`` gets the number not erased. Goes in slices, and rests between them: hold no lock.
         """
+        drop = Drop(self, keys, done, shared)
+        while drop.step():
+            rest()
+        return drop.found
+
+    def drop_some(self, keys: Sequence[BlockKey], colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]) -> int:
+        """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
+        ``erase``, before anything is taken: who is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
-        colds = [cold for cold in self._colds if shared or not cold.shared]
-        tally = Tally(1 + len(colds), done)
         with index.lock:
             rows = index.rows(keys)
-            found = rows[rows > 0].tolist()
+            found = np.unique(rows[rows > 0])
             try:
-                for cold in colds:
+                for cold, items in zip(colds, erase, strict=True):
                     # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
-                    cold.tier.drop(list(zip(keys, index.place[cold.number][rows].tolist(), strict=True)), tally.end)
-                for row in found:
-                    self._detach(row, "dropped", events)
+                    items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
+                self._detach_many(found, "dropped", events)
                 self._eraser.await_dying(keys, tally)
             except BaseException:
-                # What a tier was told cannot be taken back: the rest of the index must follow.
                 self.repair()
                 self._detach_all(keys)
                 raise
             self.counts["blocks dropped"] += len(found)
         self._feed.publish(events)
-        tally.end(())
         return len(found)
 
     def _detach_all(self, keys: Sequence[BlockKey]) -> None:
         """Take those that are still there from the index, however often that is interrupted. Under the lock."""
         for _ in range(_REPAIRS):
             try:
-                for row in self._index.rows(keys).tolist():
-                    if row:
-                        self._detach(row, "dropped", [])
+                rows = self._index.rows(keys)
+                self._detach_many(np.unique(rows[rows > 0]), "dropped", [])
             except BaseException:  # noqa: BLE001 - the caller raises the one that began it
                 self.repair()
             else:
                 return
 
-    def residents_of(self, tenant: bytes) -> Rows:
-        """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
-        rows = self._residents.of_tenant(tenant)
-        return rows[~self._residents.are_doomed(rows)]
+    def keys_of(self, tenant: bytes) -> list[BlockKey]:
+        """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
+        index, keys, start = self._index, list[BlockKey](), 0
+        while start < index.size:
+            with index.lock:
+                stop = min(start + _WINDOW, index.size)
+                keys += index.keys(self._residents.of_tenant(tenant, start, stop))
+            start = stop
+            rest()
+        return keys
 
-    def _detach(self, row: int, reason: str, events: list[Event]) -> None:
-        """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
+    @contextmanager
+    def forgetting(self, tenant: bytes) -> Iterator[None]:
+        """Let no block of a tenant into DRAM meanwhile, neither from a caller nor from a colder tier. Hold no lock."""
+        forgotten = self._residents.forgotten
+        with self._index.lock:
+            forgotten[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._index.lock:
+                forgotten[tenant] -= 1
+                if not forgotten[tenant]:
+                    del forgotten[tenant]
+
+    def _detach_many(self, rows: Rows, reason: str, events: list[Event]) -> None:
+        """Take distinct rows from the index, so that nobody finds them; their slots follow when nobody holds them."""
         index = self._index
-        key = index.key(row)
-        dying = [cold for cold in self._colds if index.state[cold.number][row] == PENDING]
+        if not len(rows):
+            return
+        self.largest_slice = max(self.largest_slice, len(rows))
+        dying: list[tuple[Cold, tuple[BlockKey, ...]]] = []
         for cold in self._colds:
-            if index.state[cold.number][row] == SEALED:
-                index.remove(row, cold.number)
-                events.append(BlockRemoved(cold.name, (key,), reason))
-        if index.state[DRAM][row] == SEALED:
-            events.append(BlockRemoved("dram", (key,), reason))
-        index.detach(row)
-        self._residents.doom(row)
-        for cold in dying:
-            self._eraser.dies(cold, key)
+            states = index.state[cold.number][rows]
+            dying.append((cold, index.keys(rows[states == PENDING])))
+            if len(sealed := rows[states == SEALED]):
+                index.remove_many(sealed, cold.number)
+                self._tell(cold.name, sealed, reason, events)
+        if len(sealed := rows[index.state[DRAM][rows] == SEALED]):
+            self._tell("dram", sealed, reason, events)
+        index.detach_many(rows)
+        self._residents.doom_many(rows)
+        for cold, keys in dying:
+            for key in keys:
+                self._eraser.dies(cold, key)
+
+    def _tell(self, tier: str, rows: Rows, reason: str, events: list[Event]) -> None:
+        if self._feed.followed:
+            events.append(BlockRemoved(tier, self._index.keys(rows), reason))
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
         events: list[Event] = []
-        for row in rows.tolist():
-            key = self._index.key(row)
+        try:
             for cold in self._colds:
-                if self._index.state[cold.number][row] == SEALED:
-                    events.append(BlockRemoved(cold.name, (key,), "expired"))
+                sealed = rows[self._index.state[cold.number][rows] == SEALED]
+                if len(sealed):
+                    self._tell(cold.name, sealed, "expired", events)
                     # In this order: a place that is given back twice would be another's.
-                    cold.tier.evict(key, self._index.remove(row, cold.number))
-            self._detach(row, "expired", events)
+                    places = self._index.remove_many(sealed, cold.number).tolist()
+                    for key, place in zip(self._index.keys(sealed), places, strict=True):
+                        cold.tier.evict(key, place)
+            self._detach_many(rows, "expired", events)
+        except BaseException:
+            self.repair()
+            raise
         self.counts["blocks expired"] += len(rows)
         return events
+
+    # -- how long blocks live -----------------------------------------------------------------------------
+
+    def extend(self, rows: Rows, when: float) -> None:
+        """Let distinct rows live until ``when`` at least. Under the lock."""
+        longer = self._index.extend(rows, when)
+        if len(longer):
+            for cold in self._colds:
+                if not cold.shared:
+                    self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
+
+    def expire_some(
+        self, keys: Sequence[BlockKey], when: float, now: float, shorten: bool
+    ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
+        """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
+
+        Answers how many there were, and which records in colder tiers say that they live longer.
+        """
+        index = self._index
+        with index.lock:
+            rows = index.rows(keys)
+            found = np.unique(rows[(rows > 0) & (index.expiry[rows] > now)])
+            self.extend(found, when)
+            if not shorten:
+                return len(found), []
+            shorter = np.isin(rows, index.shorten(found, when))
+            renew = []
+            for cold in self._colds:
+                there = index.state[cold.number][rows] == SEALED
+                # Where a tier has no record of a block any more there may be traces of one, which must not come back.
+                some = shorter & there if cold.shared else shorter | ~there
+                places = np.where(there, index.place[cold.number][rows], NOWHERE)
+                renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
+        return len(found), renew
+
+    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
+
+        ``done`` gets False for those that could not be erased either.
+        """
+        self._descent.renew(cold, items, done)
+
+    def note_expiries(self) -> None:
+        """Write down that blocks in colder tiers live longer than their records say. Nothing may be under way."""
+        index = self._index
+        for cold in self._colds:
+            if not isinstance(cold.tier, Renewing):
+                continue
+            with index.lock:
+                rows = rows_of(sorted(self._longer))
+                rows = rows[index.state[cold.number][rows] == SEALED]
+                held = Held(
+                    list(index.keys(rows)),
+                    np.array([index.parent(row) for row in rows.tolist()], "V32"),
+                    index.place[cold.number][rows],
+                    index.depth[rows].astype(np.int64),
+                    index.expiry[rows],
+                    index.priority[rows],
+                    np.zeros(len(rows), np.int64),
+                )
+            cold.tier.note(held)
+        self._longer.clear()
+
+
+class Expiring:
+    """A change of blocks' expiry under way. Call ``step`` until it is False; the tiers do the rest."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        keys: Sequence[BlockKey],
+        heads: Sequence[BlockKey],
+        when: float,
+        now: float,
+        done: Callable[[int], None],
+    ) -> None:
+        """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
+        self._pipeline = pipeline
+        self._keys = [*heads, *keys]
+        self._heads = len(heads)
+        self._when = when
+        self._now = now
+        self._tally = Tally(1, done)
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Change the next slice; answers whether there is another."""
+        shorten = self._at >= self._heads
+        stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
+        found, renew = self._pipeline.expire_some(self._keys[self._at : stop], self._when, self._now, shorten)
+        self._at = stop
+        self.found += found if shorten else 0
+        for cold, items in renew:
+            if items:
+                self._tally.more()
+                self._pipeline.renew(cold, items, self._tally.end)
+        if self._at < len(self._keys):
+            return True
+        self._tally.end(())
+        return False
+
+
+class Drop:
+    """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
+
+    def __init__(
+        self, pipeline: Pipeline, keys: Sequence[BlockKey], done: Callable[[int], None], shared: bool = True
+    ) -> None:
+        """``shared``: in storage that others use as well. ``done`` gets the number of blocks that were not erased."""
+        self._pipeline = pipeline
+        self._keys = keys
+        self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
+        self._tally = Tally(1 + len(self._colds), done)
+        self._erase: list[Erased] = [[] for _ in self._colds]
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Drop the next slice; answers whether there is another."""
+        keys = self._keys[self._at : self._at + slices.SLICE]
+        self._at += len(keys)
+        if keys:
+            try:
+                self.found += self._pipeline.drop_some(keys, self._colds, self._tally, self._erase)
+            except BaseException:
+                self._erase_all()
+                raise
+        if self._at < len(self._keys):
+            return True
+        self._erase_all()
+        return False
+
+    def _erase_all(self) -> None:
+        for cold, items in zip(self._colds, self._erase, strict=True):
+            cold.tier.drop(items, self._tally.end)
+        self._tally.end(())

@@ -7,7 +7,7 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class Residents:
         self.abandoned: deque[int] = deque()
         """Leases that nobody can release any more: whoever was to get them was interrupted."""
         self.doomed: set[int] = set()
+        self.forgotten: Counter[bytes] = Counter()
+        """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
         self.unwritten: dict[int, dict[int, Unwritten]] = {}
@@ -107,27 +109,25 @@ class Residents:
         self._index.unhold(rows)
         self._vacate_doomed(last)
 
-    def _last_holds(self, rows: Rows) -> Sequence[int]:
+    def _last_holds(self, rows: Rows) -> Rows:
         """The rows that were dropped and are held once."""
-        return [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+        return rows[self.are_doomed(rows) & (self._index.holds[rows] == 1)] if self.doomed else rows[:0]
 
-    def _vacate_doomed(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.vacate(row)
-            self.doomed.discard(row)
+    def _vacate_doomed(self, rows: Rows) -> None:
+        if len(rows):
+            self.vacate_many(rows)
+            self.doomed.difference_update(rows.tolist())
 
-    def doom(self, row: int) -> None:
-        """``row`` was detached from its key: its slot goes now, or when nobody holds it."""
-        if self._index.holds[row]:
-            self.doomed.add(row)
-        else:
-            self.vacate(row)
+    def doom_many(self, rows: Rows) -> None:
+        """Distinct rows were detached from their keys: their slots go now, or when nobody holds them."""
+        held = self._index.holds[rows] > 0
+        self.doomed.update(rows[held].tolist())
+        self.vacate_many(rows[~held])
 
-    def vacate(self, row: int) -> None:
-        """Give back the slot of a detached row, and the row."""
-        if self._index.state[DRAM][row] == SEALED:
-            self.leave(row)
-        self._index.retire(row)
+    def vacate_many(self, rows: Rows) -> None:
+        """Give back the slots of distinct detached rows, and the rows."""
+        self.leave_many(rows[self._index.state[DRAM][rows] == SEALED])
+        self._index.retire_many(rows)
 
     # -- coming and going ---------------------------------------------------------------------------------
 
@@ -208,13 +208,26 @@ class Residents:
             for row in [row for row in gone if absent[row]]:
                 del gone[row]
         self.refused.difference_update([row for row in self.refused if absent[row]])
-        for row in index.detached():
-            if index.holds[row]:
-                self.doomed.add(row)
-            else:
-                self.vacate(row)
-                self.doomed.discard(row)
+        self.doom_many(rows_of(index.detached()))
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
+
+    def leave_many(self, rows: Rows) -> None:
+        """``leave`` of distinct rows."""
+        if not len(rows):
+            return
+        self._dram.release_many(self._index.remove_many(rows, DRAM))
+        spaces, counts = np.unique(self._index.space[rows], return_counts=True)
+        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+            self._rows[space] -= count
+            if not self._rows[space]:
+                del self._spaces[self._identities[space]]
+                self._vacant.append(space)
+        if self.tokens or self._checks or self.refused:
+            for row in rows.tolist():
+                self.tokens.pop(row, None)
+                self.refused.discard(row)
+                if self._checks:
+                    self._checks.pop(row, None)
 
     # -- questions ----------------------------------------------------------------------------------------
 
@@ -226,12 +239,13 @@ class Residents:
         """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
 
-    def of_tenant(self, tenant: bytes) -> Rows:
-        """The rows that have, or are about to get, a block of a tenant's."""
-        index, size = self._index, self._index.size
+    def of_tenant(self, tenant: bytes, start: int, stop: int) -> Rows:
+        """Of the rows from ``start`` to ``stop``, those that have, or are about to get, a block of a tenant's."""
+        index = self._index
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
-        rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
-        return rows
+        here = index.state[DRAM][start:stop] != ABSENT
+        rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
+        return rows[~self.are_doomed(rows)]
 
     def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
         """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
@@ -246,6 +260,8 @@ class Residents:
 
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""
+        if not self.doomed:
+            return np.zeros(len(rows), np.bool_)
         return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
 
     def intact(self, row: int) -> bool:

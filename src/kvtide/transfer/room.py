@@ -108,6 +108,8 @@ class Room:
 
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
         """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
+        if what.tenant in self._residents.forgotten:
+            return 0
         quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
         if quota is None or tenant not in quota.account.quotas or not count:
             return count
@@ -130,7 +132,12 @@ class Room:
 
     def refuse(self, what: Identity, verb: str, count: int) -> None:
         """So many blocks are more than their tenant may have."""
-        if count and self._quota is not None:
+        if count and what.tenant in self._residents.forgotten:
+            if verb == "load":
+                self._counts["loads dropped: their tenant is being forgotten"] += count
+            else:
+                self._counts["stores dropped: their tenant is being forgotten"] += count
+        elif count and self._quota is not None:
             self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
 
     def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:

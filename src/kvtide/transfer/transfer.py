@@ -149,8 +149,6 @@ class Transfer:
         timeout = arguments.seconds(timeout, "timeout")
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
-        if self._ended:
-            return True
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
