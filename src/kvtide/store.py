@@ -186,8 +186,10 @@ class Store(Home):
             papers = Papers(blobs, settings.lease)
             purse = Purse(
                 papers,
+                settings.budget,
                 lambda: self.pipeline.catch_up(name),
                 lambda names: self.search.removed(name, names),
+                lambda: self.pipeline.waiting(name),
                 self.clock,
             )
             self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
@@ -329,9 +331,17 @@ class Store(Home):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+        self._wait_for_credit(timeout)
         return all(
             [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
         )
+
+    def _wait_for_credit(self, timeout: float | None = None) -> None:
+        """Let blocks be written that were refused only because the credit for them had to be asked for."""
+        for cold in self.colds:
+            if (keeper := self._keepers.get(cold.name)) is not None:
+                cold.lane.wait_idle(cold.patience if timeout is None else timeout)
+                keeper.wait_for_credit(timeout)
 
     def statistics(self) -> Statistics:
         with self.index.lock:
@@ -379,6 +389,7 @@ class Store(Home):
             for keeper in self._keepers.values():
                 stack.callback(keeper.close)
             self.pipeline.flush()
+            self._wait_for_credit()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
 

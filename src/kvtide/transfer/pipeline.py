@@ -286,6 +286,14 @@ class Pipeline:
             refused = rows_of(sorted(self._residents.refused))
             self._descent.write(cold, refused[cold.admission.on_store(refused)])
 
+    def waiting(self, name: str) -> int:
+        """Bytes of the blocks that a tier would not take and are still here, and of those that it is just given."""
+        cold = next(c for c in self._colds if c.name == name)
+        with self._index.lock:
+            rows = rows_of(sorted(self._residents.refused))
+            good = (self._index.state[cold.number][rows] == ABSENT) & (self._index.state[DRAM][rows] == SEALED)
+            return self._residents.record_bytes(rows[good]) + cold.lane.write_bytes
+
     def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
         """Reads of these blocks from a tier hang: nobody waits for them any more, and their slots stay aside."""
         events: list[Event] = []

@@ -16,6 +16,7 @@ from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows,
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.record import header_bytes
 from kvtide.tiers.segments import ladder
 
 __all__ = ["Residents"]
@@ -139,6 +140,12 @@ class Residents:
     def identity(self, row: int) -> Identity:
         """What a row in DRAM is."""
         return self._identities[int(self._index.space[row])]
+
+    def record_bytes(self, rows: Rows) -> int:
+        """The bytes of the records of rows in DRAM, as they are written without compression and token ids."""
+        counts = np.bincount(self._index.space[rows]).tolist() if len(rows) else []
+        geometries = ((self._identities[space].geometry, count) for space, count in enumerate(counts) if count)
+        return sum(count * (header_bytes(geometry.sections) + geometry.footprint) for geometry, count in geometries)
 
     def span(self, row: int) -> Span:
         """The bytes of a row in DRAM."""
