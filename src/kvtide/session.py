@@ -262,7 +262,7 @@ class Session:
         for given in sources.values():
             self._check_pledge(chain, start, start + len(given), ttl, priority)
         total = sum(len(given) for given in sources.values())
-        stored = refused = 0
+        stored = refused = pending = 0
         for name, given in sources.items():
             group, geometry = self.layout.group(name), self.layout.geometry[name]
             # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
@@ -284,10 +284,11 @@ class Session:
                         ]
                     )
                     stored, refused, last = stored + len(part.keys), refused + part.refused, part
+                    pending += part.pending
                     first, step = stop, max(1, min(2 * step, most))
                 if last is not None:
                     last.seal()
-        return Stored(stored, total - stored - refused, refused)
+        return Stored(stored, total - stored - refused - pending, refused, pending)
 
     @_inside
     def reserve(
@@ -302,7 +303,8 @@ class Session:
     ) -> Reservation:
         """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
 
-        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
+        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. A block
+        that another one is just writing is in it too: that one may be slow, or never end. A third gets none.
         """
         chain, stop = self.pledge(tokens, extras, start, stop, ttl, priority)
         reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)

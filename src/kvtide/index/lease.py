@@ -55,8 +55,8 @@ class Reservation:
     """The right to write blocks: a slot each, filled through ``views`` and then sealed, or aborted.
 
     Until ``seal`` nobody can read the blocks; they are PENDING. Leaving the ``with`` block without sealing
-    aborts. ``keys`` are those that were granted: blocks that are here already, or for which there was no room,
-    are not among them.
+    aborts. ``keys`` are those that were granted: blocks that are here already, for which there was no room, or that
+    two others are writing are not among them. Of two writers of a block the first who seals wins.
     """
 
     __slots__ = (
@@ -68,6 +68,7 @@ class Reservation:
         "kept",
         "keys",
         "on_end",
+        "pending",
         "refused",
         "rows",
         "sealed",
@@ -97,6 +98,8 @@ class Reservation:
         """Earlier blocks that stay as long, with the bytes of each."""
         self.refused = 0
         """Blocks that are not here, and for which there was no room."""
+        self.pending = 0
+        """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
         self.on_end: list[Callable[[Reservation], None]] = []
         self.door: AbstractContextManager[object] = nullcontext()
         """What must be open while slots change hands."""

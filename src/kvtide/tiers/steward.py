@@ -368,7 +368,8 @@ class Steward:
         self._asked = {ask.name: self._asked.get(ask.name, now) for ask in asks if ask.term == self._term}
         since = now - self._papers.lifetime / 2
         largest = largest_block(self._budget)
-        good, bad = [], []
+        good: list[Paper] = []
+        bad: list[Paper] = []
         for ask in asks:
             if ask.term > self._term:
                 continue  # for a successor that this process has not seen yet

@@ -6,6 +6,12 @@ writes, events), then does it. A row on the move is held, so it cannot be evicte
 Up (ascent.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (descent.py): a sealed row is written
 to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
 (eraser.py).
+
+*Two writers.* A writer may be slow, or be stopped and never end, and nobody may have to wait for it. So while a block
+is PENDING because somebody writes it, one more writer gets a row and a slot of its own for the same key, which nobody
+finds (``_hidden``). Whoever seals first has the key: if that is the second, the row of the first is doomed, so that its
+seal changes nothing and its slot comes free when it ends; if it is the first, the second copy is given up when it ends.
+When the first aborts, the second takes its place. A third writer is told that the block is pending.
 """
 
 from __future__ import annotations
@@ -79,6 +85,8 @@ class _Granted:
     places: list[int]
     depths: list[int]
     spans: list[Span]
+    contended: bool = False
+    """Whether somebody else was seen to write one of the blocks."""
 
 
 class Pipeline:
@@ -114,6 +122,10 @@ class Pipeline:
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
         self._reservations = 0
+        self._writing: set[int] = set()
+        """Rows that reservations fill."""
+        self._hidden: dict[BlockKey, int] = {}
+        """Of these, those of second writers, which are not found by their keys."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -187,7 +199,12 @@ class Pipeline:
         with self._index.lock:
             self._reservations += 1
             for pledge in pledges:
-                reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+                rows = self._index.rows(pledge.keys)
+                reservation.refused += int(np.count_nonzero(self._absent(rows)))
+                if granted.contended:
+                    mine = set(granted.keys)
+                    written = zip(pledge.keys, self._being_written(rows).tolist(), strict=True)
+                    reservation.pending += sum(busy and key not in mine for key, busy in written)
         return reservation
 
     def _absent(self, rows: Rows) -> Mask:
@@ -196,6 +213,15 @@ class Pipeline:
         for cold in self._colds:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
+
+    def _being_written(self, rows: Rows) -> Mask:
+        """Which rows somebody has reserved who has not sealed them, and are nowhere else. Under the lock."""
+        pending: Mask = self._index.state[DRAM][rows] == PENDING
+        for cold in self._colds:
+            pending &= self._index.state[cold.number][rows] != SEALED
+        for i in np.flatnonzero(pending).tolist():
+            pending[i] = int(rows[i]) in self._writing
+        return pending
 
     def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
         done = 0
@@ -211,15 +237,26 @@ class Pipeline:
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
-        wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
+        found = index.rows(pledge.keys[start:])
+        new = self._absent(found)
+        second: set[int] = set()
+        if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
+            granted.contended = True
+            second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
+            new[[i - start for i in second]] = True
+        wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._room.allow(pledge.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
         places = self._room.take(pledge.identity, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
-            # A key may be known and yet nowhere: somebody holds it.
-            row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
+            if i in second:
+                row = index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i], found=False)
+                self._hidden[pledge.keys[i]] = row
+            else:
+                # A key may be known and yet nowhere: somebody holds it.
+                row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
             rows.append(row)
             if pledge.tokens:
                 self._residents.tokens[row] = pledge.tokens[i]
@@ -229,6 +266,7 @@ class Pipeline:
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
             index.priority[rows] = pledge.priority
+            self._writing.update(rows)
         granted.keys += keys
         granted.rows += rows
         granted.places += places
@@ -250,12 +288,14 @@ class Pipeline:
             good = np.full(len(rows), sealed)
             if self._residents.doomed:
                 good &= ~self._residents.are_doomed(rows)
+            self._writing.difference_update(rows.tolist())
+            overtaken = self._settle(rows, good) if self._hidden else []
             kept = rows[good]
             self._residents.clear_padding(kept)
             self._residents.seal(kept)
             for row in rows[~good].tolist():
                 self._residents.leave(row)
-            ready = self._ascent.landed(rows.tolist(), good.tolist())
+            ready = self._ascent.landed(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
             for cold in self._colds:
                 self._descent.write(cold, kept[cold.admission.on_store(kept)])
             self.counts["blocks stored"] += len(kept)
@@ -265,6 +305,33 @@ class Pipeline:
             self._room.save_ahead()
         self._feed.publish(events)
         ready()
+
+    def _settle(self, rows: Rows, good: Mask) -> list[int]:
+        """A reservation ends: decide whose the keys are that two are writing. Under the lock.
+
+        What is of no use any more becomes False in ``good``, which says what was sealed. Answers the rows of first
+        writers that have lost their keys.
+        """
+        index, overtaken = self._index, []
+        for i, row in enumerate(rows.tolist()):
+            key = index.key(row)
+            if self._hidden.get(key) == row:
+                del self._hidden[key]
+                first = index.row(key)
+                if not good[i]:
+                    continue
+                if first in self._writing and self._being_written(rows_of([first]))[0]:
+                    index.take_key(row)
+                    self._residents.doom(first)
+                    overtaken.append(first)
+                elif first and any(state[first] for state in index.state):
+                    good[i] = False  # the other was sealed before
+                    self.counts["blocks written twice"] += 1
+                else:
+                    index.take_key(row)
+            elif not good[i] and index.row(key) == row and key in self._hidden:
+                index.take_key(self._hidden.pop(key))
+        return overtaken
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -333,8 +400,9 @@ class Pipeline:
             for cold in colds:
                 # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
                 erase.append((cold, list(zip(keys, index.place[cold.number][rows].tolist(), strict=True))))
-            found = rows[rows > 0].tolist()
-            for row in found:
+            found = list(dict.fromkeys(rows[rows > 0].tolist()))
+            second = [self._hidden.pop(key) for key in keys if key in self._hidden] if self._hidden else []
+            for row in found + second:
                 self._detach(row, "dropped", events)
             self.counts["blocks dropped"] += len(found)
             self._eraser.await_dying(keys, tally)
@@ -353,6 +421,8 @@ class Pipeline:
         """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
         index = self._index
         key = index.key(row)
+        if self._hidden.get(key) == row:
+            del self._hidden[key]
         for cold in self._colds:
             if index.state[cold.number][row] == SEALED:
                 index.remove(row, cold.number)
