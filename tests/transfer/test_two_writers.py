@@ -36,7 +36,7 @@ def opened(nvme: Path | None = None, clock: FakeClock | None = None) -> Iterator
 def fill(made: Reservation, tokens: list[int] = TOKENS) -> None:
     blocks, geometry = data(PLAIN, tokens), PLAIN.geometry["full"]
     for depth, view in zip(made.depths, made.views, strict=True):
-        to, source = same_shape(geometry, view, memoryview(blocks[depth]))
+        to, source = same_shape(geometry, view, blocks[depth].data)
         to[...] = source
 
 
