@@ -455,6 +455,47 @@ def test_what_found_no_credit_is_written_when_there_is_some(tmp_path: Path) -> N
         until(lambda: len([f for f in blobs(tmp_path) if "." not in f.name]) == 2)
 
 
+def test_a_flush_waits_for_credit_that_is_on_its_way(tmp_path: Path) -> None:
+    with opened(tmp_path, budget="1GiB", lease="2s") as store, store.session(MODEL) as session:
+        until(lambda: store.statistics().budgets["files"].steward.term > 0)
+        keep(session, prompt(0))
+        until(lambda: len(blocks_in(tmp_path)) == 1)
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert store.flush(30)
+        assert len(blocks_in(tmp_path)) == 3
+
+
+def blocks_in(folder: Path) -> list[Path]:
+    return [file for file in blobs(folder) if "." not in file.name]
+
+
+def test_stores_that_store_nothing_remove_nothing_and_a_block_too_large_neither(tmp_path: Path) -> None:
+    """In a storage that is full: nothing is asked for, and nothing goes."""
+    with sessions(tmp_path) as (session,):
+        for number in range(44):
+            keep(session, prompt(number))
+    full = blocks_in(tmp_path)
+    assert len(full) == 44
+    record = full[0].stat().st_size
+    settings: Any = {"budget": str(48 * record), "lease": "0.3s"}
+    with ExitStack() as stack:
+        stores = [stack.enter_context(opened(tmp_path, **settings)) for _ in range(4)]
+        until(lambda: any(store.statistics().budgets["files"].here for store in stores))
+        reading = stack.enter_context(stores[0].session(MODEL))
+        for number in range(44):
+            assert length(reading, prompt(number)) == SIZE
+        until(lambda: all(store.statistics().budgets["files"].steward.blocks == 44 for store in stores))
+        time.sleep(1.5)  # five leases
+        assert blocks_in(tmp_path) == full
+        assert all(store.statistics().budgets["files"].credit == 0 for store in stores)
+    tiny: Any = {"budget": str(record // 2), "lease": "0.3s"}
+    other = tmp_path / "other"
+    with opened(other, **tiny) as store, store.session(MODEL) as session:
+        until(lambda: store.statistics().budgets["files"].steward.term > 0)
+        keep(session, prompt(1))
+        assert dict(store.statistics().tiers["files"].reasons) == {"larger than the budget of the storage": 1}
+
+
 def test_what_the_steward_removes_is_forgotten_and_told(tmp_path: Path) -> None:
     """By every store: by the one that wrote it, and by one that only found it."""
     settings: Any = {"budget": "1MiB", "lease": "0.5s"}

@@ -33,6 +33,8 @@ class Stored:
     """There before; nothing was copied."""
     dropped: int
     """Not kept: no room could be made without waiting."""
+    pending: int = 0
+    """Not kept, and not here yet: two others are writing them. Store them again later if they must be kept."""
 
 
 class Persist(Stored):

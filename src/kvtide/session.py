@@ -399,7 +399,7 @@ class Session:
         for given in sources.values():
             self._check_range(chain, start, start + len(given))
         total = sum(len(given) for given in sources.values())
-        stored = refused = 0
+        stored = refused = pending = 0
         unsealed: list[Reservation] = []
         waiting = contextlib.ExitStack()
         try:
@@ -424,13 +424,14 @@ class Session:
                             ]
                         )
                         stored, refused, last = stored + len(part.keys), refused + part.refused, part
+                        pending += part.pending
                         first, step = stop, max(1, min(2 * step, most))
                     if last is not None and not durable:
                         last.seal()
                     elif last is not None:
                         unsealed.append(last)
                         waiting.enter_context(parts.pop_all())
-            answer = Stored(stored, total - stored - refused, refused)
+            answer = Stored(stored, total - stored - refused - pending, refused, pending)
             if not durable:
                 return answer
             # Before the last parts are sealed: until then nothing of the prompt leaves.
@@ -463,8 +464,9 @@ class Session:
     ) -> Reservation:
         """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
 
-        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. ``ttl`` and
-        ``priority`` mean what they mean to ``store``, and count from this call on, once it is sealed.
+        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. A block
+        that another one is just writing is in it too: that one may be slow, or never end. A third gets none.
+        ``ttl`` and ``priority`` mean what they mean to ``store``, and count from this call on, once it is sealed.
         """
         pledge = self.pledge(tokens, extras, start, stop, ttl, priority)
         reservation = self._desk.reserve(

@@ -265,8 +265,10 @@ class Store(Home):
         papers = Papers(blobs, settings.lease)
         purse = Purse(
             papers,
+            settings.budget,
             lambda: self.pipeline.catch_up(name),
             lambda names: self.search.removed(name, names),
+            lambda: self.pipeline.waiting(name),
             self.clock,
         )
         self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
@@ -447,6 +449,8 @@ class Store(Home):
         forks.check(self.origin)
         timeout = arguments.seconds(timeout, "timeout")
         end = None if timeout is None else time.monotonic() + timeout
+        for part in self.parts:
+            part._wait_for_credit(timeout)
         found = Flushed(0)
         for part in self.parts:
             # Each in turn, whether or not the one before was in time.
@@ -460,6 +464,13 @@ class Store(Home):
     def lost(self) -> Counter[Unwritten]:
         """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
         return sum((part.pipeline.lost for part in self.parts), Counter[Unwritten]())
+
+    def _wait_for_credit(self, timeout: float | None = None) -> None:
+        """Let blocks be written that were refused only because the credit for them had to be asked for."""
+        for cold in self.colds:
+            if (keeper := self._keepers.get(cold.name)) is not None:
+                cold.lane.wait_idle(cold.patience if timeout is None else timeout)
+                keeper.wait_for_credit(timeout)
 
     def statistics(self) -> Statistics:
         forks.check(self.origin)
@@ -520,6 +531,7 @@ class Store(Home):
             with self.index.lock:
                 self.pipeline.reclaim()
             self.pipeline.flush()
+            self._wait_for_credit()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
             self.pipeline.note_expiries()

@@ -203,8 +203,11 @@ class Index:
         assert parent is not None, f"row {row} is free"
         return parent[:_DIGEST]
 
-    def add(self, key: BlockKey, parent: bytes, depth: int) -> int:
-        """A row for a key that has none yet, absent from every tier. ``parent`` is a digest."""
+    def add(self, key: BlockKey, parent: bytes, depth: int, *, found: bool = True) -> int:
+        """A row for a key, absent from every tier. ``parent`` is a digest.
+
+        The key has none yet; or the new one is not ``found`` by it, until ``take_key``.
+        """
         above = self._keys[self._rows.get(BlockKey(parent + key[_DIGEST:]), NO_ROW)] or parent
         if self._free:
             row = self._free.pop()
@@ -216,9 +219,27 @@ class Index:
                 self._grow(row + max(row // 4, 1024))
             self._keys.append(key)
             self._parents.append(above)
-        self._rows[key] = row
+        if found:
+            self._rows[key] = row
         self.depth[row] = depth
         return row
+
+    def take_key(self, row: int) -> None:
+        """Let ``row`` be found by its key, instead of the row that had it, if one had. Pins go with the key."""
+        key = self.key(row)
+        old = self._rows.get(key, NO_ROW)
+        self._rows[key] = row
+        if not old:
+            return
+        self.departures += 1
+        self.priority[row] = max(self.priority[row], self.priority[old])
+        if (pinned := self._pinned.pop(old, None)) is not None:
+            for owner in pinned:
+                owner.move(old, row)
+            self._pinned[row] = pinned
+            self.pins[row], self.pins[old] = self.pins[old], 0
+        if self.mortal:
+            self.expiry[old] = np.inf
 
     def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> tuple[Rows, Rows]:
         """Rows for keys that have none yet, and those of their parents, ``NO_ROW`` where they are not here.
@@ -251,8 +272,9 @@ class Index:
 
     def detach_many(self, rows: Rows) -> None:
         """``detach`` distinct rows."""
-        for key in self.keys(rows):
-            del self._rows[key]
+        for row in rows.tolist():
+            if self._rows.get(key := self.key(row)) == row:
+                del self._rows[key]
         self.departures += 1
         if self._pinned:
             self._end_pins(rows)

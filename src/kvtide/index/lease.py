@@ -71,8 +71,8 @@ class Reservation:
     """The right to write blocks: a slot each, filled through ``views`` and then sealed, or aborted.
 
     Until ``seal`` nobody can read the blocks; they are PENDING. Leaving the ``with`` block without sealing
-    aborts. ``keys`` are those that were granted: blocks that are here already, or for which there was no room,
-    are not among them.
+    aborts. ``keys`` are those that were granted: blocks that are here already, for which there was no room, or that
+    two others are writing are not among them. Of two writers of a block the first who seals wins.
 
     One that is forgotten while it is open is told to ``abandon``, by its serial number, as a lease is.
     """
@@ -91,6 +91,7 @@ class Reservation:
         "on_end",
         "on_views",
         "origin",
+        "pending",
         "refused",
         "rows",
         "sealed",
@@ -128,6 +129,8 @@ class Reservation:
         """Earlier blocks that stay as long, with the bytes of each."""
         self.refused = 0
         """Blocks that are not here, and for which there was no room."""
+        self.pending = 0
+        """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
         self.on_end: list[Callable[[Reservation], None]] = []
         self.door: Door | None = None
         """What must be open while slots change hands."""

@@ -76,6 +76,10 @@ class Pins:
         del self._counts[row]
         self._charge(-self._sizes.pop(row))
 
+    def move(self, row: int, to: int) -> None:
+        """What was pinned in one row is in another now."""
+        self._counts[to], self._sizes[to] = self._counts.pop(row), self._sizes.pop(row)
+
     def repair(self) -> list[int]:
         """After a change was left half done: make the sums anew. Answers the rows that are pinned."""
         for row in [row for row, count in self._counts.items() if count < 1 or row not in self._sizes]:

@@ -312,6 +312,8 @@ class Reserved(_Message, tag="reserved"):
     depths: list[int]
     """And of its block in the prompt."""
     places: bytes
+    pending: int = 0
+    """Blocks that are not here yet, and that two others are writing."""
 
 
 class Finish(_Message, tag="finish"):

@@ -277,6 +277,7 @@ class RemoteDesk:
         views = [span[: footprints[g]] for span, g in zip(slots, made.groups, strict=True)]
         reservation = _RemoteReservation(keys, views, made.depths, self._finish)
         reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
+        reservation.pending = made.pending
         return reservation
 
     def ask_reserve(

@@ -417,7 +417,9 @@ class InterfaceContract:
         with session.reserve(prompt(1, 2, 3)) as mine:
             assert list(mine.depths) == [1, 2]
             with session.reserve(prompt(1, 2, 3)) as theirs:
-                assert list(theirs.keys) == [], "somebody else is writing them"
+                assert list(theirs.depths) == [1, 2], "who writes them may never end"
+                with session.reserve(prompt(1, 2, 3)) as nobodys:
+                    assert (list(nobodys.keys), nobodys.refused, nobodys.pending) == ([], 0, 2)
         with session.reserve(prompt(1, 2, 3), start=1, stop=2) as again:
             assert list(again.depths) == [1]
 

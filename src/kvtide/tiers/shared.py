@@ -20,6 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -39,7 +40,7 @@ from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.steward import StewardStatistics
 from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 
-__all__ = ["Credit", "Entry", "Shared", "Wish", "place_of"]
+__all__ = ["Credit", "Entry", "Permit", "Shared", "Wish", "place_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,11 +65,27 @@ def place_of(name: str) -> int:
     return int(name[:15], 16)
 
 
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The right to write one block."""
+
+    until: float
+    """When it ends, on the clock's monotonic time."""
+    nbytes: int
+
+
 class Credit(Protocol):
     """What a process may write into a storage with a byte budget, and what it tells and hears of it."""
 
-    def take(self, nbytes: int) -> float | None:
-        """Until when so many bytes may be written, on the clock's monotonic time; None: not now."""
+    @property
+    def largest(self) -> int:
+        """The most bytes that a block may have so that it fits into the budget at all."""
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
+        """The right to write a blob of so many bytes; None: not now. It is to be ended."""
+
+    def end(self, permit: Permit, *, failed: bool) -> None:
+        """The write has ended. If it failed, some of its bytes may be there, or still come."""
 
     def used(self, names: Sequence[str]) -> None:
         """These blobs were read or written."""
@@ -88,6 +105,15 @@ class Entry(NamedTuple):
 
 
 Wish = tuple[BlockKey, Identity]
+
+
+class _Ready(NamedTuple):
+    """A record that may be written."""
+
+    name: str
+    spans: list[Span]
+    permit: Permit | None
+    """None where there is no byte budget."""
 
 
 class Shared:
@@ -286,8 +312,7 @@ class Shared:
         sizes = [header_of(item) for item in run]
         pages = packer.header.get(sum(sizes))
         kept: set[str] = set()
-        ready: list[tuple[str, list[Span]]] = []
-        until = math.inf
+        ready: list[_Ready] = []
         try:
             names = [self._sealing.name(item.key) for item in run]
             there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
@@ -303,31 +328,38 @@ class Shared:
                     kept.add(name)
                     continue
                 packed = packer.pack(item)
-                if self._credit is not None:
-                    credit = self._credit.take(packed.nbytes)
-                    if credit is None:
-                        raise Rejected("no credit to write")
-                    until = min(until, credit)
                 page = pages[end - size : end]
                 packed.name(page, _SEQUENCE, self._clock.time())
+                ready.append(_Ready(name, [page, packed.payload], self._permit(name, packed.nbytes)))
             except Exception as e:  # noqa: BLE001 - see Tally
                 self._failed("write", e)
                 continue
-            ready.append((name, [page, packed.payload]))
             if packed.payload is not item.span:
-                kept.update(self._send(ready, until))
-                ready, until = [], math.inf
-        kept.update(self._send(ready, until))
+                kept.update(self._send(ready))
+                ready = []
+        kept.update(self._send(ready))
         for key in [item.key for item, name in zip(run, names, strict=True) if name in kept]:
             self._absent.pop(key, None)
         if self._credit is not None:
             self._credit.used(list(kept))
         return [place_of(name) if name in kept else NOWHERE for name in names]
 
-    def _send(self, batch: Sequence[tuple[str, list[Span]]], until: float) -> list[str]:
-        """Write records, for which there is credit until then; the names of those that are there now."""
+    def _permit(self, name: str, nbytes: int) -> Permit | None:
+        """The right to write a blob; None where there is no byte budget. Raises Rejected where there is no right."""
+        if self._credit is None:
+            return None
+        if nbytes > self._credit.largest:
+            raise Rejected("larger than the budget of the storage")
+        permit = self._credit.take(name, nbytes)
+        if permit is None:
+            raise Rejected("no credit to write")
+        return permit
+
+    def _send(self, batch: Sequence[_Ready]) -> list[str]:
+        """Write records; the names of those that are there now."""
         if not batch:
             return []
+        until = min((one.permit.until for one in batch if one.permit is not None), default=math.inf)
 
         @contextmanager
         def turn() -> Iterator[None]:
@@ -337,14 +369,22 @@ class Shared:
                 yield
 
         try:
-            self._blobs.write(batch, self._timeout, turn)
+            self._blobs.write([(one.name, one.spans) for one in batch], self._timeout, turn)
         except Exception as e:  # noqa: BLE001 - see Tally
             if len(batch) > 1 and not isinstance(e, TimeoutError):
-                return [name for one in batch for name in self._send([one], until)]
+                return [name for one in batch for name in self._send([one])]
             self._failed("write", e, len(batch))
+            self._end(batch, failed=not isinstance(e, Rejected))
             return []
-        self._tally.moved(written=sum(len(span) for _, spans in batch for span in spans))
-        return [name for name, _ in batch]
+        self._end(batch, failed=False)
+        self._tally.moved(written=sum(len(span) for one in batch for span in one.spans))
+        return [one.name for one in batch]
+
+    def _end(self, batch: Sequence[_Ready], *, failed: bool) -> None:
+        if self._credit is not None:
+            for one in batch:
+                if one.permit is not None:
+                    self._credit.end(one.permit, failed=failed)
 
     def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
         try:

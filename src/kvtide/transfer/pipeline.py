@@ -12,6 +12,12 @@ then half done. Before the lock is released, ``repair`` makes everything anew th
 in force, slots from where the rows are, counters from both. What nobody can finish any more is given up, and whoever
 waits for it is told. Rights that the caller did not get (it was interrupted on the way out) end when the next call
 takes the lock (``reclaim``). The threads of tiers are never interrupted.
+
+*Two writers.* A writer may be slow, or be stopped and never end, and nobody may have to wait for it. So while a block
+is PENDING because somebody writes it, one more writer gets a row and a slot of its own for the same key, which nobody
+finds (``_hidden``). Whoever seals first has the key: if that is the second, the row of the first is doomed, so that its
+seal changes nothing and its slot comes free when it ends; if it is the first, the second copy is given up when it ends.
+When the first aborts, the second takes its place. A third writer is told that the block is pending.
 """
 
 from __future__ import annotations
@@ -116,6 +122,8 @@ class _Granted:
     places: list[int]
     depths: list[int]
     spans: list[Span]
+    contended: bool = False
+    """Whether somebody else was seen to write one of the blocks."""
 
 
 def _anywhere(rows: Rows) -> Mask:
@@ -169,6 +177,10 @@ class Pipeline:
         """Rows that live longer than their records say. Some may have left since."""
         self.largest_slice = 0
         """The most blocks that were dropped or expired in one hold of the index's lock."""
+        self._writing: set[int] = set()
+        """Rows that reservations fill."""
+        self._hidden: dict[BlockKey, int] = {}
+        """Of these, those of second writers, which are not found by their keys."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -250,9 +262,11 @@ class Pipeline:
 
     def _repair(self) -> None:
         index = self._index
-        for serial, rows in list(self._open.items()):
-            self._open[serial] = [row for row in rows if index.state[DRAM][row] == PENDING]
-        self._ascent.repair({row for rows in self._open.values() for row in rows})
+        for rows in self._open.values():
+            rows[:] = [row for row in rows if index.state[DRAM][row] == PENDING]  # whoever reserves has the same list
+        self._writing = {row for rows in self._open.values() for row in rows}
+        self._hidden = {key: row for key, row in self._hidden.items() if row in self._writing and index.row(key) != row}
+        self._ascent.repair(self._writing)
         for cold in self._colds:
             written, state = cold.lane.writing(), index.state[cold.number]
             lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
@@ -260,7 +274,7 @@ class Pipeline:
             cold.lane.repair()
         moving = self._room.moving()
         index.recount_holds(moving.rows)
-        self._residents.repair(moving)
+        self._residents.repair(moving, set(self._hidden.values()))
         index.repair()
         for number, account in index.accounts.items():
             account.repair(number)
@@ -308,7 +322,12 @@ class Pipeline:
             reservation.generations = [self._dram.generation(place) for place in granted.places]
             with self._index.lock:
                 for pledge in pledges:
-                    reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+                    rows = self._index.rows(pledge.keys)
+                    reservation.refused += int(np.count_nonzero(self._absent(rows)))
+                    if granted.contended:
+                        mine = set(granted.keys)
+                        written = zip(pledge.keys, self._being_written(rows).tolist(), strict=True)
+                        reservation.pending += sum(busy and key not in mine for key, busy in written)
         except BaseException:
             reservation.abort()
             raise
@@ -320,6 +339,15 @@ class Pipeline:
         for cold in self._colds:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
+
+    def _being_written(self, rows: Rows) -> Mask:
+        """Which rows somebody has reserved who has not sealed them, and are nowhere else. Under the lock."""
+        pending: Mask = self._index.state[DRAM][rows] == PENDING
+        for cold in self._colds:
+            pending &= self._index.state[cold.number][rows] != SEALED
+        for i in np.flatnonzero(pending).tolist():
+            pending[i] = int(rows[i]) in self._writing
+        return pending
 
     def _reserve(self, pledge: Pledge, granted: _Granted) -> bool:
         """False if there is no room for the rest, and so none for what follows either."""
@@ -341,15 +369,26 @@ class Pipeline:
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
-        wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
+        found = index.rows(pledge.keys[start:])
+        new = self._absent(found)
+        second: set[int] = set()
+        if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
+            granted.contended = True
+            second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
+            new[[i - start for i in second]] = True
+        wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._room.allow(pledge.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
         places = self._room.take(pledge.identity, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
-            # A key may be known and yet nowhere: somebody holds it.
-            row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
+            if i in second:
+                row = index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i], found=False)
+                self._hidden[pledge.keys[i]] = row
+            else:
+                # A key may be known and yet nowhere: somebody holds it.
+                row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
             rows.append(row)
             if pledge.tokens:
                 self._residents.tokens[row] = pledge.tokens[i]
@@ -360,6 +399,7 @@ class Pipeline:
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
             index.priority[rows] = pledge.priority
+            self._writing.update(rows)
         granted.keys += keys
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
@@ -393,11 +433,13 @@ class Pipeline:
         good = np.full(len(rows), sealed)
         if self._residents.doomed:
             good &= ~self._residents.are_doomed(rows)
+        self._writing.difference_update(rows.tolist())
+        overtaken = self._settle(rows, good) if self._hidden else []
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
         self._residents.leave_many(rows[~good])
-        self._ascent.later(self._ascent.landed(rows.tolist(), good.tolist()))
+        self._ascent.later(self._ascent.landed(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken)))
         for cold in self._colds:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
         self.counts["blocks stored"] += len(kept)
@@ -406,6 +448,33 @@ class Pipeline:
         self._residents.unhold(rows)
         del self._open[reservation.serial]
         self._room.save_ahead(len(kept))
+
+    def _settle(self, rows: Rows, good: Mask) -> list[int]:
+        """A reservation ends: decide whose the keys are that two are writing. Under the lock.
+
+        What is of no use any more becomes False in ``good``, which says what was sealed. Answers the rows of first
+        writers that have lost their keys.
+        """
+        index, overtaken = self._index, []
+        for i, row in enumerate(rows.tolist()):
+            key = index.key(row)
+            if self._hidden.get(key) == row:
+                del self._hidden[key]
+                first = index.row(key)
+                if not good[i]:
+                    continue
+                if first in self._writing and self._being_written(rows_of([first]))[0]:
+                    index.take_key(row)
+                    self._residents.doom_many(rows_of([first]))
+                    overtaken.append(first)
+                elif first and any(state[first] for state in index.state):
+                    good[i] = False  # the other was sealed before
+                    self.counts["blocks written twice"] += 1
+                else:
+                    index.take_key(row)
+            elif not good[i] and index.row(key) == row and key in self._hidden:
+                index.take_key(self._hidden.pop(key))
+        return overtaken
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -426,6 +495,14 @@ class Pipeline:
         with self._index.lock:
             refused = rows_of(sorted(self._residents.refused))
             self._descent.write(cold, refused[cold.admission.on_store(refused)])
+
+    def waiting(self, name: str) -> int:
+        """Bytes of the blocks that a tier would not take and are still here, and of those that it is just given."""
+        cold = next(c for c in self._colds if c.name == name)
+        with self._index.lock:
+            rows = rows_of(sorted(self._residents.refused))
+            good = (self._index.state[cold.number][rows] == ABSENT) & (self._index.state[DRAM][rows] == SEALED)
+            return self._residents.record_bytes(rows[good]) + cold.lane.write_bytes
 
     def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
         """Reads of these blocks from a tier hang: nobody waits for them any more, and their slots stay aside."""
@@ -472,7 +549,7 @@ class Pipeline:
                 for cold, items in zip(colds, erase, strict=True):
                     # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
                     items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
-                self._detach_many(found, "dropped", events)
+                self._detach_many(self._with_hidden(keys, found), "dropped", events)
                 self._eraser.await_dying(keys, tally)
             except BaseException:
                 self.repair()
@@ -482,12 +559,18 @@ class Pipeline:
         self._feed.publish(events)
         return len(found)
 
+    def _with_hidden(self, keys: Sequence[BlockKey], rows: Rows) -> Rows:
+        """These rows, and those that second writers of the same keys have. Under the lock."""
+        if not self._hidden:
+            return rows
+        return np.append(rows, rows_of([self._hidden[key] for key in keys if key in self._hidden]))
+
     def _detach_all(self, keys: Sequence[BlockKey]) -> None:
         """Take those that are still there from the index, however often that is interrupted. Under the lock."""
         for _ in range(_REPAIRS):
             try:
                 rows = self._index.rows(keys)
-                self._detach_many(np.unique(rows[rows > 0]), "dropped", [])
+                self._detach_many(self._with_hidden(keys, np.unique(rows[rows > 0])), "dropped", [])
             except BaseException:  # noqa: BLE001 - the caller raises the one that began it
                 self.repair()
             else:
@@ -524,6 +607,10 @@ class Pipeline:
         if not len(rows):
             return
         self.largest_slice = max(self.largest_slice, len(rows))
+        if self._hidden:
+            for row in rows.tolist():
+                if self._hidden.get(key := index.key(row)) == row:
+                    del self._hidden[key]
         dying: list[tuple[Cold, tuple[BlockKey, ...]]] = []
         for cold in self._colds:
             states = index.state[cold.number][rows]

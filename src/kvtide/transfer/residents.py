@@ -19,6 +19,7 @@ from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows,
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.record import header_bytes
 from kvtide.tiers.segments import Segment, ladder
 from kvtide.transfer.written import Unwritten
 
@@ -189,8 +190,9 @@ class Residents:
             if not reasons:
                 del self.unwritten[row]
 
-    def repair(self, moving: Moving) -> None:
-        """Make everything anew that follows from where the rows are. Under the lock."""
+    def repair(self, moving: Moving, hidden: set[int]) -> None:
+        """Make everything anew that follows from where the rows are; ``hidden`` ones are rightly not found by their keys.
+        Under the lock."""
         index, size = self._index, self._index.size
         here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
         self._dram.repair(
@@ -208,7 +210,7 @@ class Residents:
             for row in [row for row in gone if absent[row]]:
                 del gone[row]
         self.refused.difference_update([row for row in self.refused if absent[row]])
-        self.doom_many(rows_of(index.detached()))
+        self.doom_many(rows_of([row for row in index.detached() if row not in hidden]))
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
 
     def leave_many(self, rows: Rows) -> None:
@@ -234,6 +236,12 @@ class Residents:
     def identity(self, row: int) -> Identity:
         """What a row in DRAM is."""
         return self._identities[int(self._index.space[row])]
+
+    def record_bytes(self, rows: Rows) -> int:
+        """The bytes of the records of rows in DRAM, as they are written without compression and token ids."""
+        counts = np.bincount(self._index.space[rows]).tolist() if len(rows) else []
+        geometries = ((self._identities[space].geometry, count) for space, count in enumerate(counts) if count)
+        return sum(count * (header_bytes(geometry.sections) + geometry.footprint) for geometry, count in geometries)
 
     def span(self, row: int) -> Span:
         """The bytes of a row in DRAM."""
