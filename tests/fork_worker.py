@@ -189,7 +189,7 @@ def goes_on(home: Home, session: Session, match: kvtide.Match, reservation: kvti
 def locks_of(store: Store) -> list[Any]:
     nvme: Any = store.colds[0].tier
     shelves = nvme._shelves
-    mine = [store.index.lock, store._lock, store.dram.book_lock, store.feed._lock, store.door._left]
+    mine = [store.index.lock, store._lock, store.dram.book_lock, store.feed._lock, store.door.lock()]
     return [*mine, shelves.lock, shelves._journal_lock, shelves._grow_lock, *(cold.lane._lock for cold in store.colds)]
 
 
@@ -203,7 +203,7 @@ def embedded(folder: Path) -> Any:
     assert isinstance(store, Store)
     store.flush()
     journal = (folder / "nvme" / "journal").read_bytes()
-    with holding([*locks_of(store), things[1]._door._left, things[4].transfer._lock]):
+    with holding([*locks_of(store), things[1]._door.lock(), things[4].transfer._lock]):
         used = in_child(lambda: uses(*things))
         ended = in_child(lambda: ends(*things))
         left = in_child(lambda: descriptors(folder / "nvme"))

@@ -90,7 +90,7 @@ class World:
     """A small store with more on disk than DRAM holds."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        self.store: Store = kvtide.open(  # type: ignore[assignment]
+        self.store: Store = kvtide.open(
             dram={"budget": "1MiB", "segment": "1MiB"},
             nvme={"path": str(path), "budget": "16MiB", "segment": "1MiB", "threads": 2, **settings},
         )
@@ -108,6 +108,7 @@ class World:
 
     def check(self) -> None:
         """After an interruption: the next call ends what was left, others' calls work, and every byte is right."""
+        assert not self.store.index.lock_is_mine(), f"interrupted at {self.place}, the lock was not given back"
         self.session.find(prompt(0))
         failures: list[BaseException] = []
 

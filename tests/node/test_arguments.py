@@ -194,13 +194,13 @@ def test_what_is_refused(world: World, options: dict[str, Any], error: type[Exce
 def test_numbers_of_numpy_are_numbers(world: World) -> None:
     tokens = prompt(50, 51)
     for session in world.sessions:
-        stored = session.store(
+        stored = session.store(  # type: ignore[call-overload]
             tokens,
             data(PLAIN, tokens)[1:],
             [Extra("image", b"x", np.int64(SIZE), np.int32(SIZE + 1))],  # type: ignore[arg-type]
-            start=np.int64(1),  # type: ignore[arg-type]
-            ttl=np.float32(60),  # type: ignore[arg-type]
-            priority=np.int8(3),  # type: ignore[arg-type]
+            start=np.int64(1),
+            ttl=np.float32(60),
+            priority=np.int8(3),
         )
         assert stored.stored == 1
         with session.match(TOKENS, have=np.int64(SIZE), prefill=np.float32(0)) as match:  # type: ignore[arg-type]

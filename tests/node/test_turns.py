@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node import work
@@ -138,19 +139,20 @@ def test_pins_and_drops_are_made_in_slices(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr(work, "SLICE", 16)
     monkeypatch.setattr(work, "TURN", 16 * work.MOVE)
     index, pipeline = pair.node.store.index, pair.node.store.pipeline
-    pin, drop, sizes = index.pin, pipeline.drop, []
+    pin, drop, sizes = index.pin, pipeline.drop_some, []
 
-    def pinned(rows: Any, owner: object) -> int:
+    def pinned(*args: Any) -> None:
         pair.step()
-        return pin(rows, owner)
+        pin(*args)
 
-    def dropped(keys: Any, done: Callable[[int], None], **options: Any) -> int:
+    def dropped(keys: Any, *args: Any) -> int:
         pair.step()
         sizes.append(len(keys))
-        return drop(keys, done, **options)
+        return drop(keys, *args)
 
+    monkeypatch.setattr(slices, "SLICE", 16)
     monkeypatch.setattr(index, "pin", pinned)
-    monkeypatch.setattr(pipeline, "drop", dropped)
+    monkeypatch.setattr(pipeline, "drop_some", dropped)
     digests = os.urandom(32 * 4 * work.SLICE)
     assert pair.ask(pair.busy, [p.Pin(pair.session, digests, None, 1)]) == [0]
     pair.served_within(2)

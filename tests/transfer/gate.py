@@ -39,7 +39,7 @@ class Gated:
     """Whether drops are."""
     journal: list[str] = field(default_factory=list)
     """What was started, in order."""
-    syncs: list[tuple[Sequence[tuple[BlockKey, int]], ReadDone]] = field(default_factory=list)
+    syncs: list[tuple[Sequence[tuple[BlockKey, int]], DropDone]] = field(default_factory=list)
     open_syncs: bool = True
     """Whether syncs are answered before the call returns."""
 
@@ -61,7 +61,7 @@ class Gated:
         if self.open_drops:
             self.let_drop()
 
-    def sync(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self.journal.append("sync")
         self.syncs.append((items, done))
         if self.open_syncs:

@@ -191,8 +191,10 @@ class Residents:
                 del self.unwritten[row]
 
     def repair(self, moving: Moving, hidden: set[int]) -> None:
-        """Make everything anew that follows from where the rows are; ``hidden`` ones are rightly not found by their keys.
-        Under the lock."""
+        """Make everything anew that follows from where the rows are. Under the lock.
+
+        ``hidden`` rows are rightly not found by their keys.
+        """
         index, size = self._index, self._index.size
         here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
         self._dram.repair(
