@@ -15,8 +15,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,29 @@ class Interrupted(Exception):  # noqa: N818 - no error of ours
     """What a signal handler raises: it need not be a KeyboardInterrupt."""
 
 
+def looks(code: CodeType, at: int) -> bool:
+    """Whether CPython looks for signals when it has done the instruction at ``at``."""
+    return dis.opname[code.co_code[at]] in LOOKS
+
+
+@cache
+def handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    """The ranges of instructions that have an exception handler, and where it is."""
+    return [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]  # type: ignore[attr-defined]
+
+
+def same_handler(code: CodeType, one: int, other: int) -> bool:
+    found = [next((to for start, end, to in handlers(code) if start <= at < end), None) for at in (one, other)]
+    return found[0] == found[1]
+
+
 class Points:
     """Counts the points at which CPython would look for signals, and raises at one of them."""
 
     def __init__(self, at: int | None = None) -> None:
         self.count = 0
         self._at = at
-        self._last: dict[FrameType, str] = {}
+        self._last: dict[FrameType, int] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Points | None:
         name = frame.f_code.co_filename
@@ -60,12 +77,14 @@ class Points:
         if event == "return":
             self._last.pop(frame, None)
         elif event == "opcode":
-            if self._last.get(frame) in LOOKS:
+            here, before = frame.f_lasti, self._last.get(frame)
+            # The exception would be raised by the instruction before, under the same handlers.
+            if before is not None and looks(frame.f_code, before) and same_handler(frame.f_code, before, here):
                 self.count += 1
                 if self.count == self._at:
                     place = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
                     raise Interrupted(place)
-            self._last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self._last[frame] = here
         return self
 
     def run(self, call: Callable[[], object]) -> None:
