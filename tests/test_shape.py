@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "interrupts", "show", "version"],
-    ["arguments", "units"],
+    ["arguments", "forks", "units"],
     ["block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
