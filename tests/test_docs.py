@@ -203,7 +203,7 @@ def test_every_threat_has_an_answer_that_is_tried() -> None:
             assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
-GROUND = {"block", "canonical", "clock", "config", "errors", "events", "histogram"}
+GROUND = {"block", "canonical", "clock", "config", "door", "errors", "events", "forks", "histogram", "interrupts"}
 ROOMS = {
     "tiers": GROUND | {"security"},
     "index": GROUND,

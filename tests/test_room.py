@@ -118,11 +118,11 @@ def test_a_block_larger_than_the_disk_evicts_nothing_there(tmp_path: Path, codec
     with store, store.session(SMALL) as small, store.session(model(20 * KIB)) as big:
         for number in range(64):
             put(small, number)
-        assert store.flush(30)
+        assert store.flush(30).complete
         before = blocks_in(store, "nvme")
         for number in range(2):
             assert put(big, number).stored == 1, "there is room in memory"
-            assert store.flush(30)
+            assert store.flush(30).complete
         assert (blocks_in(store, "nvme"), evicted(store, "nvme")) == (before, 0)
 
 
@@ -178,7 +178,7 @@ def test_a_load_that_finds_no_room_evicts_nothing(tmp_path: Path) -> None:
         put(other, 1, 2, 3)
         for number in range(500, 500 + 128):  # until ``other`` is out of memory
             put(small, number)
-            assert store.flush(30)
+            assert store.flush(30).complete
         with store.index.lock:
             assert not (store.index.state[DRAM][rows_of(other, 1, 2, 3)] == SEALED).any()
         numbers = range(500, 500 + 128)
@@ -206,9 +206,9 @@ def test_a_block_larger_than_its_tenants_quota_costs_the_tenant_nothing(tmp_path
     ):
         for number in range(12):
             put(small, number)
-        assert store.flush(30)
+        assert store.flush(30).complete
         assert put(big, 0) == Stored(0, 0, 1)
-        assert store.flush(30)
+        assert store.flush(30).complete
         assert (evicted(store), evicted(store, "nvme")) == (0, 0)
         assert all(right(small, number) == 1 for number in range(12))
 
@@ -226,14 +226,14 @@ def test_a_quota_that_pins_use_up_costs_the_tenant_nothing(tmp_path: Path, where
             put(small, number)
         for number in range(7):
             small.pin(prompt(number))
-        assert store.flush(30)
+        assert store.flush(30).complete
         put(big, 0)
-        assert store.flush(30)
+        assert store.flush(30).complete
         assert evicted(store, where) == 0
         for number in range(7):
             small.unpin(prompt(number))
         put(big, 1)
-        assert store.flush(30)
+        assert store.flush(30).complete
         assert 0 < evicted(store, where) < 14
 
 
@@ -461,13 +461,13 @@ def test_pins_on_disk_starve_no_other_size(tmp_path: Path, codec: str) -> None:
     ):
         for number in range(220):
             put(small, number)
-        assert store.flush(30)
+        assert store.flush(30).complete
         pinned = one_of_each_segment(store, small, range(220), NVME)
         for number in pinned:
             small.pin(prompt(number))
         for number in range(100):
             put(other, number)
-            assert store.flush(30)
+            assert store.flush(30).complete
         agree(store)
         with store.index.lock:
             there = [n for n in range(100) if store.index.state[NVME][rows_of(other, n)].tolist() == [SEALED]]
@@ -488,7 +488,7 @@ def test_a_match_that_is_held_for_long_does_not_stop_the_others(tmp_path: Path, 
             dropped = 0
             for number in range(1000, 1150):
                 dropped += put(small, number).dropped
-                assert store.flush(30)
+                assert store.flush(30).complete
             assert match.held
         assert dropped == 0
         assert store.statistics().tiers["nvme"].blocks >= 150 - 64
@@ -504,11 +504,11 @@ def test_what_only_memory_has_does_not_keep_its_segments_from_another_size(tmp_p
     ):
         for number in range(64):
             put(small, number)
-            assert store.flush(30)
+            assert store.flush(30).complete
         stored = 0
         for number in range(100):
             stored += put(other, number).stored
-            assert store.flush(30)
+            assert store.flush(30).complete
         assert stored >= 95, "but for the first, before anything was written down"
         found = sum(right(small, number) for number in range(64))
         assert found == 64, "nothing that left memory was lost"

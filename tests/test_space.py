@@ -72,7 +72,7 @@ class Writer:
         before = self.store.statistics().counts
         self.number += 1
         session.store([self.number] * TOKENS, [self.content(session.layout.geometry["full"].nbytes, part)])
-        assert self.store.flush(60)
+        assert self.store.flush(60).complete
         after = self.store.statistics().counts
         written, evicted = (f"blocks {what} nvme" for what in ("written to", "evicted from"))
         return after.get(written, 0) > before.get(written, 0), after.get(evicted, 0) - before.get(evicted, 0)

@@ -49,7 +49,7 @@ class Persist(Stored):
     _persisting: Persisting
 
     def __init__(self, stored: Stored, persisting: Persisting) -> None:
-        super().__init__(stored.stored, stored.present, stored.dropped)
+        super().__init__(stored.stored, stored.present, stored.dropped, stored.pending)
         object.__setattr__(self, "_persisting", persisting)
 
     @property

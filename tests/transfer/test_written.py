@@ -216,10 +216,11 @@ def test_it_is_evicted_from_no_tier_while_it_waits() -> None:
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_block_that_another_is_just_writing_is_waited_for(sealed: bool) -> None:
     with world(mode="second-touch") as w:
-        reservation = w.session.reserve(prompt(1))
+        reservation, second = w.session.reserve(prompt(1)), w.session.reserve(prompt(1))
         persist = w.session.store(prompt(1), content(w.session, prompt(1)), durable=True)
-        assert (persist.stored, persist.present) == (0, 1)
+        assert (persist.stored, persist.present, persist.pending) == (0, 0, 1)
         assert persist.wait(0).reasons == {Unwritten.TIMEOUT: 1}
+        second.abort()
         if not sealed:
             reservation.abort()
             assert persist.wait(0).failed["full"][0] in (Unwritten.NOT_STORED, Unwritten.REMOVED)
