@@ -36,6 +36,10 @@ class WatchedLock:
         self._depth -= 1
         self._lock.release()
 
+    def _is_owned(self) -> bool:
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return owned
+
     def __enter__(self) -> bool:
         return self.acquire()
 

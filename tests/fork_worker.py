@@ -183,7 +183,7 @@ def goes_on(home: Home, session: Session, match: kvtide.Match, reservation: kvti
     session.store(tokens(5), data(5))
     with session.match(tokens(5)) as found:
         good = good and session.load(found).wait().tokens == 32
-    return good and home.flush(PATIENCE)  # type: ignore[attr-defined]
+    return good and home.flush(PATIENCE).complete  # type: ignore[attr-defined]
 
 
 def locks_of(store: Store) -> list[Any]:

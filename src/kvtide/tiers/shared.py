@@ -156,13 +156,17 @@ class Shared:
         self._calls = Calls("kvtide-shared-start")
         self.call_soon = self._calls.put
         """Call something on a thread that no storage can hold up."""
-        self._jobs = Jobs(
-            "shared",
-            [Packer(compression, sealing, scratch) for _ in range(2 * threads)],
-            timeout,
-            self._no_answer,
-            self._clock,
-        )
+        try:
+            self._jobs = Jobs(
+                "shared",
+                [Packer(compression, sealing, scratch) for _ in range(2 * threads)],
+                timeout,
+                self._no_answer,
+                self._clock,
+            )
+        except BaseException:
+            self._calls.close(0)
+            raise
 
     def __repr__(self) -> str:
         return f"<Shared over {self._blobs!r}{', which hangs' if self._jobs.hangs else ''}>"
