@@ -271,7 +271,7 @@ def owner_stays(folder: Path) -> Any:
     locked = in_child(lambda: answer(lambda: kvtide.open(**settings(folder))))
     with store.session(MODEL) as session:
         session.store(tokens(1), data(1))
-    flushed = store.flush(PATIENCE)
+    flushed = store.flush(PATIENCE).complete
     store.close()
     return {"locked": locked, "flushed": flushed}
 
