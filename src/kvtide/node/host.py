@@ -11,7 +11,6 @@ from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import Status
 from kvtide.node.team import Team
 from kvtide.store import Store
-from kvtide.transfer.written import Flushed
 
 if TYPE_CHECKING:
     from kvtide.node.guest import Guest
@@ -37,7 +36,7 @@ class Host(Protocol):
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
 
-    def flush(self, done: Callable[[Flushed], None]) -> None:
+    def flush(self, done: Callable[[], None]) -> None:
         """Call when colder tiers have what they were given."""
 
     def status(self, domain: int | None) -> Status:

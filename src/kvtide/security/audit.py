@@ -12,6 +12,7 @@ the chain goes on in a new one.
 from __future__ import annotations
 
 import errno
+import fcntl
 import getpass
 import json
 import os
@@ -25,7 +26,6 @@ from blake3 import blake3
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Security
 from kvtide.errors import AuditError
-from kvtide.forks import LockFile
 
 __all__ = ["Audit", "Verdict", "audit_of", "verify"]
 
@@ -76,9 +76,12 @@ class Audit:
         facts: dict[str, Fact] = {"when": when, "who": who or _who(), "what": what, **about, "result": result}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with LockFile(self.path.with_name(self.path.name + ".lock")) as lock:
-                lock.take(wait=True)
+            lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 self._append(facts)
+            finally:
+                os.close(lock)
         except OSError as e:
             raise AuditError(f"cannot write the audit log {self.path}: {e.strerror}. Nothing is done unseen") from e
 

@@ -122,12 +122,8 @@ class Jobs(Generic[W]):
             for i, w in enumerate(workers)
         ]
         self._watcher = threading.Thread(target=self._watch, name=f"kvtide-{name}-watch", daemon=True)
-        try:
-            for thread in (*self._threads, self._watcher):
-                thread.start()
-        except BaseException:  # no more threads, say
-            self.close()
-            raise
+        for thread in (*self._threads, self._watcher):
+            thread.start()
 
     @property
     def hangs(self) -> bool:
@@ -201,13 +197,11 @@ class Jobs(Generic[W]):
             self._queue.put(None)
         end = self._clock.monotonic() + 2 * self._timeout
         for thread in self._threads:
-            if thread.ident is not None:  # else it could not be started
-                thread.join(max(0.0, end - self._clock.monotonic()))
+            thread.join(max(0.0, end - self._clock.monotonic()))
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._watcher.ident is not None:
-            self._watcher.join()
+        self._watcher.join()
 
 
 class Trickle(Generic[T]):

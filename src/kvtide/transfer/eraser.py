@@ -82,9 +82,7 @@ class Eraser:
         ended: list[_Dying] = []
         with self._index.lock:
             for (key, _), erased in zip(items, results, strict=True):
-                dying = self._dying.get((cold.number, key))
-                if dying is None:
-                    continue  # whoever dropped it was interrupted before he had said so
+                dying = self._dying[cold.number, key]
                 dying.copies -= 1
                 dying.erased &= erased
                 if not dying.copies:
