@@ -45,7 +45,7 @@ def agree(store: Store, held: Collection[int] = (), seconds: float = 30.0) -> No
     """
     end = time.monotonic() + seconds
     while True:
-        assert store.flush(seconds), "the lanes do not come to rest"
+        assert store.flush(seconds).complete, "the lanes do not come to rest"
         found = disagreements(store, held)
         if not found:
             return

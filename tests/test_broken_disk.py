@@ -51,7 +51,7 @@ def test_with_a_disk_that_refuses_everything_it_is_a_store_in_memory(tmp_path: P
             stored = put(number)
             # What waits to be written cannot leave; what was refused can.
             if not stored:
-                assert store.flush(60)
+                assert store.flush(60).complete
                 stored = put(number)
             assert stored
             assert found(number)

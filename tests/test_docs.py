@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide import config
+from kvtide import Unwritten, config
 from kvtide.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -167,8 +167,12 @@ def test_the_glossary_has_every_counter_and_no_other() -> None:
     assert {re.sub(r"\{[^}]*\}", "nvme", name) for name in found} == rows("docs/glossary.md", "Counters")
 
 
+def test_the_glossary_has_every_reason_why_a_block_is_not_written() -> None:
+    assert rows("docs/glossary.md", "Unwritten") == {reason.value for reason in Unwritten}
+
+
 def test_the_glossary_has_every_reason() -> None:
-    found = re.findall(r'Rejected\(f?"([^"]+)"\)', source("tiers"))
+    found = re.findall(r'(?:Rejected|NotForAsker)\(f?"([^"]+)"\)', source("tiers"))
     assert len(found) > 10
     told = rows("docs/glossary.md", "Reasons")
     for name in found:
@@ -199,7 +203,7 @@ def test_every_threat_has_an_answer_that_is_tried() -> None:
             assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
-GROUND = {"block", "canonical", "clock", "config", "errors", "events", "histogram"}
+GROUND = {"block", "canonical", "clock", "config", "door", "errors", "events", "forks", "histogram", "interrupts"}
 ROOMS = {
     "tiers": GROUND | {"security"},
     "index": GROUND,

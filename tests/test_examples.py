@@ -13,9 +13,9 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 RESULTS = {
     "async_prefetch": [rf"request {number}: 512 tokens, in DRAM before they were needed: True" for number in range(4)],
-    "quickstart": [r"stored: Stored\(stored=3, present=0, dropped=0\)", r"32 of 43 tokens came from the store"],
+    "quickstart": [r"stored: Stored\(stored=3, present=0, dropped=0, pending=0\)", r"32 of 43 tokens came from the store"],
     "restart": [
-        r"first life:  Stored\(stored=8, present=0, dropped=0\)",
+        r"first life:  Stored\(stored=8, present=0, dropped=0, pending=0\)",
         r"second life: <Match 512 of 512 tokens.*>",
         r"read from disk: 8 blocks",
         r"dropped for good: 8 blocks",
@@ -70,6 +70,22 @@ def test_an_example_does_what_it_says(example: Path, tmp_path: Path) -> None:
         lines.remove(found[0])
     assert not lines
     assert list(here.iterdir()) == [], "it cleans up after itself"
+
+
+def test_the_workers_of_an_engine_move_all_of_a_prompt(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIDE_")}
+    (example,) = (e for e in EXAMPLES if e.stem == "workers")
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**environment, "TMPDIR": str(tmp_path)},
+        check=True,
+    )
+    told = [f"worker {rank} has its heads of 256 tokens, right in every byte: True" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == told
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)

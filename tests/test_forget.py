@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvtide
 from kvtide import Layout, Model, Tenant, cli
-from kvtide.errors import ConfigError, HeldError, TierError
+from kvtide.errors import ConfigError, HeldError, LayoutError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.security.acts import destroy, hold
 from kvtide.security.audit import verify
@@ -137,7 +137,7 @@ def test_a_node_forgets_for_its_own_user(tmp_path: Path) -> None:
         hold(KeyFile(tmp_path / "keys.json"), DEFAULT_TENANT.tag, "case 17")
         with pytest.raises(TierError, match="case 17"):
             client.forget(DEFAULT_TENANT.tag)
-        with pytest.raises(TierError, match="16 bytes"):
+        with pytest.raises(LayoutError, match="16 bytes"):
             client.forget(b"short")
 
 

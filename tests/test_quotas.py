@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtide
-from kvtide import BlockRemoved, Session, Store, Tenant
+from kvtide import BlockRemoved, Session, Store, Tenant, Unwritten
 from kvtide import config as configuration
 from kvtide.errors import ConfigError
 from kvtide.events import Event
@@ -103,7 +103,7 @@ def test_whatever_is_stored_found_and_dropped_a_quota_holds(
                             length(session, prompt(*path))
                         case _:
                             session.drop(prompt(*path), start=len(path) // 2)
-                    assert store.flush(60)
+                    assert store.flush(60).complete
                     check_books(store)
     assert not over
 
@@ -141,7 +141,8 @@ def test_what_finds_no_room_among_its_own_is_not_stored_and_counted(tmp_path: Pa
         greedy.pin(prompt(1, 2))
         stored = put(greedy, 5, 6, 7, 8)
         assert (stored.stored, stored.dropped) == (2, 2)
-        assert store.flush(60)
+        flushed = store.flush(60)
+        assert (bool(flushed), flushed.unwritten) == (False, {Unwritten.QUOTA: 2})
         counts = store.statistics().counts
         reasons = {f"stores dropped: a tenant's quota of {tier} is used up" for tier in ("dram", "nvme")}
         assert {why: counts[why] for why in reasons} == dict.fromkeys(reasons, 2) == usage(store).refused

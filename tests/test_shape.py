@@ -23,14 +23,14 @@ SOURCE = Path(kvtide.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
-    ["errors", "canonical", "clock", "histogram", "show", "version"],
-    ["units"],
-    ["block", "config", "door"],
+    ["errors", "canonical", "clock", "histogram", "interrupts", "show", "version"],
+    ["arguments", "forks", "units"],
+    ["block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
     ["plan", "shares", "storages"],
     ["transfer"],
-    ["adoption", "statistics"],
+    ["adoption", "housekeeping", "statistics"],
     ["desk", "forgetting"],
     ["match"],
     ["session"],

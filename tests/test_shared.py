@@ -59,7 +59,7 @@ def blobs(folder: Path) -> list[Path]:
 def keep(session: Session, tokens: list[int]) -> None:
     """Store a prompt, and wait until storage has it."""
     session.store(tokens, data(PLAIN, tokens))
-    assert session._home.flush(30)  # type: ignore[attr-defined]
+    assert session._home.flush(30).complete  # type: ignore[attr-defined]
 
 
 # -- what others wrote ----------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_all_groups_of_a_prompt_are_found(tmp_path: Path) -> None:
         model = Model(HYBRID, "given:hybrid")
         with one.session(model) as first, two.session(model) as second:
             first.store(tokens, everything(HYBRID, tokens))
-            assert one.flush(30)
+            assert one.flush(30).complete
             assert length(second, tokens) == len(tokens)
 
 
@@ -126,7 +126,7 @@ def test_a_block_found_lives_no_longer_than_its_writer_said(tmp_path: Path) -> N
     clock = FakeClock()
     with sessions(tmp_path, 2, clock=clock) as (one, two):
         one.store(prompt(1), data(PLAIN, prompt(1)), ttl=100)
-        assert one._home.flush(30)  # type: ignore[attr-defined]
+        assert one._home.flush(30).complete  # type: ignore[attr-defined]
         assert length(two, prompt(1)) == SIZE
         clock.advance(101)
         assert length(two, prompt(1)) == 0
@@ -139,7 +139,7 @@ def test_a_thousand_blocks_that_expire_together_are_all_removed(tmp_path: Path) 
         for n in range(10):
             tokens = prompt(*range(100 * n, 100 * n + 100))
             session.store(tokens, data(PLAIN, tokens), ttl=100)
-            assert session._home.flush(30)  # type: ignore[attr-defined]
+            assert session._home.flush(30).complete  # type: ignore[attr-defined]
         assert len(blobs(tmp_path)) == 1000
         keep(session, prompt(5000))
         clock.advance(101)
@@ -151,7 +151,7 @@ def test_what_has_expired_is_looked_for_once_and_makes_room_for_the_next(tmp_pat
     clock = FakeClock()
     with sessions(tmp_path, 2, clock=clock) as (one, two):
         one.store(prompt(1), data(PLAIN, prompt(1)), ttl=10)
-        assert one._home.flush(30)  # type: ignore[attr-defined]
+        assert one._home.flush(30).complete  # type: ignore[attr-defined]
         assert len(blobs(tmp_path)) == 1
         clock.advance(20)
         until(lambda: not two.match(prompt(1)).pending)
@@ -328,7 +328,7 @@ folder, own, other = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with kvtide.open(dram={"budget": "8MiB"}, files={"path": folder}) as store, store.session(MODEL) as session:
     mine = prompt(0, own)
     session.store(mine, data(PLAIN, mine))
-    assert store.flush(60)
+    assert store.flush(60).complete
     print("stored", flush=True)
     sys.stdin.readline()
     assert length(session, prompt(0, other)) == 32, "what the other process wrote"
@@ -453,6 +453,47 @@ def test_what_found_no_credit_is_written_when_there_is_some(tmp_path: Path) -> N
     with opened(tmp_path, budget="1GiB", lease="0.5s") as store, store.session(MODEL) as session:
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))  # the first credit is still under way
         until(lambda: len([f for f in blobs(tmp_path) if "." not in f.name]) == 2)
+
+
+def test_a_flush_waits_for_credit_that_is_on_its_way(tmp_path: Path) -> None:
+    with opened(tmp_path, budget="1GiB", lease="2s") as store, store.session(MODEL) as session:
+        until(lambda: store.statistics().budgets["files"].steward.term > 0)
+        keep(session, prompt(0))
+        until(lambda: len(blocks_in(tmp_path)) == 1)
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert store.flush(30).complete
+        assert len(blocks_in(tmp_path)) == 3
+
+
+def blocks_in(folder: Path) -> list[Path]:
+    return [file for file in blobs(folder) if "." not in file.name]
+
+
+def test_stores_that_store_nothing_remove_nothing_and_a_block_too_large_neither(tmp_path: Path) -> None:
+    """In a storage that is full: nothing is asked for, and nothing goes."""
+    with sessions(tmp_path) as (session,):
+        for number in range(44):
+            keep(session, prompt(number))
+    full = blocks_in(tmp_path)
+    assert len(full) == 44
+    record = full[0].stat().st_size
+    settings: Any = {"budget": str(48 * record), "lease": "0.3s"}
+    with ExitStack() as stack:
+        stores = [stack.enter_context(opened(tmp_path, **settings)) for _ in range(4)]
+        until(lambda: any(store.statistics().budgets["files"].here for store in stores))
+        reading = stack.enter_context(stores[0].session(MODEL))
+        for number in range(44):
+            assert length(reading, prompt(number)) == SIZE
+        until(lambda: all(store.statistics().budgets["files"].steward.blocks == 44 for store in stores))
+        time.sleep(1.5)  # five leases
+        assert blocks_in(tmp_path) == full
+        assert all(store.statistics().budgets["files"].credit == 0 for store in stores)
+    tiny: Any = {"budget": str(record // 2), "lease": "0.3s"}
+    other = tmp_path / "other"
+    with opened(other, **tiny) as store, store.session(MODEL) as session:
+        until(lambda: store.statistics().budgets["files"].steward.term > 0)
+        keep(session, prompt(1))
+        assert dict(store.statistics().tiers["files"].reasons) == {"larger than the budget of the storage": 1}
 
 
 def test_what_the_steward_removes_is_forgotten_and_told(tmp_path: Path) -> None:

@@ -43,6 +43,14 @@ class TwoWriters(RuleBasedStateMachine):
         self.sessions = [store.session(MODEL) for store in self.stores]
         self.stored: dict[Numbers, float] = {}
         """Every block that was ever stored, by the prompt that ends with it, and when the last of it expires."""
+        self.lying: set[str] = set()
+        """Names of files that were there after the last rule."""
+        self.mortal: set[str] = set()
+        """Those that may expire."""
+        self.spoilt: set[str] = set()
+        """Those that were broken: whoever finds one removes it."""
+        self.asked: set[str] = set()
+        """Those that the last rule has dropped."""
 
     def open(self) -> Store:
         tree: dict[str, Any] = {
@@ -85,6 +93,15 @@ class TwoWriters(RuleBasedStateMachine):
             self.settle()
             assert [file.name for file in self.files() if file.suffix == ".new"] == []
 
+    @invariant()
+    def what_left_was_dropped_or_broken_or_has_expired(self) -> None:
+        if hasattr(self, "folder"):
+            now = {file.name for file in self.files()}
+            gone = self.lying - now
+            assert gone <= self.asked | self.spoilt | self.mortal, "a block left though nobody asked for that"
+            self.spoilt -= gone
+            self.lying, self.asked = now, set()
+
     # -- rules --------------------------------------------------------------------------------------------
 
     @rule(who=writers, path=numbers, ttl=st.sampled_from([None, None, 10.0]))
@@ -94,6 +111,8 @@ class TwoWriters(RuleBasedStateMachine):
     def put(self, who: int, path: Numbers, ttl: float | None = None) -> None:
         self.sessions[who].store(prompt(*path), data(PLAIN, prompt(*path)), ttl=ttl)
         until = float("inf") if ttl is None else self.clock.time() + ttl
+        if ttl is not None:
+            self.mortal.update(self.names(path))
         for end in range(1, len(path) + 1):
             self.stored[path[:end]] = max(until, self.stored.get(path[:end], 0.0))
 
@@ -112,6 +131,7 @@ class TwoWriters(RuleBasedStateMachine):
         """What one drops is gone from storage, and from its own memory; the other may have it in memory still."""
         self.settle()
         self.sessions[who].drop(prompt(*path))
+        self.asked.update(self.names(path))
         gone = set(self.names(path))
         assert not gone & {file.name for file in self.files()}
         assert length(self.sessions[who], prompt(*path)) == 0
@@ -125,6 +145,7 @@ class TwoWriters(RuleBasedStateMachine):
         """As if a steward had removed it, and nobody had heard."""
         if files := self.files():
             files[which % len(files)].unlink()
+            self.asked.add(files[which % len(files)].name)
             self.seen["vanished"] += 1
 
     @rule(which=st.integers(0, 30), how=st.sampled_from(["cut", "flip", "other", "rubbish"]), where=st.floats(0, 0.999))
@@ -140,6 +161,7 @@ class TwoWriters(RuleBasedStateMachine):
                 "rubbish": os.urandom(len(whole)),
             }[how]
             file.write_bytes(spoilt)
+            self.spoilt.add(file.name)
             self.seen["broken"] += 1
 
     @rule(who=writers)
@@ -155,6 +177,7 @@ class TwoWriters(RuleBasedStateMachine):
         for session in self.sessions:
             self.check(session, path)
             session.drop(prompt(*path))
+        self.asked.update(self.names(path))
         self.put(0, path)
         self.settle()
         assert set(self.names(path)) <= {file.name for file in self.files()}

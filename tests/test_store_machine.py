@@ -3,7 +3,8 @@
 What a block holds follows from its key, so every byte that the store returns is checked. The model is a dict of the
 blocks that may be returned: whoever was never stored, was dropped, or has expired is not in it. It cannot say what
 *must* be returned, because a store may evict; that is asked only where the answer is certain: after a restart, a kill
-or, with ``durable``, a power loss, of what lay whole on the disk before.
+or, with ``durable``, a power loss, of what lay whole on the disk before; and of what was pinned in memory. Whoever
+stores and gets no slot has cost nobody a block.
 
 Which rule runs and with what depends on the drawn values alone, never on the store's answers, so that a failure is
 found again as far as the threads inside allow.
@@ -17,6 +18,8 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,12 +37,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtide import config
+from kvtide import Unwritten, config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
-from kvtide.desk import LocalHolding
+from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
-from kvtide.index.index import SEALED, Rows
+from kvtide.index import slices
+from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
@@ -61,6 +65,11 @@ TWO = Layout(
 USERS = [
     (Model(layout, "machine"), Tenant(name, name.encode() * 32)) for layout in (ONE, TWO) for name in ("ann", "bob")
 ]
+
+LARGE = Model(Layout.attention(layers=3, heads=4, head_dim=256, block_tokens=128), "large")
+"""A block of 1.5 MiB: more than a segment, so that several must be emptied for it."""
+HUGE = Model(Layout.attention(layers=8, heads=4, head_dim=256, block_tokens=128), "huge")
+"""A block of 4 MiB: more than there is memory."""
 
 Path_ = tuple[int, ...]
 """A prompt: the number that all tokens of each of its blocks have. Prompts with one beginning share those blocks."""
@@ -117,6 +126,8 @@ class Machine(RuleBasedStateMachine):
 
     folder: Path
     store: Store
+    alone = True
+    """Whether nobody else stores just now."""
 
     # -- the beginning and the end ------------------------------------------------------------------------
 
@@ -172,6 +183,8 @@ class Machine(RuleBasedStateMachine):
         """Blocks that the disk has, as far as events tell."""
         self.rights: list[Right] = []
         self.pins: list[tuple[int, Path_]] = []
+        self.pinned: set[BlockKey] = set()
+        """Blocks that were in memory when they were pinned: there they stay."""
         self.gates: list[Gate] = []
         self.corrupted = False
         self.open()
@@ -184,6 +197,7 @@ class Machine(RuleBasedStateMachine):
         self.store.follow(self.happened)
         self.sessions = [self.store.session(model, tenant) for model, tenant in USERS]
         self.pins.clear()
+        self.pinned.clear()
         self.hidden.clear()
 
     def happened(self, event: Event) -> None:
@@ -201,7 +215,9 @@ class Machine(RuleBasedStateMachine):
             self.settled()
             self.audit()
             self.seen.update(self.store.statistics().counts)
+            self.nothing_is_left_over()
             self.store.close()
+            assert not any(t.name == "kvtide-housekeeping" for t in threading.enumerate())
             self.whole_files_only()
         finally:
             self.disk.die()
@@ -300,6 +316,17 @@ class Machine(RuleBasedStateMachine):
         """When nothing moves, all books agree and nobody holds what nobody has."""
         agree(self.store, {int(row) for right in self.rights for rows in rows_of(right.match).values() for row in rows})
 
+    def nothing_is_left_over(self) -> None:
+        """When all sessions are closed, every right and every charge has ended."""
+        for session in self.sessions:
+            session.close()
+        statistics = self.store.statistics()
+        pipeline = statistics.pipeline
+        assert (statistics.pinned, pipeline.leases, pipeline.reservations) == (0, 0, 0)
+        for session in self.sessions:
+            assert isinstance(session.desk, LocalDesk)
+            assert (len(session.desk.pins), session.desk.pins.nbytes, session.desk.pins.charge.nbytes) == (0, 0, 0)
+
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
         odd = {n for n in names if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"}
@@ -315,9 +342,23 @@ class Machine(RuleBasedStateMachine):
                 self.gates.pop().open()
         for right in self.rights:
             self.check(right)
+        assert self.store.pipeline.largest_slice <= slices.SLICE, "too much was removed in one hold of the lock"
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
+        pinned = sorted(key for key in self.pinned if self.allowed(key))
+        found = self.store.index.find(pinned, self.clock.time())
+        assert all(f is Found.HIT for f in found), "a pinned block has left memory"
         assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
+
+    @contextmanager
+    def for_use(self) -> Iterator[list[int]]:
+        """Blocks leave memory meanwhile only if slots are taken: how many, the caller says in the list."""
+        slots: list[int] = []
+        before = self.store.pipeline.counts["blocks evicted from dram"]
+        yield slots
+        evicted = self.store.pipeline.counts["blocks evicted from dram"] - before
+        assert sum(slots) or not evicted, f"{evicted} blocks left memory for nothing"
+        self.seen["stores without room that cost nothing"] += not sum(slots)
 
     # -- storing ------------------------------------------------------------------------------------------
 
@@ -335,6 +376,13 @@ class Machine(RuleBasedStateMachine):
             # Whether it is there already, with a lifetime of its own, only the store knows.
             self.known[key] = max(until, self.known.get(key, -1.0))
             self.hidden.discard(key)
+        self.lives(user, path, until)
+
+    def lives(self, user: int, path: Path_, until: float) -> None:
+        """All of a prompt that may be returned may be so until then: its beginning lives as long as its end."""
+        for key in self.keys(user, path):
+            if key in self.known:
+                self.known[key] = max(until, self.known[key])
 
     def put(self, user: int, path: Path_, start: int, ttl: float | None, priority: int) -> Stored:
         session = self.sessions[user]
@@ -344,7 +392,12 @@ class Machine(RuleBasedStateMachine):
             g.name: [content(k, session.layout.geometry[g.name].nbytes) for k in chain.keys(g.suffix)[start:]]
             for g in session.layout.groups
         }
-        answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
+        if self.alone:
+            with self.for_use() as slots:
+                answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
+                slots.append(answer.stored)
+        else:
+            answer = session.store(chain, given, start=start, ttl=ttl, priority=priority)
         assert answer.stored + answer.present + answer.dropped == len(given) * (len(path) - start)
         return answer
 
@@ -379,6 +432,7 @@ class Machine(RuleBasedStateMachine):
             except BaseException as e:  # noqa: BLE001 - raised below
                 errors.append(e)
 
+        self.alone = False
         thread = threading.Thread(target=store)
         chosen = [self.pick(prompt)[1] for prompt in prompts]
         thread.start()
@@ -388,8 +442,29 @@ class Machine(RuleBasedStateMachine):
             if i % 2:
                 self.put(user, mine, 0, None, 0)
         thread.join()
+        self.alone = True
         if errors:
             raise errors[0]
+
+    @rule(number=st.integers(0, 3), huge=st.booleans(), into_slots=st.booleans())
+    def store_large(self, number: int, huge: bool, into_slots: bool) -> None:
+        """What needs several segments gets them or costs nothing; what is larger than memory always costs nothing."""
+        session = self.store.session(HUGE if huge else LARGE)
+        chain = session.chain([number] * session.layout.block_tokens)
+        (key,), nbytes = chain.keys(b"full"), session.layout.geometry["full"].nbytes
+        with self.for_use() as slots:
+            if into_slots:
+                with session.reserve(chain) as reservation:
+                    slots.append(len(reservation.keys))
+            else:
+                slots.append(session.store(chain, [content(key, nbytes)]).stored)
+        assert not huge or not any(slots)
+        self.seen["large blocks stored"] += sum(slots)
+        if not self.gates:
+            with session.match(chain) as match:
+                for view in session.load(match).wait().blocks:
+                    self.same(view, session.layout.geometry["full"], key)
+        session.close()
 
     @rule(user=st.sampled_from([0, 1]), path=paths)
     def store_one_and_read(self, user: int, path: Path_) -> None:
@@ -410,7 +485,10 @@ class Machine(RuleBasedStateMachine):
         path = self.mortal(path, ttl)
         session = self.sessions[user]
         chain = self.chain(user, path)
-        with session.reserve(chain, ttl=ttl) as reservation:
+        with self.for_use() as slots:
+            reservation = session.reserve(chain, ttl=ttl)
+            slots.append(len(reservation.keys))
+        with reservation:
             for key, view in zip(reservation.keys, reservation.views, strict=True):
                 geometry = session.layout.geometry[key[32:].decode()]
                 if seal:
@@ -422,6 +500,8 @@ class Machine(RuleBasedStateMachine):
             if seal:
                 self.expect(user, path, 0, ttl)
                 reservation.seal()
+            elif not reservation.keys:  # all of it was there, and lives longer now
+                self.lives(user, path, float("inf") if ttl is None else self.clock.time() + ttl)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -500,6 +580,22 @@ class Machine(RuleBasedStateMachine):
         for match, _ in loads:
             match.release()
 
+    @precondition(lambda self: not self.gates)
+    @rule(prompt=prompts, tenant=st.booleans())
+    def ask_for_anothers_blocks(self, prompt: Prompt, tenant: bool) -> None:
+        """By their names, as a client of a node could: nothing is shown, and nothing is lost by it."""
+        user, path = self.pick(prompt)
+        (model, owner), chain = USERS[user], self.chain(user, path)
+        namespace = model.namespace(owner) if tenant else b"another model of thirty-two bytes"[:32]
+        desk = LocalDesk(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
+        holding = desk.match(chain, 0, None)
+        before = self.store.pipeline.counts["blocks unreadable in nvme"]
+        desk.load(holding, None).wait(30)
+        assert desk.collect(holding).blocks == 0, "a block was shown to another"
+        holding.release()
+        lost = self.store.pipeline.counts["blocks unreadable in nvme"] - before
+        assert not lost or self.disk.struck or self.spoilt, "a mismatch was taken for damage"
+
     # -- keeping and removing -----------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.pins) < 2)
@@ -508,12 +604,17 @@ class Machine(RuleBasedStateMachine):
         user, path = self.pick(prompt)
         self.sessions[user].pin(self.chain(user, path))
         self.pins.append((user, path))
+        keys = self.keys(user, path)
+        with self.store.index.lock:
+            here = self.store.index.state[DRAM][self.store.index.rows(keys)] == SEALED
+        self.pinned.update(key for key, is_here in zip(keys, here.tolist(), strict=True) if is_here)
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 1))
     def unpin(self, which: int) -> None:
         user, path = self.pins.pop(which % len(self.pins))
         self.sessions[user].unpin(self.chain(user, path))
+        self.pinned -= set(self.keys(user, path)) - {key for others in self.pins for key in self.keys(*others)}
 
     @precondition(lambda self: not self.gates)
     @rule(prompt=prompts, start=st.integers(0, 2))
@@ -523,6 +624,7 @@ class Machine(RuleBasedStateMachine):
 
     def erase(self, user: int, path: Path_, start: int) -> None:
         keys = self.keys(user, path, start)
+        self.pinned.difference_update(keys)
         try:
             self.sessions[user].drop(self.chain(user, path), start=start)
             sure = not self.disk.lied
@@ -537,6 +639,25 @@ class Machine(RuleBasedStateMachine):
                 self.hidden.add(key)
         found = self.store.index.find(keys, self.clock.time())
         assert Found.HIT not in found, "a dropped block is still served"
+
+    @precondition(lambda self: not self.gates)
+    @rule(prompt=prompts, start=st.integers(0, 2), ttl=st.sampled_from([3.0, 30.0]))
+    def expire(self, prompt: Prompt, start: int, ttl: float) -> None:
+        """Blocks live no longer than that from now on, after a restart either, if the disk did not refuse it."""
+        user, path = self.pick(prompt)
+        start = min(start, len(path) - 1)
+        until = self.clock.time() + ttl
+        self.lives(user, path, until)
+        try:
+            self.sessions[user].expire(self.chain(user, path), ttl, start=start)
+        except TierError:
+            self.seen["expiries refused"] += 1
+            return
+        self.seen["expiries"] += 1
+        if not self.disk.lied:
+            for key in self.keys(user, path, start):
+                if key in self.known:
+                    self.known[key] = until
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
     def time_passes(self, seconds: float) -> None:
@@ -624,6 +745,32 @@ class Machine(RuleBasedStateMachine):
         self.end(how, journal)
         self.open()
 
+    @precondition(lambda self: not self.gates)
+    @rule(user=users, path=paths, how=st.sampled_from(["killed", "power lost"]), journal=JOURNALS)
+    def store_durable_and_end(self, user: int, path: Path_, how: str, journal: str) -> None:
+        """What was said to be durable is there, however the disk behaved and whatever else was under way."""
+        session, chain = self.sessions[user], self.chain(user, path)
+        self.expect(user, path, 0, None)
+        given = {
+            g.name: [content(k, session.layout.geometry[g.name].nbytes) for k in chain.keys(g.suffix)]
+            for g in session.layout.groups
+        }
+        persist = session.store(chain, given, durable=True)
+        session.pin(chain)  # what comes behind it may need room, and would be right to take it
+        persisted = persist.wait(30)
+        assert not persisted.reasons.get(Unwritten.TIMEOUT), "nothing hangs"
+        failed = {
+            chain.keys(session.layout.group(name).suffix)[i] for name, some in persisted.failed.items() for i in some
+        }
+        certain = set(self.keys(user, path)) - failed
+        assert len(certain) == persisted.durable
+        self.seen["blocks that were durable"] += len(certain)
+        self.end(how, journal)
+        self.open()
+        if not self.spoilt:
+            found = self.store.index.find(sorted(certain), self.clock.time())
+            assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(certain)} blocks are lost"
+
     def end(self, how: str, journal: str) -> None:
         """The end of a life, and what becomes of the disk before the next."""
         self.seen[how] += 1
@@ -695,6 +842,13 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "kvtide")
 
 
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that a prompt of the machine has several."""
+    monkeypatch.setattr(slices, "SLICE", 3)
+
+
+@pytest.mark.usefixtures("small_slices")
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
@@ -706,16 +860,23 @@ def test_store_against_a_model(quiet_log: None) -> None:
         "blocks read from nvme",
         "blocks unreadable in nvme",
         "blocks expired",
+        "expiries",
         "drops",
         "power lost",
         "killed",
         "journals spoilt",
         "blocks that had to be there",
+        "stores without room that cost nothing",
+        "large blocks stored",
+        "blocks moved in dram",
+        "loads dropped: the block in nvme is not the asker's",
+        "blocks that were durable",
     ):
         assert Machine.seen[what], f"the run never came to {what!r}: {Machine.seen}"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("small_slices")
 def test_store_against_a_model_for_long(quiet_log: None) -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=600, stateful_step_count=60, **PROFILE))

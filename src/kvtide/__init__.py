@@ -16,11 +16,12 @@ from kvtide.block import Group, Kind, Layout
 from kvtide.events import BlockRemoved, BlockStored, EventsLost
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.index.lease import Reservation
-from kvtide.match import Load, Loaded, Match, Stored
+from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.node.auto import open_anywhere as open  # noqa: A004 - the verb that users expect
 from kvtide.node.client import Client, connect
 from kvtide.session import Session
 from kvtide.store import Statistics, Store
+from kvtide.transfer.written import Flushed, Persisted, Unwritten
 from kvtide.version import __version__ as __version__
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Client",
     "EventsLost",
     "Extra",
+    "Flushed",
     "Group",
     "Kind",
     "Layout",
@@ -37,12 +39,15 @@ __all__ = [
     "Loaded",
     "Match",
     "Model",
+    "Persist",
+    "Persisted",
     "Reservation",
     "Session",
     "Statistics",
     "Store",
     "Stored",
     "Tenant",
+    "Unwritten",
     "connect",
     "open",
 ]

@@ -17,9 +17,8 @@ from kvtide.tiers.nvme import Nvme
 __all__ = ["adopt", "charge"]
 
 
-def adopt(tier: Nvme, number: int, index: Index, uses: Uses) -> float:
-    """Enter what a tier holds into the index; answers when the first of it expires."""
-    earliest = float("inf")
+def adopt(tier: Nvme, number: int, index: Index, uses: Uses) -> None:
+    """Enter what a tier holds into the index."""
     for held in tier.scan():
         rows, parents = index.add_many(held.keys, held.parents, held.depths)
         index.state[number][rows] = SEALED
@@ -29,8 +28,6 @@ def adopt(tier: Nvme, number: int, index: Index, uses: Uses) -> float:
         first = int(rows[0]) if len(rows) else 0
         uses.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
         tier.own(held.places, rows)
-        earliest = min(earliest, float(held.expiries.min(initial=np.inf)))
-    return earliest
 
 
 def charge(tier: Nvme, index: Index, account: Account, tenants: Mapping[bytes, int], security: Security) -> None:

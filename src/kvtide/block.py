@@ -22,7 +22,7 @@ from typing import NewType
 
 from blake3 import blake3
 
-from kvtide import canonical
+from kvtide import arguments, canonical
 from kvtide.errors import LayoutError
 
 __all__ = [
@@ -70,6 +70,8 @@ LOSSY = {"fp8": (8, 8), "k8v4": (8, 4), "r4": (4, 4)}
 
 _RUN, _SHORTEST = 64, 16
 """How many codes share a scale, at most and at least."""
+_LARGEST = 1 << 40
+"""No number of a group is larger: no block has so many bytes."""
 _PACKING = 64
 """Letters of a packing's name, at most."""
 
@@ -158,6 +160,11 @@ class Group:
     packing: str = "plain"
 
     def __post_init__(self) -> None:
+        for fact in ("name", "dtype", "packing"):
+            arguments.text(getattr(self, fact), f"{fact} of a group")
+        arguments.kind(self.kind, Kind, f"kind of group {self.name!r}")
+        for fact in ("layers", "heads", "head_dim", "window", "page"):  # Python's own numbers are hashed and sent
+            object.__setattr__(self, fact, arguments.integer(getattr(self, fact), f"{fact} of group {self.name!r}"))
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= 16):
             raise LayoutError(f"group name {self.name!r}: use a letter and then letters, digits or _, 16 at most")
         if self.dtype not in DTYPES:
@@ -165,6 +172,9 @@ class Group:
         for fact in ("layers", "heads", "head_dim", "page"):
             if getattr(self, fact) < 1:
                 raise LayoutError(f"group {self.name!r}: {fact} is {getattr(self, fact)}, not positive")
+        for fact in ("layers", "heads", "head_dim", "window", "page"):
+            if getattr(self, fact) > _LARGEST:
+                raise LayoutError(f"group {self.name!r}: {fact} is {getattr(self, fact)}, more than any model has")
         if self.window < 0 or (self.kind is Kind.WINDOW) != (self.window > 0):
             raise LayoutError(f"group {self.name!r}: a window goes with Kind.WINDOW, and only with it")
         if self.kind is Kind.MLA and self.heads != 1:
@@ -263,6 +273,8 @@ class Layout:
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(arguments.items(self.groups, Group, "groups")))
+        object.__setattr__(self, "block_tokens", arguments.integer(self.block_tokens, "block_tokens"))
         names = [g.name for g in self.groups]
         if not names:
             raise LayoutError("a layout needs at least one group")
@@ -270,8 +282,8 @@ class Layout:
             raise LayoutError(f"two groups have one name: {names}")
         if not any(g.required for g in self.groups):
             raise LayoutError("a layout of draft groups alone can never be a hit: add the target's group")
-        if self.block_tokens < 1:
-            raise LayoutError(f"block_tokens is {self.block_tokens}, not positive")
+        if not 1 <= self.block_tokens <= _LARGEST:
+            raise LayoutError(f"block_tokens is {self.block_tokens}, not positive, or more than any prompt has")
         for g in self.groups:
             if self.block_tokens % g.page:
                 raise LayoutError(

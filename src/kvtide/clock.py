@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "TurnedClock"]
 
 
 class Clock(Protocol):
@@ -14,6 +15,14 @@ class Clock(Protocol):
 
     def time(self) -> float:
         """Seconds since 1970: for what outlives the process."""
+
+
+@runtime_checkable
+class TurnedClock(Protocol):
+    """A clock that stands still until somebody turns it. Whoever sleeps until a certain time must be told of that."""
+
+    def follow(self, turned: Callable[[], None]) -> None:
+        """Call ``turned`` whenever the clock was turned."""
 
 
 class SystemClock:

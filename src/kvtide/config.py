@@ -81,7 +81,9 @@ class Nvme(_Section, frozen=True):
 
     path: Annotated[str, _path("Folder of this tier; empty turns the tier off.")] = ""
     budget: Annotated[int, _size("Disk space that blocks may take.", ge=16 * MiB)] = 64 * GiB
-    segment: Annotated[int, _size("Space taken at a time.", ge=MiB, multiple_of=4096)] = 256 * MiB
+    segment: Annotated[
+        int, _size("Space taken at a time; less if blocks have many sizes.", ge=MiB, multiple_of=4096)
+    ] = 256 * MiB
     threads: Annotated[int, _plain("Blocks written to the disk at a time; twice as many are read.", ge=1, le=64)] = 8
     direct: Annotated[bool, _plain("Use O_DIRECT where the filesystem has it.")] = True
     durable: Annotated[bool, _plain("Flush the device before a store is acknowledged.")] = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,18 +18,21 @@ import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
-from kvtide.index.index import DRAM, SEALED, Rows, every
+from kvtide.index import slices
+from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
 
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names"]
+__all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "Persisting", "persisted"]
 
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
@@ -62,7 +65,13 @@ class Holding:
     have: int
     """Blocks at the start that need not be loaded."""
     ready: bool
+    """Whether a load has nothing to bring: all blocks of all groups are in DRAM."""
     pending: bool
+
+    @property
+    def held(self) -> int:
+        """Blocks at the start of the prompt that can be had now: from DRAM, or from the caller who has them."""
+        raise NotImplementedError
 
     @property
     def counts(self) -> dict[str, int]:
@@ -81,6 +90,14 @@ class Collected:
     blocks: int
     first: dict[str, int]
     spans: dict[str, list[Span]]
+
+
+@dataclass(frozen=True, slots=True)
+class Persisting:
+    """Blocks on their way to a durable tier: what ends when they are there, and how far that is now."""
+
+    transfer: Transfer
+    result: Callable[[], Persisted]
 
 
 class Desk(Protocol):
@@ -122,11 +139,17 @@ class Desk(Protocol):
         losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
         """
 
+    def persist(self, names: Names, wanted: Mapping[str, range]) -> Persisting:
+        """Begin to make blocks durable, by group and number. Those that are being written are waited for."""
+
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         """Remove blocks for good; answers how many there were."""
+
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
 
     def close(self) -> None:
         """The session has ended, and has given back its rights."""
@@ -135,15 +158,22 @@ class Desk(Protocol):
 class LocalHolding(Holding):
     """A part of a prompt, under a lease."""
 
-    __slots__ = ("lease", "part")
+    __slots__ = ("_desk", "lease", "part")
 
-    def __init__(self, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool) -> None:
+    def __init__(
+        self, desk: LocalDesk, plan: Plan, have: int, part: Part, lease: Lease, ready: bool, pending: bool
+    ) -> None:
+        self._desk = desk
         self.plan = plan
         self.have = have
         self.part = part
         self.lease: Lease | None = lease
         self.ready = ready
         self.pending = pending
+
+    @property
+    def held(self) -> int:
+        return self.plan.blocks if self.ready else self._desk.held(self)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -159,9 +189,19 @@ class LocalDesk:
     """The desk of a store in this process."""
 
     def __init__(
-        self, store: Store, layout: Layout, namespace: bytes, tenant: bytes, domain: int = 0, tag: bytes = b""
+        self,
+        store: Store,
+        layout: Layout,
+        namespace: bytes,
+        tenant: bytes,
+        domain: int = 0,
+        tag: bytes = b"",
+        charge: PinCharge | None = None,
     ) -> None:
-        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names."""
+        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names.
+
+        ``charge`` is told how many bytes are pinned.
+        """
         self.store = store
         self._index = store.index
         self._pipeline = store.pipeline
@@ -181,7 +221,7 @@ class LocalDesk:
         self._checked = store.config.dram.checksum
         self._prefill = store.config.plan.prefill_tokens_per_second
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
-        self.pinned = 0  # bytes, each block once
+        self.pins = Pins(charge)
         self._recent = Recent(self._index)
         self._more = partial(store.search.pending, layout, self._identities)
 
@@ -189,43 +229,61 @@ class LocalDesk:
 
     def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
-        layout, index = self.layout, self._index
         room = self._budget if room is None else max(0, min(room, self._budget))
         speed = self._prefill if prefill is None else prefill
         now = self.store.sweep()
-        with index.lock:
-            resident = self._recent.find(names.joined)
-            if resident is None:
-                rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-                resident = None if self._checked else self._recent.note(names.joined, rows)
-            if resident is not None and (names.blocks - have) * self._footprint <= room:
-                return self._all_here(names, resident, have, speed, now)
-            rows = resident.rows if resident is not None else rows
-            whole = {name: index.usable(r, now) for name, r in rows.items()}
-            if have:
-                for mask in whole.values():
-                    mask[:have] = True
-            usable = index.lengths(layout, rows, whole)
-            plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
-            wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
-            needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
-            for g in layout.groups:
-                if not g.required:
-                    needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
-            part = Part(needed, self._nbytes(needed))
-            lease = self._pipeline.lease(part.all)
-            if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
-                for r in rows.values():
-                    chain_rows = r[: plan.blocks]
-                    self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
-            ready = every(index.state[DRAM][part.all] == SEALED)
-            pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
-            colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
-            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
-        return LocalHolding(plan, have, part, lease, ready, pending)
+        with self._index.lock:
+            try:
+                return self._match(names, have, speed, room, now)
+            except BaseException:
+                self._pipeline.repair()
+                raise
+
+    def _match(self, names: Names, have: int, speed: float, room: int, now: float) -> LocalHolding:
+        layout, index = self.layout, self._index
+        if self._pipeline.abandoned:
+            self._pipeline.reclaim()
+        resident = self._recent.find(names.joined, now)
+        others: dict[str, Mask] = {}
+        if resident is None:
+            rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
+            others = self._others(rows)
+            resident = None if self._checked or others else self._recent.note(names.joined, rows, now)
+        if resident is not None and (names.blocks - have) * self._footprint <= room:
+            return self._all_here(names, resident, have, speed, now)
+        rows = resident.rows if resident is not None else rows
+        whole = {name: index.usable(r, now) for name, r in rows.items()}
+        for name, other in others.items():
+            whole[name] &= ~other
+        if have:
+            for mask in whole.values():
+                mask[:have] = True
+        usable = index.lengths(layout, rows, whole)
+        plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
+        wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
+        needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
+        for g in layout.groups:
+            if not g.required:
+                needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
+        part = Part(needed, self._nbytes(needed))
+        lease = self._pipeline.lease(part.all)
+        if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
+            for r in rows.values():
+                chain_rows = r[: plan.blocks]
+                self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
+        ready = every(index.state[DRAM][part.all] == SEALED)
+        pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
+        colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
+        self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        return LocalHolding(self, plan, have, part, lease, ready, pending)
+
+    def _others(self, rows: dict[str, Rows]) -> dict[str, Mask]:
+        """By group, where there are any: which rows are in DRAM with blocks of another model or tenant."""
+        found = {name: self._pipeline.others(r, self._identities[name]) for name, r in rows.items()}
+        return {name: mask for name, mask in found.items() if mask is not None}
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
-        """The usual answer, at little cost: all is in DRAM (what has expired was swept). Under the lock."""
+        """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
         blocks = names.blocks
         have = min(have, blocks)
         part = resident.after.get(have)
@@ -241,26 +299,36 @@ class LocalDesk:
                 self._pipeline.asked(r, blocks)
         plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
         self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
-        return LocalHolding(plan, have, part, lease, True, False)
+        return LocalHolding(self, plan, have, part, lease, True, False)
 
     def find(self, names: Names) -> list[bool]:
         layout, index, now = self.layout, self._index, self.store.sweep()
         with index.lock:
             rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
             whole = {name: index.usable(r, now) for name, r in rows.items()}
+            for name, other in self._others(rows).items():
+                whole[name] &= ~other
             here = np.logical_and.reduce([whole[g.name] for g in layout.groups if g.required])
             if not here.all():
                 self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
         return list(map(bool, here))
 
     def load(self, holding: LocalHolding, deadline: float | None) -> Transfer:
+        transfer, slices = self.begin_load(holding, deadline)
+        for _ in slices:
+            pass
+        return transfer
+
+    def begin_load(
+        self, holding: LocalHolding, deadline: float | None, blocks: int = sys.maxsize
+    ) -> tuple[Transfer, Iterator[int]]:
+        """The same for a caller who begins it in slices of so many blocks, and is told the size of each."""
         transfer = Transfer.within(self.store.clock, deadline, self.store.config.plan.deadline_seconds)
         if holding.ready:
             transfer.started()
-        else:
-            wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
-            self._pipeline.load(wanted, transfer)
-        return transfer
+            return transfer, iter(())
+        wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+        return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks)
 
     def collect(self, holding: LocalHolding) -> Collected:
         blocks, first, places = self.places(holding)
@@ -279,27 +347,45 @@ class LocalDesk:
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
                 self.store.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
-            whole, first = {}, {}
-            for g in layout.groups:
-                mask = np.zeros(blocks, np.bool_)
-                mask[: holding.have] = True
-                start = g.needs(blocks, layout.block_tokens, holding.have).start
-                rows = holding.part.rows[g.name]
-                mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-                whole[g.name], first[g.name] = mask, start
-            spaced = {name: np.zeros(blocks, np.int64) for name in whole}
-            come = int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1])
+            come, first, whole = self._come(holding)
             places = {}
             for g in layout.groups:
                 mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
                 if not g.required:
-                    mine = mine[: _leading(index.state[DRAM][mine] == SEALED)]
+                    mine = mine[: _leading(whole[g.name][first[g.name] :][: len(mine)])]
                 for row in mine.tolist():
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = place[mine]
         self.store.dram.moved(read=self._nbytes(places))
         return come, first, places
+
+    def held(self, holding: LocalHolding) -> int:
+        """How many blocks of the prompt can be had from DRAM now; 0 when they are not leased any more."""
+        with self._index.lock:
+            if holding.lease is None:
+                return 0
+            # What is leased stays in DRAM, so this need not be looked at again.
+            here = every(self._index.state[DRAM][holding.part.all] == SEALED)
+            holding.ready = here and not self._others(holding.part.rows)
+            return self._come(holding)[0]
+
+    def _come(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, Mask]]:
+        """The longest prefix that the rules of all groups allow from DRAM alone; of each group the number of the first
+        block that is held, and which blocks are there. Under the lock."""
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
+        whole, first = {}, {}
+        for g in layout.groups:
+            mask = np.zeros(blocks, np.bool_)
+            mask[: holding.have] = True
+            start = g.needs(blocks, layout.block_tokens, holding.have).start
+            rows = holding.part.rows[g.name]
+            mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+            if (other := self._pipeline.others(rows, self._identities[g.name])) is not None:
+                mask[start : start + len(rows)] &= ~other
+            whole[g.name], first[g.name] = mask, start
+        spaced = {name: np.zeros(blocks, np.int64) for name in whole}
+        return int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1]), first, whole
 
     def _nbytes(self, blocks: dict[str, Rows]) -> int:
         """Bytes of so many blocks of each group."""
@@ -319,7 +405,10 @@ class LocalDesk:
         keep: int = sys.maxsize,
     ) -> Reservation:
         """``keep``: bytes of blocks before ``stop`` that may stay for it, at most."""
-        expiry = self.store.sweep() + (float("inf") if ttl is None else ttl)
+        now = self.store.sweep()
+        expiry = now + (float("inf") if ttl is None else ttl)
+        if now >= self._index.next_expiry:
+            self._remove_expired(groups, names, stop, now)
         with contextlib.ExitStack() as stack:
             kept: list[tuple[Rows, int]] = []
             for group in groups:
@@ -347,20 +436,47 @@ class LocalDesk:
                     for group in groups
                 ]
             )
-            if ttl is not None:
-                self.store.expect_expiry(expiry)
             leases = stack.pop_all()
         reservation.kept = kept
+        if not reservation.keys and not reservation.refused:
+            self._extend(groups, names, stop, expiry)  # nothing is to be written, so nobody may think of sealing it
 
         def ended(reservation: Reservation) -> None:
-            if reservation.sealed and not reservation.followed:
-                with self._index.lock:
-                    for group in groups:
-                        self._pipeline.stored(self._raised(names, group, stop, priority))
-            leases.close()
+            try:
+                if reservation.sealed and not reservation.followed:
+                    self._stored(groups, names, stop, priority, expiry)
+            finally:
+                leases.close()
 
         reservation.on_end.append(ended)
         return reservation
+
+    def _stored(self, groups: Sequence[Group], names: Names, stop: int, priority: int, expiry: float) -> None:
+        with self._index.lock:
+            try:
+                for group in groups:
+                    rows = self._raised(names, group, stop, priority)
+                    self._pipeline.extend(rows, expiry)
+                    self._pipeline.stored(rows)
+            except BaseException:
+                self._pipeline.repair()
+                raise
+
+    def _extend(self, groups: Sequence[Group], names: Names, stop: int, expiry: float) -> None:
+        """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
+        if self._index.mortal:
+            for group in groups:
+                with self._index.lock:
+                    self._pipeline.extend(self._rows(names, group, stop), expiry)
+
+    def _remove_expired(self, groups: Sequence[Group], names: Names, stop: int, now: float) -> None:
+        """Remove the blocks of a prompt that have expired, so that they can be stored again."""
+        for group in groups:
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with self._index.lock:
+                    rows = self._index.rows(keys)
+                    events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                self.store.feed.publish(events)
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
@@ -373,26 +489,84 @@ class LocalDesk:
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
         return rows
 
+    def persist(self, names: Names, wanted: Mapping[str, range], most: int = sys.maxsize) -> Persisting:
+        """``most``: bytes of blocks that may be held for it; the rest is refused."""
+        blocks: list[tuple[str, int]] = []
+        asked: list[tuple[BlockKey, Identity]] = []
+        for name, numbers in wanted.items():
+            keys, who = names.keys(self.layout.group(name).suffix), self._identities[name]
+            for number in numbers:
+                blocks.append((name, number))
+                most -= who.geometry.footprint
+                if most >= 0:
+                    asked.append((keys[number], who))
+        request = self._pipeline.persister.persist(asked, self.store.clock)
+
+        def result() -> Persisted:
+            reasons = [request.reason(i) for i in range(len(asked))]
+            reasons += [Unwritten.CLIENT_LIMIT] * (len(blocks) - len(asked))
+            return persisted(zip(blocks, reasons, strict=True))
+
+        return Persisting(request.transfer, result)
+
     # -- keeping and removing -----------------------------------------------------------------------------
 
     def pin(self, names: Names, stop: int | None, step: int) -> int:
-        index, count = self._index, 0
-        with index.lock:
-            for group in self.layout.groups:
-                rows, size = self._rows(names, group, stop), self.layout.geometry[group.name].footprint
-                if step < 0:
-                    ended, last = index.unpin(rows, self)
-                    count, self.pinned = count + ended, self.pinned - last * size
-                else:
-                    count, self.pinned = count + len(rows), self.pinned + index.pin(rows, self) * size
+        index, count, now = self._index, 0, self.store.clock.time()
+        for group in self.layout.groups:
+            size = self.layout.geometry[group.name].footprint
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with index.lock:
+                    try:
+                        rows = index.rows(keys)
+                        rows = rows[rows > 0]
+                        if step < 0:
+                            count += index.unpin(rows, self.pins)
+                        else:
+                            rows = rows[index.expiry[rows] > now]
+                            index.pin(rows, self.pins, size)
+                            count += len(rows)
+                    except BaseException:
+                        index.repair_pins(self.pins)
+                        raise
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
 
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        keys, heads = self.expiring(names, start)
+        return self.store.expire(keys, heads, self.expiry(ttl), timeout)
+
+    def expiring(self, names: Names, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """The keys of a prompt from block ``start`` on, and those before."""
+        every = [names.keys(g.suffix) for g in self.layout.groups]
+        return [k for keys in every for k in keys[start:]], [k for keys in every for k in keys[:start]]
+
+    def expiry(self, ttl: float | None) -> float:
+        """When a block expires that lives ``ttl`` seconds from now on."""
+        return float("inf") if ttl is None else self.store.clock.time() + ttl
+
     def close(self) -> None:
-        with self._index.lock:
-            self._index.unpin_all(self)
+        more = True
+        while more:
+            with self._index.lock:
+                try:
+                    more = self._index.unpin_some(self.pins, slices.SLICE)
+                except BaseException:
+                    self._index.repair_pins(self.pins)
+                    raise
+
+
+def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:
+    """What became of blocks, by group and number; a reason for each that is not durable."""
+    durable, failed = 0, dict[str, dict[int, Unwritten]]()
+    for (name, number), reason in blocks:
+        if reason is None:
+            durable += 1
+        else:
+            failed.setdefault(name, {})[number] = reason
+    return Persisted(durable, failed)
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:

@@ -5,6 +5,7 @@
     KvtideError
     ├── ConfigError            a setting is unknown or has a value that cannot work
     ├── LayoutError            a layout, buffer or token range does not fit its description
+    │   └── ArgumentError      an argument is of a type that cannot be used
     ├── TierError              a tier cannot be opened or used at all
     │   ├── TierLockedError    another process has this directory open
     │   └── TierVersionError   the directory was written by a newer kvtide
@@ -15,6 +16,7 @@
     ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
+        └── ForkedError        it was opened by the process that this one was forked from
 
 What can go wrong with a *block* is not in this tree. A block that is missing, torn, corrupt or late is
 a miss: the caller computes it, as it would have without us. Errors are for what the caller can mend.
@@ -24,9 +26,11 @@ from __future__ import annotations
 
 __all__ = [
     "AccessError",
+    "ArgumentError",
     "AuditError",
     "ClosedError",
     "ConfigError",
+    "ForkedError",
     "HeldError",
     "KeyFileError",
     "KvtideError",
@@ -49,6 +53,10 @@ class ConfigError(KvtideError):
 
 class LayoutError(KvtideError, ValueError):
     """A layout, buffer or token range does not fit its description. Check shapes and sizes."""
+
+
+class ArgumentError(LayoutError, TypeError):
+    """An argument is of a type that cannot be used. The text names it, and what to give instead."""
 
 
 class TierError(KvtideError):
@@ -89,3 +97,10 @@ class RightError(KvtideError):
 
 class ClosedError(KvtideError):
     """The store or session is closed. Open a new one."""
+
+
+class ForkedError(ClosedError):
+    """The store or session was opened by the process that this one was forked from, and is that one's alone.
+
+    Open the store again in the child, or let both processes use a node.
+    """

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvtide import arguments
 from kvtide.block import BlockKey
 
 __all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Feed", "FeedStatistics"]
@@ -74,6 +75,7 @@ class Feed:
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``follower`` with every event from now on. The answer, called, ends that."""
+        arguments.callback(follower, "follower")
 
         def called(event: Event) -> None:  # one of its own: somebody may follow twice
             follower(event)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtide import arguments
 from kvtide.block import BlockKey
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.index.index import SEALED
+from kvtide.index.slices import slices
 from kvtide.security.acts import destroy
 from kvtide.security.audit import audit_of
 from kvtide.security.keyfile import KeyFile
@@ -26,6 +29,7 @@ __all__ = ["forget"]
 
 def forget(store: Store, tenant: bytes, who: str) -> int:
     """See ``Store.forget``."""
+    arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
         raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
     settings = store.config.security
@@ -35,21 +39,25 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
     if audit is not None:
         audit.record("forget", "begun", who, tenant=tenant.hex())  # what cannot be written down is not done
     try:
-        known = [_residents(part, tenant) for part in store.parts]
-        if settings.key_file:
-            file = KeyFile(Path(settings.key_file).expanduser())
-            destroy(file, tenant, store.clock)
-            mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
-        if store.ring is not None:
-            store.ring.revoke(tenant)
-        found, errors = 0, []
-        # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
-        for part, before in zip(store.parts, known, strict=True):
-            try:
-                keys = _keys_of(part, tenant, mine)
-                found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
-            except KvtideError as e:
-                errors.append(e)  # the others forget it all the same
+        with contextlib.ExitStack() as refused:
+            # First: what came in behind the search for its blocks would stay.
+            for part in store.parts:
+                refused.enter_context(part.pipeline.forgetting(tenant))
+            known = [set(part.pipeline.keys_of(tenant)) for part in store.parts]
+            if settings.key_file:
+                file = KeyFile(Path(settings.key_file).expanduser())
+                destroy(file, tenant, store.clock)
+                mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
+            if store.ring is not None:
+                store.ring.revoke(tenant)
+            found, errors = 0, []
+            # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
+            for part, before in zip(store.parts, known, strict=True):
+                try:
+                    keys = _keys_of(part, tenant, mine)
+                    found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
+                except KvtideError as e:
+                    errors.append(e)  # the others forget it all the same
         if errors:
             raise errors[0]
         result = f"done: {found} blocks"
@@ -62,26 +70,20 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             audit.record("forget", result, who, tenant=tenant.hex())
 
 
-def _residents(store: Store, tenant: bytes) -> set[BlockKey]:
-    """The blocks of a tenant in memory."""
-    with store.index.lock:
-        return set(store.index.keys(store.pipeline.residents_of(tenant)))
-
-
 def _keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
     """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
 
     In shared storage nobody can tell whose a blob is, without a key that is gone too.
     """
-    names: list[BlockKey] = []
-    places: list[int] = []
-    own = [(cold, cold.tier) for cold in store.colds if isinstance(cold.tier, Nvme)]
-    for _, tier in own:
+    index, keys = store.index, list[BlockKey]()
+    for cold in store.colds:
+        if not isinstance(tier := cold.tier, Nvme):
+            continue
         places, names = tier.shred(lambda page: belongs(page, tenant, data_keys))
-    index = store.index
-    with index.lock:
-        rows = store.pipeline.residents_of(tenant)
-        for cold, _ in own:
-            here = index.state[cold.number][: index.size] == SEALED
-            rows = np.union1d(rows, np.flatnonzero(here & np.isin(index.place[cold.number][: index.size], places)))
-        return list(dict.fromkeys([*index.keys(rows), *names]))
+        keys += names
+        for some in slices(np.array(places, np.int64)):
+            with index.lock:
+                rows = tier.owners(some)
+                here = (rows > 0) & (index.state[cold.number][rows] == SEALED)
+                keys += index.keys(rows[here & (index.place[cold.number][rows] == some)])
+    return list(dict.fromkeys([*store.pipeline.keys_of(tenant), *keys]))

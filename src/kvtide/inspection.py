@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,13 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
-from kvtide.tiers.codec import PLANES, RAW, ZSTD, Scratch
+from kvtide.tiers.codec import PLANES, RAW, ZSTD
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
 from kvtide.tiers.parcel import check_sections
-from kvtide.tiers.record import Header, Rejected, parse
+from kvtide.tiers.record import Header, OtherVersion, Rejected, parse
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import NO_KEY, OPEN, Sealing
 from kvtide.tiers.segments import place_of, segment_of, slot_of
 
@@ -47,6 +48,7 @@ _CODECS = {RAW: "raw", PLANES: "zstd, all planes", ZSTD: "zstd"}
 _OURS = {"kvtide.json", "lock", "journal"}
 _PASSING = {"journal.new", "kvtide.json.new", "probe"}
 """Files that a kill may leave behind and the next opening removes or replaces."""
+_OLD = "of an older format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,14 @@ class SegmentState:
     stale: int
     nbytes: int
     problem: str = ""
+    version: int = FORMAT
+    """One that is older is read only, until it is empty."""
+    kept: int = 0
+    """Slots with records of another version, which are not overwritten."""
 
     @property
     def free(self) -> int:
-        return self.slots - self.blocks
+        return self.slots - self.blocks - self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,8 @@ class Report:
     verified_blocks: int | None = None
     verified_bytes: int | None = None
     newest_blocks: list[Block] | None = None
+    kept: list[Damage] = field(default_factory=list)
+    """Records of other versions of kvtide, which this one cannot read."""
 
 
 class _ReadOnly(Disk):
@@ -213,6 +221,8 @@ class _Look:
         self._kinds: dict[_KindKey, int] = {}
         self._bad: dict[int, str] = {}
         """Slots, by place, whose header is there but cannot be read, with the reason."""
+        self._kept: dict[int, OtherVersion] = {}
+        """Slots, by place, with records of other versions."""
         self._promised: dict[int, int] = {}
         """The sequence number that was expected in each slot whose block is damaged, by place."""
         self._own = threading.local()
@@ -267,12 +277,15 @@ class _Look:
                 continue
             try:
                 header = self._headers[number] = self._directory.segment_header(fd)
-            except Rejected as e:
-                if (words := str(e).split())[0] == "version" and int(words[1]) > FORMAT:
+            except OtherVersion as e:
+                if e.newer:
                     raise TierVersionError(
-                        f"{path} has format {words[1]}, newer than this kvtide's {FORMAT}; nothing was touched. "
-                        "Upgrade kvtide to look into it"
+                        f"{path} has format {str(e).split()[-1]}, newer than this kvtide's {FORMAT}; "
+                        "nothing was touched. Upgrade kvtide to look into it"
                     ) from None
+                self._problems[number] = f"{_OLD}: {e}"
+                continue
+            except Rejected as e:
                 self._problems[number] = str(e)
                 continue
             except OSError as e:
@@ -298,7 +311,9 @@ class _Look:
             found: list[tuple[object, ...]] = []
             for slot, record in self._directory.records(self._files[number], header):
                 place = place_of(number, slot)
-                if isinstance(record, str):
+                if isinstance(record, OtherVersion):
+                    self._kept[place] = record
+                elif isinstance(record, str):
                     self._bad[place] = record
                 elif _extent(record) > header.size:
                     self._bad[place] = "corrupt header"
@@ -350,7 +365,7 @@ class _Look:
             mine = promised[at]
             live = known & (mine["place"] == rows["place"]) & (mine["sequence"] == rows["sequence"].astype(np.int64))
             live &= np.ascontiguousarray(mine["key"]).view("S48") == rows["key"]
-        missing = promised[~np.isin(promised["place"], rows["place"][live])]
+        missing = promised[~np.isin(promised["place"], [*rows["place"][live], *self._kept])]
         keys = np.ascontiguousarray(missing["key"]).view("S48").tolist()
         self._promised.update(zip(missing["place"].tolist(), missing["sequence"].tolist(), strict=True))
         return live, [
@@ -450,6 +465,8 @@ class _Look:
                         counts[1][number],
                         self._directory.segment(number).stat().st_size,
                         self._problems.get(number, ""),
+                        header.version if header else FORMAT,
+                        sum(segment_of(place) == number for place in self._kept),
                     )
                 )
         created = blocks["created"][np.isfinite(blocks["created"])]
@@ -479,6 +496,7 @@ class _Look:
             verified_blocks=verified,
             verified_bytes=verified_bytes,
             newest_blocks=self._newest(blocks, newest) if newest else None,
+            kept=[Damage(segment_of(p), slot_of(p), "", str(why)) for p, why in sorted(self._kept.items())],
         )
 
     def _kind_states(self, blocks: _Rows) -> list[Kind]:
@@ -572,6 +590,11 @@ def advice(report: Report) -> list[str]:
                 f"{name} is {segment.problem}. The next opening makes it whole again; blocks in the missing part "
                 "will be misses."
             )
+        elif segment.problem.startswith(_OLD):
+            said.append(
+                f"{name} is {segment.problem}. It cannot be read any more; the next opening counts it, and gives it up "
+                "when room is needed."
+            )
         elif segment.problem.startswith("unreadable"):
             said.append(f"{name} is {segment.problem}. Check its permissions and the disk's log.")
         elif segment.problem and segment.problem != "emptied":
@@ -579,6 +602,18 @@ def advice(report: Report) -> list[str]:
                 f"{name} has no usable header ({segment.problem}). The next opening deletes it and gives its bytes "
                 "back; its blocks are lost. Copy it away first if you want to look into it."
             )
+    if old := [s for s in report.segments if s.version < FORMAT]:
+        said.append(
+            f"{len(old)} segments have an older format. Their blocks are read, nothing is written to them, and each is "
+            "cut anew in the format of today when its blocks have left."
+        )
+    if report.kept:
+        reasons = Counter(d.reason for d in report.kept)
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        said.append(
+            f"{len(report.kept)} records were written by another version of kvtide ({listed}). They are misses, but "
+            "stay where they are and count; upgrade kvtide to use them, or drop their blocks."
+        )
     if report.damaged:
         reasons = Counter(d.reason for d in report.damaged)
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())

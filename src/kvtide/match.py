@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvtide import forks
 from kvtide.block import Span
-from kvtide.desk import Holding
+from kvtide.desk import Holding, Persisting
 from kvtide.index.keys import Chain
+from kvtide.interrupts import to_the_end
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted
 
 if TYPE_CHECKING:
     from kvtide.session import Session
 
-__all__ = ["Load", "Loaded", "Match", "Stored"]
+__all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,48 @@ class Stored:
     """There before; nothing was copied."""
     dropped: int
     """Not kept: no room could be made without waiting."""
+    pending: int = 0
+    """Not kept, and not here yet: two others are writing them. Store them again later if they must be kept."""
+
+
+class Persist(Stored):
+    """What became of the blocks given to ``Session.store(durable=True)``, which are on their way to a durable tier.
+
+    ``wait`` for it in a thread or ``await`` it in asyncio: its end means that each block of the prompt was written and
+    synced in a tier that survives a restart, or the answer says which were not, and why.
+    """
+
+    __slots__ = ("_persisting",)
+
+    _persisting: Persisting
+
+    def __init__(self, stored: Stored, persisting: Persisting) -> None:
+        super().__init__(stored.stored, stored.present, stored.dropped, stored.pending)
+        object.__setattr__(self, "_persisting", persisting)
+
+    @property
+    def transfer(self) -> Transfer:
+        return self._persisting.transfer
+
+    def wait(self, timeout: float | None = None) -> Persisted:
+        """Which blocks are durable when all have ended, or when ``timeout`` seconds have passed: it goes on then, and
+        may be waited for again."""
+        self.transfer.wait(timeout)
+        return self._result()
+
+    def cancel(self) -> None:
+        """Stop waiting. What is being written is written all the same, but nothing more because of this store."""
+        self.transfer.cancel()
+
+    def _result(self) -> Persisted:
+        return self._persisting.result()
+
+    def __await__(self) -> Generator[Any, None, Persisted]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Persisted:
+        await self.transfer
+        return self._result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +99,25 @@ class Loaded:
 class Match:
     """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
 
-    ``tokens`` of the prompt are in the store, in whatever tier; ``ready`` says that all of them are in DRAM, so that
-    ``load`` ends at once. ``pending`` says that the next block is just being written, or looked for in storage that
+    ``tokens`` of the prompt are in the store, in whatever tier. ``held_tokens`` of them are in DRAM, verified and held
+    for this match: only these may be promised to an engine. It grows while a load brings the rest. ``ready`` says that
+    both are equal. ``pending`` says that the next block is just being written, or looked for in storage that
     others write to as well: ask again and perhaps get more.
     ``plan`` has the expectations that decided the length.
     """
 
-    __slots__ = ("_held", "blocks", "chain", "have", "holding", "pending", "plan", "ready", "session", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "blocks",
+        "chain",
+        "have",
+        "holding",
+        "pending",
+        "plan",
+        "session",
+        "tokens",
+    )
 
     def __init__(self, session: Session, chain: Chain, holding: Holding) -> None:
         self.session = session
@@ -70,18 +127,32 @@ class Match:
         self.blocks = holding.plan.blocks
         self.have = holding.have
         self.tokens = self.blocks * session.layout.block_tokens
-        self.ready = holding.ready
         self.pending = holding.pending
         self._held = True
 
     def __repr__(self) -> str:
-        where = "in DRAM" if self.ready else "partly colder"
+        where = ("in DRAM" if self.ready else f"{self.held_tokens} in DRAM") if self.held else "released"
         more = ", more may come" if self.pending else ""
-        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}{'' if self.held else ', released'}>"
+        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}>"
 
     @property
     def held(self) -> bool:
         return self._held
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens at the start of the prompt that can be had now, without a load; 0 after the release.
+
+        They are in DRAM, verified and leased, or among the ``have`` tokens of the caller. The end of a ``load`` has
+        brought it up to date. A node's client answers from what the node last said, without asking: the node may have
+        more by then, never less.
+        """
+        return self.holding.held * self.chain.block_tokens if self._held else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ``tokens`` are held: nothing must be waited for."""
+        return self.held_tokens == self.tokens and self._held
 
     @property
     def wanted(self) -> dict[str, range]:
@@ -94,16 +165,19 @@ class Match:
 
     def release(self) -> None:
         """Let the blocks go. Views of them must not be used any more."""
-        held, self._held = self._held, False
-        if held:
-            self.session.ended(self)
+        if self._held and self.session.origin is not forks.here:
+            self._held = False  # the blocks are our parent's to release
+        elif self._held:
+            # In this order: a release that is interrupted can be repeated.
             self.holding.release()
+            self.session.ended(self)
+            self._held = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
+        to_the_end(self.release)
 
 
 class Load:

@@ -169,6 +169,11 @@ METRICS = (
     ),
     Metric("kvtide_tier_budget_bytes", "What a tier may take.", _tier("budget"), _TIER),
     Metric("kvtide_tier_taken_bytes", "What it has taken from the host.", _tier("bytes_taken"), _TIER),
+    Metric(
+        "kvtide_scratch_bytes",
+        "Memory beside that of blocks, in which they are compressed, sealed and opened.",
+        _store(lambda s: s.scratch.taken),
+    ),
     Metric("kvtide_tier_used_bytes", "What of that blocks use.", _tier("bytes_used"), _TIER),
     # what moves
     Metric(

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import numpy.typing as npt
 
+from kvtide import arguments, forks
 from kvtide.block import Span
 from kvtide.desk import Desk
 from kvtide.door import Door
 from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
-from kvtide.match import Load, Loaded, Match, Stored
+from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
@@ -33,8 +36,12 @@ if TYPE_CHECKING:
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Home", "Session"]
+__all__ = ["Home", "Session", "WriteArguments"]
 
+_PART = 4096
+"""Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
+_MOST = 1 << 48
+"""Tokens that an engine may say it has: more than any prompt."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds before it is asked again: the first time, and at most."""
 
@@ -47,10 +54,43 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._door:
+        with session._door.lock():
+            session._door.check()
             return verb(session, *args, **kwargs)
 
     return inside
+
+
+class WriteArguments(NamedTuple):
+    """Which blocks are to be written and how they are kept, as checked by ``Session.pledge``."""
+
+    chain: Chain
+    start: int
+    stop: int
+    ttl: float | None
+    priority: int
+
+
+def _lifetime(ttl: float | None) -> float | None:
+    if ttl is None:
+        return None
+    if (isinstance(ttl, float) and math.isnan(ttl)) or not (found := arguments.real(ttl, "ttl")) > 0:
+        raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
+    return found
+
+
+def _tokens(have: int) -> int:
+    have = arguments.integer(have, "have")
+    if have < 0:
+        raise LayoutError(f"have is {have}, not a number of tokens")
+    return min(have, _MOST)
+
+
+def _priority(priority: int) -> int:
+    priority = arguments.integer(priority, "priority")
+    if not -100 <= priority <= 100:
+        raise LayoutError(f"priority {priority} is not between -100 and 100")
+    return priority
 
 
 class Home:
@@ -61,15 +101,22 @@ class Home:
     def __init__(self, again: str) -> None:
         """``again`` says how to open another when this is closed."""
         self._again = f"this store is closed; {again}"
+        self.origin = forks.here
+        """The process that opened it. In one that was forked from it nothing here may be used."""
         self.door = Door(self._again)
         """Open while slots may change hands: reservations end on their own, not as verbs of a session."""
         self.closed = False
+        self._ended = False
+        """Whether everything was let go of, or is just about to be."""
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         """Else a session could be opened that closing does not see."""
 
     def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
         """The store as one engine sees it: for one model and tenant."""
+        forks.check(self.origin)
+        arguments.kind(model, Model, "model")
+        arguments.kind(tenant, Tenant, "tenant")
         session = Session(self, model, tenant, self._desk(model, tenant))
         with self._lock:
             if self.closed:
@@ -85,9 +132,15 @@ class Home:
         self._sessions.discard(session)
 
     def _end_sessions(self) -> bool:
-        """Close all sessions, and the door. False if that was done before."""
+        """Close all sessions, and the door. False if everything was let go of before, or is not ours to let go of.
+
+        After an interruption it is done again.
+        """
+        if self.origin is not forks.here:
+            self.closed = True
+            return False
         with self._lock:
-            if self.closed:
+            if self._ended:
                 return False
             self.closed = True
             sessions = list(self._sessions)
@@ -112,12 +165,14 @@ class Session:
 
     def __init__(self, home: Home, model: Model, tenant: Tenant, desk: Desk) -> None:
         self._home = home
+        self.origin = home.origin
         self._desk = desk
         self.model = model
         self.layout = model.layout
         self._namer = model.namer(tenant)
-        self._rights: set[Match | Reservation] = set()
-        """Strong: views may be in use though their match or reservation was forgotten."""
+        self._rights: dict[int, Match | Reservation | weakref.ref[Match] | weakref.ref[Reservation]] = {}
+        """By identity. Strong where views were given out: they may be in use though their right was forgotten. One that
+        was forgotten before (by a caller that was interrupted) ends by itself."""
         self._closed = False
         self._door = Door("this session is closed; open a new one with store.session(model)")
 
@@ -139,7 +194,7 @@ class Session:
 
     def _chain(self, tokens: Tokens | Chain, extras: Sequence[Extra]) -> Chain:
         if isinstance(tokens, Chain):
-            if extras:
+            if (type(extras) is not tuple or extras) and arguments.items(extras, Extra, "extras"):
                 raise LayoutError("extras are part of a chain: give them when it is made or extended")
             if tokens.namer is not self._namer and tokens.namer != self._namer:
                 raise LayoutError("this chain was made for another model or tenant: its names mean other blocks")
@@ -164,9 +219,15 @@ class Session:
         compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at most.
         """
         chain = self._chain(tokens, extras)
-        if have < 0:
-            raise LayoutError(f"have is {have}, not a number of tokens")
-        end, pause = time.monotonic() + wait if wait else 0.0, _PAUSE
+        if type(have) is not int or not 0 <= have <= _MOST:
+            have = _tokens(have)
+        if prefill is not None:
+            prefill = arguments.real(prefill, "prefill")
+            if prefill < 0:
+                raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+        end, pause = 0.0, _PAUSE
+        if wait:
+            end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
         while (match := self._match(chain, have, prefill)).pending and (left := end - time.monotonic()) > 0:
             match.release()
             time.sleep(min(pause, left))
@@ -176,7 +237,7 @@ class Session:
     @_inside
     def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
         match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
-        self._rights.add(match)
+        self._rights[id(match)] = weakref.ref(match)
         return match
 
     @_inside
@@ -189,7 +250,12 @@ class Session:
 
     def ended(self, right: Match | Reservation) -> None:
         """``right`` was given back."""
-        self._rights.discard(right)
+        self._rights.pop(id(right), None)
+
+    def _keep(self, right: Match | Reservation) -> None:
+        """Views of ``right`` are given out."""
+        if id(right) in self._rights:
+            self._rights[id(right)] = right
 
     @_inside
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
@@ -199,7 +265,8 @@ class Session:
         ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
         out, and the result is a shorter prefix.
         """
-        if match.session is not self:
+        deadline = arguments.seconds(deadline, "deadline")
+        if arguments.kind(match, Match, "match").session is not self:
             raise LayoutError("this match was made by another session; load it there")
         if not match.held:
             raise RightError("this match was released; match again")
@@ -220,6 +287,8 @@ class Session:
     @_inside
     def _collect(self, match: Match, into: dict[str, list[Span]] | None) -> Loaded:
         """The longest prefix of ``match`` that is in DRAM now."""
+        if into is None:
+            self._keep(match)
         found = self._desk.collect(match.holding)
         if into is not None:
             for name, spans in found.spans.items():
@@ -233,14 +302,19 @@ class Session:
         self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, deadline: float | None = None
     ) -> Transfer:
         """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
+        deadline = arguments.seconds(deadline, "deadline")
         match = self.match(tokens, extras, prefill=0)
-        load = self.load(match, deadline=deadline)
-        load.transfer.on_end(match.release)
+        try:
+            load = self.load(match, deadline=deadline)
+            load.transfer.on_end(match.release)
+        except BaseException:
+            match.release()
+            raise
         return load.transfer
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    @_inside
+    @overload
     def store(
         self,
         tokens: Tokens | Chain,
@@ -250,44 +324,132 @@ class Session:
         start: int = 0,
         ttl: float | None = None,
         priority: int = 0,
+        durable: Literal[False] = False,
+    ) -> Stored: ...
+
+    @overload
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: Literal[True],
+    ) -> Persist: ...
+
+    @overload
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: bool,
+    ) -> Stored: ...
+
+    def store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        priority: int = 0,
+        durable: bool = False,
     ) -> Stored:
         """Copy blocks into the store; ``blocks[i]`` is the KV of block ``start + i`` of the prompt.
 
         Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. What is there already is not
-        copied. A block lives ``ttl`` seconds at most, and one of higher ``priority`` (-100 to 100) outlasts all of
-        lower. Nothing waits for a disk: colder tiers are written in the background.
+        copied. Nothing waits for a disk: colder tiers are written in the background.
+
+        ``ttl`` is how many seconds from now on the prompt up to its last block here lives; by default it never expires.
+        A block lives as long as the longest of its stores says, and so do the blocks before it, without which it could
+        not be found: storing a prompt again extends it, and never shortens it. Only ``expire`` does that. A block
+        expires with its parent at the latest. Expired or not, a block may be evicted, and one of higher ``priority``
+        (-100 to 100) outlasts all of lower.
+
+        With ``durable`` the answer can be waited for: it ends when every block of the prompt up to the last one given,
+        present before or not, is written and synced in a tier that survives a restart, and says which are not and why.
+        The admission is not asked for them and a full queue does not refuse them, but budgets of writes and quotas do.
         """
+        with self._door.lock():
+            self._door.check()
+            return self._store(tokens, blocks, extras, start, ttl, priority, durable)
+
+    def _store(
+        self,
+        tokens: Tokens | Chain,
+        blocks: Buffers,
+        extras: Sequence[Extra],
+        start: int,
+        ttl: float | None,
+        priority: int,
+        durable: bool,
+    ) -> Stored:
         chain = self._chain(tokens, extras)
         sources = self._buffers(blocks, writable=False)
+        start, ttl, priority = arguments.integer(start, "start"), _lifetime(ttl), _priority(priority)
         for given in sources.values():
-            self._check_pledge(chain, start, start + len(given), ttl, priority)
+            self._check_range(chain, start, start + len(given))
         total = sum(len(given) for given in sources.values())
-        stored = refused = 0
+        stored = refused = pending = 0
+        unsealed: list[Reservation] = []
+        waiting = contextlib.ExitStack()
+        try:
+            for name, given in sources.items():
+                group, geometry = self.layout.group(name), self.layout.geometry[name]
+                # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than
+                # the one before, because a part costs something too, but not by so much that a disk, which is half as
+                # fast as memory, would stand still; none is so large that others could not make room for it.
+                most = min(self._desk.largest // geometry.footprint, _PART)
+                first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
+                with contextlib.ExitStack() as parts:
+                    last: Reservation | None = None
+                    while first < start + len(given):
+                        stop = min(first + step, start + len(given))
+                        part = parts.enter_context(
+                            self._desk.reserve([group], chain, first, stop, ttl, priority, after=last)
+                        )
+                        self._home.copier.copy(
+                            [
+                                same_shape(geometry, view, given[depth - start])
+                                for depth, view in zip(part.depths, part.views, strict=True)
+                            ]
+                        )
+                        stored, refused, last = stored + len(part.keys), refused + part.refused, part
+                        pending += part.pending
+                        first, step = stop, max(1, min(2 * step, most))
+                    if last is not None and not durable:
+                        last.seal()
+                    elif last is not None:
+                        unsealed.append(last)
+                        waiting.enter_context(parts.pop_all())
+            answer = Stored(stored, total - stored - refused - pending, refused, pending)
+            if not durable:
+                return answer
+            # Before the last parts are sealed: until then nothing of the prompt leaves.
+            persisting = self._desk.persist(chain, self._durable(start, sources))
+            for part in unsealed:
+                part.seal()
+            return Persist(answer, persisting)
+        finally:
+            waiting.close()
+
+    def _durable(self, start: int, sources: Mapping[str, Sequence[Span]]) -> dict[str, range]:
+        """The blocks that make a prompt durable: those given, and those before them without which they are useless."""
+        found = {}
         for name, given in sources.items():
-            group, geometry = self.layout.group(name), self.layout.geometry[name]
-            # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than the
-            # one before, because a part costs something too, but not by so much that a disk, which is half as fast as
-            # memory, would stand still; none is so large that others could not make room for it.
-            most = self._desk.largest // geometry.footprint
-            first, step = start, max(1, min(self._desk.first_part // geometry.footprint, most))
-            with contextlib.ExitStack() as parts:
-                last: Reservation | None = None
-                while first < start + len(given):
-                    stop = min(first + step, start + len(given))
-                    part = parts.enter_context(
-                        self._desk.reserve([group], chain, first, stop, ttl, priority, after=last)
-                    )
-                    self._home.copier.copy(
-                        [
-                            same_shape(geometry, view, given[depth - start])
-                            for depth, view in zip(part.depths, part.views, strict=True)
-                        ]
-                    )
-                    stored, refused, last = stored + len(part.keys), refused + part.refused, part
-                    first, step = stop, max(1, min(2 * step, most))
-                if last is not None:
-                    last.seal()
-        return Stored(stored, total - stored - refused, refused)
+            group, stop = self.layout.group(name), start + len(given)
+            first = group.needs(stop, self.layout.block_tokens).start if group.required else start
+            found[name] = range(min(start, first), stop)
+        return found
 
     @_inside
     def reserve(
@@ -302,13 +464,18 @@ class Session:
     ) -> Reservation:
         """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
 
-        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``.
+        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. A block
+        that another one is just writing is in it too: that one may be slow, or never end. A third gets none.
+        ``ttl`` and ``priority`` mean what they mean to ``store``, and count from this call on, once it is sealed.
         """
-        chain, stop = self.pledge(tokens, extras, start, stop, ttl, priority)
-        reservation = self._desk.reserve(self.layout.groups, chain, start, stop, ttl, priority)
+        pledge = self.pledge(tokens, extras, start, stop, ttl, priority)
+        reservation = self._desk.reserve(
+            self.layout.groups, pledge.chain, pledge.start, pledge.stop, pledge.ttl, pledge.priority
+        )
         reservation.on_end.append(self.ended)
         reservation.door = self._home.door
-        self._rights.add(reservation)
+        reservation.on_views = self._keep
+        self._rights[id(reservation)] = weakref.ref(reservation)
         return reservation
 
     @_inside
@@ -320,20 +487,18 @@ class Session:
         stop: int | None,
         ttl: float | None,
         priority: int,
-    ) -> tuple[Chain, int]:
-        """What is to be written, checked: the prompt's chain, and where to stop."""
+    ) -> WriteArguments:
+        """What is to be written, checked."""
         chain = self._chain(tokens, extras)
-        stop = chain.blocks if stop is None else stop
-        self._check_pledge(chain, start, stop, ttl, priority)
-        return chain, stop
+        start = arguments.integer(start, "start")
+        stop = chain.blocks if stop is None else arguments.integer(stop, "stop")
+        ttl, priority = _lifetime(ttl), _priority(priority)
+        self._check_range(chain, start, stop)
+        return WriteArguments(chain, start, stop, ttl, priority)
 
-    def _check_pledge(self, chain: Chain, start: int, stop: int, ttl: float | None, priority: int) -> None:
+    def _check_range(self, chain: Chain, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= chain.blocks:
             raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
-        if not -100 <= priority <= 100:
-            raise LayoutError(f"priority {priority} is not between -100 and 100")
-        if ttl is not None and not ttl > 0:
-            raise LayoutError(f"a block cannot live {ttl} seconds; give a positive ttl, or none")
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
@@ -343,12 +508,22 @@ class Session:
 
         Pins are the session's: they end with it, and behind a node with the connection or the node as well.
         """
-        return self._desk.pin(self._chain(tokens, extras), stop, 1)
+        chain = self._chain(tokens, extras)
+        return self._desk.pin(chain, self._up_to(chain, stop), 1)
 
     @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
         """End one ``pin`` of the same blocks by this session. Answers how many blocks had one."""
-        return self._desk.pin(self._chain(tokens, extras), stop, -1)
+        chain = self._chain(tokens, extras)
+        return self._desk.pin(chain, self._up_to(chain, stop), -1)
+
+    def _up_to(self, chain: Chain, stop: int | None) -> int | None:
+        if stop is None:
+            return None
+        stop = arguments.integer(stop, "stop")
+        if stop < 0:
+            raise LayoutError(f"stop is {stop}, not a number of blocks")
+        return min(stop, chain.blocks)
 
     @_inside
     def drop(
@@ -364,18 +539,45 @@ class Session:
         Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
         of that.
         """
-        return self._desk.drop(self.pledge(tokens, extras, start, None, None, 0)[0], start, timeout)
+        timeout = arguments.seconds(timeout, "timeout")
+        pledge = self.pledge(tokens, extras, start, None, None, 0)
+        return self._desk.drop(pledge.chain, pledge.start, timeout)
+
+    @_inside
+    def expire(
+        self,
+        tokens: Tokens | Chain,
+        ttl: float | None,
+        extras: Sequence[Extra] = (),
+        *,
+        start: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Let a prompt's blocks from block ``start`` on live ``ttl`` seconds from now on; None: until they are evicted.
+
+        Unlike ``store`` this also shortens: they live no longer, whatever was said before, and nor do prompts that go
+        on behind them. The blocks before ``start`` live at least as long. A later ``store`` extends them again. Answers
+        how many blocks there were.
+
+        Returns when no record on disk says that they live longer, after a power loss either; a record that cannot be
+        changed, because it is encrypted or in shared storage, is erased for that. Raises TierError if a tier could do
+        neither. To remove blocks now, ``drop`` them.
+        """
+        return self._desk.expire(self.pledge(tokens, extras, start, None, ttl, 0)[0], start, ttl, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release every match and abort every reservation of this session, when no call of it is under way any more."""
         self._closed = True
+        if self.origin is not forks.here:
+            return
         self._door.shut()
-        for right in list(self._rights):
+        for kept in list(self._rights.values()):
+            right = kept() if isinstance(kept, weakref.ref) else kept
             if isinstance(right, Match):
                 right.release()
-            else:
+            elif right is not None:
                 right.abort()
         self._desk.close()
         self._home.ended(self)
@@ -395,6 +597,7 @@ class Session:
             given = {self.layout.groups[0].name: given}
         found: dict[str, list[Span]] = {}
         for name, buffers in given.items():
+            some = arguments.each(buffers, f"group {name!r}", "buffers")
             size = self.layout.geometry[self.layout.group(name).name].nbytes
-            found[name] = [bytes_of(b, size, name, i, writable) for i, b in enumerate(buffers)]
+            found[name] = [bytes_of(b, size, name, i, writable) for i, b in enumerate(some)]
         return found

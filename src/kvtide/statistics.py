@@ -13,7 +13,7 @@ from kvtide.tiers.purse import BudgetStatistics
 from kvtide.transfer.lane import LaneStatistics
 from kvtide.transfer.pipeline import PipelineStatistics
 
-__all__ = ["Statistics", "TenantStatistics"]
+__all__ = ["ScratchStatistics", "Statistics", "TenantStatistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,17 @@ class TenantStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class ScratchStatistics:
+    """Memory beside that of blocks, in which I/O threads compress, seal and open them. Bytes."""
+
+    taken: int = 0
+    most: int = 0
+    """Since the store was opened; of each tier, added up."""
+    limit: int = 0
+    """Of all tiers. If a single block needs more, it gets that, when its tier works on no other."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What the store holds and has done since it was opened."""
 
@@ -72,3 +83,5 @@ class Statistics:
     """By tag, of those with quotas, or with reserved shares, which are counted nowhere else. For administrators."""
     budgets: dict[str, BudgetStatistics] = field(default_factory=dict)
     """Of shared storage that has one."""
+    scratch: ScratchStatistics = field(default_factory=ScratchStatistics)
+    """But for that of reserved shares."""

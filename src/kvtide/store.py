@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from kvtide import arguments, forks
 from kvtide.adoption import adopt, charge
 from kvtide.block import BlockKey
+from kvtide.capacity import check_disk, check_memory
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
 from kvtide.forgetting import forget
+from kvtide.housekeeping import Housekeeper
+from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import DRAM, Index
+from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.keys import Model, Tenant
+from kvtide.index.orphans import Orphans
+from kvtide.index.slices import rest
 from kvtide.index.weights import WeightsId, identify
+from kvtide.interrupts import to_the_end
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.coldest import Coldest
@@ -33,25 +42,29 @@ from kvtide.plan.uses import Uses
 from kvtide.security.ring import Ring, open_ring
 from kvtide.session import Home
 from kvtide.shares import Shares, divide
-from kvtide.statistics import Statistics, TenantStatistics
+from kvtide.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.storages import storages
-from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.purse import Keeper, Purse
+from kvtide.tiers.scratch import Pool
 from kvtide.tiers.sealing import Sealing
 from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Pipeline
+from kvtide.transfer.pipeline import Expiring, Pipeline
 from kvtide.transfer.search import Search
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Statistics", "Store"]
 
 NVME = 1
+_SCRATCH, _PART = 64 << 20, 8
+"""Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
 
 
 class Store(Home):
@@ -75,6 +88,8 @@ class Store(Home):
         ``within``: it is a reserved share of that one.
         """
         super().__init__("open it again with kvtide.open(...)")
+        if within is None:
+            check_memory(config.dram.budget, node=shared)
         shares = divide(config)
         self.config = config = shares.rest
         self._shares = shares
@@ -84,30 +99,36 @@ class Store(Home):
         self.feed: Feed = within.feed if within else Feed()
         self._serials: Iterator[int] = within._serials if within else itertools.count()
         self._within = within
-        memory = config.dram
-        self.dram = Dram(
-            memory.budget,
-            memory.segment,
-            memory.huge_pages,
-            memory.prefault,
-            shared,
-            aside,
-            ahead=shared,
-            serials=self._serials,
-        )
-        self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
-        self._uses = Uses(self.index, self.clock)
-        ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
-        self._uses.serve(ranking)
-        self._next_expiry = float("inf")
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
         self._reserved: dict[bytes, Store] = {}
-        self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
+        self._lost: Counter[Unwritten] = Counter()
+        """As it was at the last flush."""
+        memory = config.dram
+        self._scratch: list[Pool] = []
+        # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
+            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
             undo.callback(self.copier.close)
+            self.dram = Dram(
+                memory.budget,
+                memory.segment,
+                memory.huge_pages,
+                memory.prefault,
+                shared,
+                aside,
+                ahead=shared,
+                serials=self._serials,
+            )
             undo.callback(self.dram.close)
+            self._uses = Uses(self.index, self.clock)
+            ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
+            self._uses.serve(ranking)
+            self._orphans = Orphans(self.index)
+            self._housekeeper = Housekeeper(self, self.clock)
+            undo.callback(self._housekeeper.close)
+            self.ring: Ring | None = within.ring if within else open_ring(config.security, self.clock)
             if self.ring is not None and not within:
                 undo.callback(self.ring.close)
                 self.ring.start()
@@ -117,29 +138,36 @@ class Store(Home):
             for storage in shared_ones:
                 self.colds.append(self._open_shared(*storage))
             self._open_reserved(shares, disk, shared, undo)
+            self.pipeline = Pipeline(
+                self.index,
+                self.dram,
+                self.colds,
+                ranking,
+                self._uses,
+                self.feed,
+                config.dram.checksum,
+                shares.tenants,
+                shares.quotas.get("dram", {}),
+            )
+            self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
+            self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
+            if self.ring is not None:
+                self.ring.on_gone(self._drop_resident)
+            self._learner = Learner(self._uses)
+            undo.callback(self._learner.close)
+            self.index.on_earlier_expiry = self._housekeeper.wake
+            if self.index.mortal:
+                self._housekeeper.wake()
+            for keeper in self._keepers.values():
+                undo.callback(keeper.close)
+                keeper.start()
+            self.pipeline.bring_down()
             undo.pop_all()
-        self.pipeline = Pipeline(
-            self.index,
-            self.dram,
-            self.colds,
-            ranking,
-            self._uses,
-            self.feed,
-            config.dram.checksum,
-            shares.tenants,
-            shares.quotas.get("dram", {}),
-        )
-        self.pipeline.bring_down()
-        self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.expect_expiry)
-        if self.ring is not None:
-            self.ring.on_gone(self._drop_resident)
-        self._learner = Learner(self._uses)
-        for keeper in self._keepers.values():
-            keeper.start()
-        self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
+        if disk is None:
+            check_disk(Path(settings.path).expanduser(), settings.budget)
         tier = Nvme(
             Path(settings.path).expanduser(),
             settings.budget,
@@ -152,15 +180,24 @@ class Store(Home):
             disk=disk,
             clock=self.clock,
             sealing=Sealing(self.ring, seals=security.encrypt, accept_open=security.accept_open),
+            scratch=self._pool(),
         )
+        with contextlib.ExitStack() as undo:
+            undo.callback(tier.close)
+            cold = self._nvme(tier)
+            undo.pop_all()
+        return cold
+
+    def _nvme(self, tier: Nvme) -> Cold:
+        settings = self.config.nvme
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
         if admission.learns:
             self._uses.teach(admission.learn)
-        evictor = Evictor(self.index, NVME, tier, ranking, self._uses)
+        evictor = Evictor(self.index, NVME, tier, ranking, self._uses, None, self._in_dram, takes_slots=False)
         quota = self._quota("nvme", NVME, evictor.ranked)
-        self._next_expiry = adopt(tier, NVME, self.index, self._uses)
+        adopt(tier, NVME, self.index, self._uses)
         if quota is not None:
             charge(tier, self.index, quota.account, self._shares.tenants, self.config.security)
         return Cold(
@@ -168,47 +205,74 @@ class Store(Home):
             "nvme",
             tier,
             # Enough that another job waits while three are under way: jobs end all at once, and the disk must not idle.
-            Lane(tier, self.clock, settings.queue, depth=6 * settings.threads),
+            Lane(tier, self.clock, settings.queue, 6 * settings.threads, tier.call_soon),
             admission,
             evictor,
             settings.token_ids,
             WriteBudget.of(settings.write_limit, settings.drive_writes_per_day, settings.budget, self.clock),
             quota,
+            sync=tier.sync,
         )
+
+    def _in_dram(self, rows: Rows) -> Mask:
+        """Which rows of NVMe can be written again to other slots there: those that are whole in DRAM, if that can begin
+        at once. Under the index's lock."""
+        here: Mask = self.index.state[DRAM][rows] == SEALED
+        cold = next(c for c in self.colds if c.number == NVME)
+        nbytes = sum(map(self.dram.segments.size, self.index.place[DRAM][rows[here]].tolist()))
+        writable = cold.budget is None or cold.budget.statistics().bytes_left > 0
+        return here if writable and nbytes <= cold.lane.write_room else np.zeros(len(rows), np.bool_)
+
+    def _pool(self) -> Pool:
+        """For one tier: a storage that hangs keeps its memory, and others must not wait for it."""
+        pool = Pool(max(_SCRATCH, self.config.dram.budget // _PART))
+        self._scratch.append(pool)
+        return pool
 
     def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
         quotas = self._shares.quotas.get(name)
         return Quota(self.index, number, name, Account(self.index, quotas), coldest) if quotas else None
 
     def _open_shared(self, name: str, settings: Storage, opened: Callable[[], Blobs]) -> Cold:
-        blobs, purse = opened(), None
-        if settings.budget:
-            papers = Papers(blobs, settings.lease)
-            purse = Purse(
-                papers,
-                lambda: self.pipeline.catch_up(name),
-                lambda names: self.search.removed(name, names),
-                self.clock,
+        blobs = opened()
+        with contextlib.ExitStack() as undo:
+            undo.callback(blobs.close)
+            purse = self._purse(name, settings, blobs) if settings.budget else None
+            tier = Shared(
+                blobs,
+                threads=settings.threads,
+                timeout=settings.timeout,
+                compression=settings.codec,
+                sealing=Sealing(self.ring, seals=self.config.security.encrypt),
+                credit=purse,
+                late=lambda keys: self.pipeline.late(name, keys),
+                clock=self.clock,
+                scratch=self._pool(),
             )
-            self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
-        tier = Shared(
-            blobs,
-            threads=settings.threads,
-            timeout=settings.timeout,
-            compression=settings.codec,
-            sealing=Sealing(self.ring, seals=self.config.security.encrypt),
-            credit=purse,
-            late=lambda keys: self.pipeline.late(name, keys),
-            clock=self.clock,
+            undo.callback(tier.close)
+            admission = admit.make(
+                settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
+            )
+            lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
+            number = len(self.colds) + 1
+            quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
+            patience = 2 * settings.timeout
+            sync = tier.sync if isinstance(blobs, LastingBlobs) else None
+            undo.pop_all()
+        return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience, sync=sync)
+
+    def _purse(self, name: str, settings: Storage, blobs: Blobs) -> Purse:
+        papers = Papers(blobs, settings.lease)
+        purse = Purse(
+            papers,
+            settings.budget,
+            lambda: self.pipeline.catch_up(name),
+            lambda names: self.search.removed(name, names),
+            lambda: self.pipeline.waiting(name),
+            self.clock,
         )
-        admission = admit.make(
-            settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
-        )
-        lane = Lane(tier, self.clock, settings.queue, depth=4 * settings.threads)
-        number = len(self.colds) + 1
-        quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
-        patience = 2 * settings.timeout
-        return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience)
+        self._keepers[name] = Keeper(papers, Steward(papers, settings.budget, self.clock), purse)
+        return purse
 
     def _open_reserved(self, shares: Shares, disk: Disk | None, shared: bool, undo: contextlib.ExitStack) -> None:
         shares.clear()
@@ -253,37 +317,77 @@ class Store(Home):
         """By tier below DRAM."""
         return [c.lane.read_bytes for c in self.colds]
 
-    def expect_expiry(self, when: float) -> None:
-        """Some block expires at ``when``."""
-        with self.index.lock:
-            self._next_expiry = min(self._next_expiry, when)
-
     def sweep(self) -> float:
-        """Remove what has expired; answers the time."""
+        """Remove a slice of what has expired, if anything has; answers the time.
+
+        The rest is done by the housekeeping thread. What has expired is not found, whether it is removed or not.
+        """
         now = self.clock.time()
-        if now >= self._next_expiry:
-            with self.index.lock:
-                count = self.index.size
-                expiry = self.index.expiry[:count]
-                over = np.flatnonzero(expiry <= now)
-                later = expiry[expiry > now]
-                self._next_expiry = float(later.min(initial=np.inf))
-                events = self.pipeline.expire(over)
-            self.feed.publish(events)
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+            self._housekeeper.wake()  # for the rest
         return now
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
-        """Remove blocks from every tier for good; see ``Session.drop``."""
+    def tidy(self) -> float:
+        """One slice of housekeeping; answers in how many seconds the next is due. For the housekeeping thread."""
+        now = self.clock.time()
+        if now >= self.index.next_expiry:
+            self._expire_some(now)
+        elif not self._orphans.due():
+            rows = self._orphans.by_depth()
+            with self.index.lock:
+                events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
+            self._orphans.let_go()
+            self.feed.publish(events)
+        return min(max(0.0, self.index.next_expiry - now), self._orphans.due())
+
+    def _expire_some(self, now: float) -> None:
+        with self.index.lock:
+            events = self.expire_rows(self.index.expired(now, slices.SLICE))
+        self.feed.publish(events)
+
+    def expire_rows(self, rows: Rows) -> list[Event]:
+        """Remove distinct rows that have expired. Under the index's lock; answers what is to be published."""
+        if not len(rows):
+            return []
+        self._orphans.note(self.index.keys(rows))
+        return self.pipeline.expire(rows)
+
+    def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
+        """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
+        forks.check(self.origin)
         ended = threading.Event()
         failed = 0
-        if timeout is None:  # storage that others use too may hang for ever
-            timeout = max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
 
         def done(count: int) -> None:
             nonlocal failed
             failed = count
             ended.set()
 
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), done)
+        while expiring.step():
+            rest()
+        if not ended.wait(self._patience(timeout)):
+            raise TierError(f"changing the expiry of {len(keys)} blocks took too long; it goes on in the background")
+        if failed:
+            raise TierError(
+                f"the copies on disk of {failed} of {len(keys)} blocks still say that they live longer. They expire as "
+                "asked while this store is open: see the log for the disk's error, then call expire again"
+            )
+        return expiring.found
+
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+        """Remove blocks from every tier for good; see ``Session.drop``."""
+        forks.check(self.origin)
+        ended = threading.Event()
+        failed = 0
+
+        def done(count: int) -> None:
+            nonlocal failed
+            failed = count
+            ended.set()
+
+        timeout = self._patience(timeout)
         found = self.pipeline.drop(keys, done)
         if not ended.wait(timeout):
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
@@ -294,21 +398,27 @@ class Store(Home):
             )
         return found
 
+    def _patience(self, timeout: float | None) -> float | None:
+        """Seconds to wait for the tiers: storage that others use too may hang for ever."""
+        if timeout is not None:
+            return timeout
+        return max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
+
     # -- for administrators -------------------------------------------------------------------------------
 
     def forget(self, tenant: bytes, who: str = "") -> int:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
 
         Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
-        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk.
+        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk, and does not keep
+        others waiting. Until it returns, the tenant can neither store nor load blocks.
         """
-        return forget(self, tenant, who)
+        with self.door:
+            return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
-        with self.index.lock:
-            keys = self.index.keys(self.pipeline.residents_of(tenant))
-        self.pipeline.drop(keys, lambda failed: None, shared=False)
+        self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -325,15 +435,45 @@ class Store(Home):
         It is called on the thread that moves the block: it must be quick, and must not close the store, which would
         wait for itself.
         """
-        return self.feed.follow(follower)
+        forks.check(self.origin)
+        leave = self.feed.follow(follower)
+        return lambda: leave() if self.origin is forks.here else None
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
-        return all(
-            [c.lane.wait_idle(timeout) for c in self.colds] + [s.flush(timeout) for s in self._reserved.values()]
-        )
+    def flush(self, timeout: float | None = None) -> Flushed:
+        """Wait until tiers below DRAM have written what they were given, ``timeout`` seconds at most.
+
+        Nothing more is written because of it. The answer says what is written, what is not and why; it is True if
+        everything is that should be. In a store without tiers below DRAM nothing should be, so it is True, and says
+        that no block outlasts the process. Written is not yet durable: see ``Session.store(durable=True)``.
+        """
+        forks.check(self.origin)
+        timeout = arguments.seconds(timeout, "timeout")
+        end = None if timeout is None else time.monotonic() + timeout
+        for part in self.parts:
+            part._wait_for_credit(timeout)
+        found = Flushed(0)
+        for part in self.parts:
+            # Each in turn, whether or not the one before was in time.
+            idle = [c.lane.wait_idle(None if end is None else max(0.0, end - time.monotonic())) for c in part.colds]
+            found += part.pipeline.report(timed_out=not all(idle))
+        with self._lock:
+            before, self._lost = self._lost, self.lost
+            return found + Flushed(0, {}, self._lost - before)
+
+    @property
+    def lost(self) -> Counter[Unwritten]:
+        """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
+        return sum((part.pipeline.lost for part in self.parts), Counter[Unwritten]())
+
+    def _wait_for_credit(self, timeout: float | None = None) -> None:
+        """Let blocks be written that were refused only because the credit for them had to be asked for."""
+        for cold in self.colds:
+            if (keeper := self._keepers.get(cold.name)) is not None:
+                cold.lane.wait_idle(cold.patience if timeout is None else timeout)
+                keeper.wait_for_credit(timeout)
 
     def statistics(self) -> Statistics:
+        forks.check(self.origin)
         with self.index.lock:
             index = self.index.statistics()
             planner = self.planner.statistics()
@@ -351,6 +491,11 @@ class Store(Home):
             len(self._sessions),
             self._tenants(),
             {name: keeper.statistics() for name, keeper in self._keepers.items()},
+            ScratchStatistics(
+                sum(pool.taken for pool in self._scratch),
+                sum(pool.most for pool in self._scratch),
+                sum(pool.limit for pool in self._scratch),
+            ),
         )
 
     def _tenants(self) -> dict[str, TenantStatistics]:
@@ -367,22 +512,31 @@ class Store(Home):
         """End all sessions, write down what should outlive the process, and let go of everything."""
         if not self._end_sessions():
             return
-        self._learner.close()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.copier.close)
-            stack.callback(self.dram.close)
-            if self.ring is not None and not self._within:
-                stack.callback(self.ring.close)
-            stack.callback(self._close_colds)
-            for share in self._reserved.values():
-                stack.callback(share.close)
-            for keeper in self._keepers.values():
-                stack.callback(keeper.close)
+        stack = contextlib.ExitStack()
+        stack.callback(to_the_end, self.copier.close)
+        stack.callback(to_the_end, self.dram.close)
+        if self.ring is not None and not self._within:
+            stack.callback(to_the_end, self.ring.close)
+        stack.callback(to_the_end, self.pipeline.persister.close)
+        stack.callback(self._close_colds)
+        for share in self._reserved.values():
+            stack.callback(to_the_end, share.close)
+        for keeper in self._keepers.values():
+            stack.callback(to_the_end, keeper.close)
+        stack.callback(to_the_end, self._learner.close)
+        stack.callback(to_the_end, self._housekeeper.close)
+        # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
+        with stack:
+            self._ended = True
+            with self.index.lock:
+                self.pipeline.reclaim()
             self.pipeline.flush()
+            self._wait_for_credit()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
+            self.pipeline.note_expiries()
 
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:
             for cold in self.colds:
-                stack.callback(cold.tier.close)
+                stack.callback(to_the_end, cold.tier.close)

@@ -69,3 +69,16 @@ def test_it_ends_whatever_it_does_at_the_moment(tmp_path: Path) -> None:
     assert process.returncode == 0
     result = CliRunner().invoke(app, ["evict", "--path", str(tmp_path), "--budget", "1MB", "--lease", "0"])
     assert "more than 0 seconds" in str(result.exception)
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "share"
+    if kind == "file":
+        path.write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(app, ["evict", "--path", str(path), "--budget", "1MB"])
+    assert result.exit_code
+    assert isinstance(result.exception, ConfigError)
+    assert str(path) in str(result.exception)
+    assert sorted(tmp_path.rglob("*")) == before

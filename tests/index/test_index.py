@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvtide import Group, Kind, Layout
 from kvtide.block import BlockKey, Found
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.index.pins import PinCharge, Pins
 from kvtide.testing import blocks
 
 NVME = 1
@@ -142,7 +143,8 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     index = Index(tiers=2)
     one, two = blocks.keys(2)
     row = add(index, one, SEALED)
-    index.pin(np.array([row]), "somebody")
+    somebody = Pins()
+    index.pin(np.array([row]), somebody, 4096)
     index.priority[row] = 5
     index.expire_at([row], 1.0)
     assert not index.retire(row), "it is in a tier"
@@ -158,6 +160,7 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     assert index.parent(row) == b"\x01" * 32
     assert index.place[DRAM][row] == NOWHERE
     assert index.size == 2, "no row was added"
+    assert (len(somebody), somebody.nbytes, somebody.charge.nbytes) == (0, 0, 0)
 
 
 def test_a_row_that_is_held_is_not_retired_before_it_is_let_go() -> None:
@@ -274,20 +277,99 @@ def test_a_block_takes_at_most_300_bytes() -> None:
 
 def test_pins_are_their_owners_and_any_number_counts() -> None:
     index = Index(tiers=1)
+    many, one, nobody = Pins(), Pins(), Pins()
     row = np.array([index.add(BlockKey(b"a" * 36), bytes(32), 0)])
     for _ in range(70_000):
-        index.pin(row, "many")
-    index.pin(row, "one")
+        index.pin(row, many)
+    index.pin(row, one)
     assert index.pins[row] == 65_535
-    assert [index.unpin(row, owner) for owner in ("one", "one", "nobody")] == [(1, 1), (0, 0), (0, 0)]
+    assert [index.unpin(row, owner) for owner in (one, one, nobody)] == [1, 0, 0]
     assert index.pins[row] > 0
-    index.unpin_all("many")
+    assert not index.unpin_some(many, 1)
     assert index.pins[row] == 0
-    assert index.unpin(row, "many") == (0, 0)
+    assert index.unpin(row, many) == 0
 
 
-def test_a_pin_is_new_and_ended_once() -> None:
+def test_a_block_is_charged_once_to_each_owner_until_its_last_pin_ends() -> None:
     index = Index(tiers=1)
+    both = PinCharge()
+    me, you = Pins(both), Pins(both)
     row = np.array([index.add(BlockKey(b"a" * 36), bytes(32), 0)])
-    assert [index.pin(row, "me"), index.pin(row, "me"), index.pin(row, "you")] == [1, 0, 1]
-    assert [index.unpin(row, "me"), index.unpin(row, "me")] == [(1, 0), (1, 1)]
+    charged = []
+    for owner, change in ((me, 1), (me, 1), (you, 1), (me, -1), (me, -1), (you, -1)):
+        if change > 0:
+            index.pin(row, owner, 100)
+        else:
+            index.unpin(row, owner)
+        charged.append((me.nbytes, you.nbytes, both.nbytes))
+    assert charged == [(100, 0, 100), (100, 0, 100), (100, 100, 200), (100, 100, 200), (0, 100, 100), (0, 0, 0)]
+
+
+def test_the_pins_of_a_detached_row_end_though_it_is_held() -> None:
+    index = Index(tiers=1)
+    owner = Pins()
+    row = np.array([add(index, BlockKey(b"a" * 36), SEALED)])
+    index.hold(row)
+    index.pin(row, owner, 100)
+    index.detach(int(row[0]))
+    assert (owner.nbytes, index.statistics().pinned, index.unpin(row, owner)) == (0, 0, 0)
+    again = np.array([add(index, BlockKey(b"a" * 36), SEALED)])
+    index.pin(again, owner, 100)
+    index.remove(int(row[0]), DRAM)
+    index.unhold(row)
+    assert (owner.nbytes, index.statistics().pinned) == (100, 1), "those of the row that followed it stay"
+
+
+def test_pins_of_a_session_that_ends_are_ended_in_slices() -> None:
+    index = Index(tiers=1)
+    owner, other = Pins(), Pins()
+    rows = np.array([add(index, key, SEALED) for key in blocks.keys(10)])
+    index.pin(rows, owner, 1)
+    index.pin(rows[:3], other, 1)
+    left = []
+    while index.unpin_some(owner, 4):
+        left.append(owner.nbytes)
+    assert left == [6, 2]
+    assert (owner.nbytes, other.nbytes, index.statistics().pinned) == (0, 3, 3)
+
+
+# -- expiry -------------------------------------------------------------------------------------------------
+
+
+def test_expired_rows_are_found_in_parts_and_none_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.index.index._SEARCHED", 3)
+    index = Index(tiers=1)
+    rows = [add(index, key, SEALED) for key in blocks.keys(20)]
+    index.expire_at(rows[::2], 10.0)
+    index.expire_at(rows[1::2], 20.0)
+    found: list[int] = []
+    late = rows[1]
+    while index.next_expiry <= 15.0:
+        some = index.expired(15.0, 2)
+        assert len(some) <= 2
+        index.expire_at(some, np.inf)
+        found += some.tolist()
+        if len(found) == 6:
+            index.expire_at([late], 12.0)  # behind what was searched already
+    assert sorted(found) == sorted([*rows[::2], late])
+    assert index.next_expiry == 20.0
+
+
+def test_a_row_that_lives_longer_since_it_was_found_expired_stays() -> None:
+    index = Index(tiers=1)
+    rows = np.array([add(index, key, SEALED) for key in blocks.keys(4)])
+    index.expire_at(rows, 10.0)
+    assert index.expired(10.0, 1).tolist() == rows[:1].tolist()
+    index.extend(rows[1:3], 30.0)
+    assert index.expired(10.0, 9).tolist() == rows[3:].tolist()
+    assert index.next_expiry == 30.0
+
+
+def test_whoever_sleeps_is_told_only_of_an_earlier_expiry() -> None:
+    index, told = Index(tiers=1), []
+    index.on_earlier_expiry = lambda: told.append(index.next_expiry)
+    rows = np.array([add(index, key, SEALED) for key in blocks.keys(2)])
+    index.expire_at(rows, np.inf)
+    for when in (50.0, 60.0, 40.0):
+        index.expire_at(rows, when)
+    assert told == [50.0, 40.0]

@@ -24,22 +24,70 @@ def reservation(ended: list[bool]) -> Reservation:
     )
 
 
+def never(number: int) -> None:
+    raise AssertionError
+
+
 def test_a_lease_is_given_back_once() -> None:
-    released: list[list[int]] = []
-    with Lease(lambda rows: released.append(rows.tolist()), ROWS) as lease:
+    released: list[int] = []
+    with Lease(released.append, never, 7, ROWS) as lease:
         assert repr(lease) == "<Lease 2 blocks>"
         lease.release()
-        assert released == [[3, 4]]
+        assert released == [7]
     lease.release()
-    assert released == [[3, 4]]
+    assert released == [7]
     assert repr(lease) == "<Lease 0 blocks>"
 
 
 def test_a_lease_on_nothing_tells_nobody() -> None:
-    released: list[Rows] = []
-    with Lease(released.append, ROWS[:0]):
+    released: list[int] = []
+    with Lease(released.append, never, 0, ROWS[:0]):
         pass
     assert released == []
+
+
+def test_a_release_that_is_interrupted_can_be_repeated() -> None:
+    released: list[int] = []
+
+    def release(number: int) -> None:
+        released.append(number)
+        if len(released) == 1:
+            raise KeyboardInterrupt
+
+    lease = Lease(release, never, 7, ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    lease.release()
+    lease.release()
+    assert released == [7, 7]
+
+
+def test_a_lease_that_is_forgotten_is_abandoned() -> None:
+    abandoned: list[int] = []
+    Lease(never, abandoned.append, 7, ROWS)
+    assert abandoned == [7]
+
+
+def test_a_reservation_that_is_forgotten_while_it_is_open_is_abandoned() -> None:
+    abandoned: list[int] = []
+    Reservation([], ROWS, [], [], [], lambda r, sealed: None, abandoned.append, 5)
+    assert abandoned == [5]
+    Reservation([], ROWS, [], [], [], lambda r, sealed: None, abandoned.append, 6).seal()
+    assert abandoned == [5]
+
+
+def test_the_end_of_a_reservation_that_is_interrupted_can_be_repeated() -> None:
+    ended: list[bool] = []
+
+    def finish(reservation: Reservation, sealed: bool) -> None:
+        ended.append(sealed)
+        if len(ended) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Reservation([], ROWS, [], [], [], finish) as mine:
+        mine.seal()
+    assert ended == [True, False]
+    assert not mine.open
 
 
 def test_a_sealed_reservation_is_ended_and_its_views_are_gone() -> None:

@@ -33,11 +33,19 @@ def greet(sock: socket.socket, hello: bytes = p.frame(p.Hello(1, 1, "test"))) ->
 def answer(sock: socket.socket) -> Any:
     """The next frame, or None if the node has hung up."""
     try:
-        size = sock.recv(4, socket.MSG_WAITALL)
-        body = sock.recv(p.LENGTH.unpack(size)[0], socket.MSG_WAITALL) if len(size) == 4 else b""
+        size = _read(sock, 4)
+        body = _read(sock, p.LENGTH.unpack(size)[0]) if len(size) == 4 else b""
     except ConnectionResetError:
         return None
     return msgspec.msgpack.decode(body) if body else None
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer if the node hangs up before."""
+    found = b""
+    while len(found) < size and (more := sock.recv(size - len(found))):
+        found += more
+    return found
 
 
 def packed(value: Any) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvtide import config as configuration
+from kvtide.clock import Clock
 from kvtide.node.client import Client
 from kvtide.node.loop import run_in_loop
 from kvtide.node.server import Node
@@ -36,9 +37,9 @@ _SOCKETS = 3
 class Thread:
     """A node in a thread."""
 
-    def __init__(self, path: Path, disk: Disk | None = None, **settings: Any) -> None:
+    def __init__(self, path: Path, disk: Disk | None = None, clock: Clock | None = None, **settings: Any) -> None:
         self.path = path
-        self.store = Store(configuration.read(None, **settings), disk=disk, shared=True)
+        self.store = Store(configuration.read(None, **settings), clock=clock, disk=disk, shared=True)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: run_in_loop(self._run()), name="node")
         self._thread.start()

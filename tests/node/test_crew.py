@@ -23,6 +23,7 @@ from tests.node.serving import Process, eventually
 LAYOUT = Layout.attention(layers=3, heads=4, head_dim=8, block_tokens=16)
 MODEL = Model(LAYOUT, "given:crew")
 TOKENS = np.arange(4 * 16, dtype=np.uint32)
+OTHERS = TOKENS + 100_000
 
 
 def content(layout: Layout, group: str, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -179,6 +180,62 @@ def test_one_that_fails_spoils_it_for_all(node: Process) -> None:
         for worker in (first, second):
             fill(worker, again.ticket)
         assert whole(session, TOKENS)
+
+
+@pytest.mark.parametrize("how", ["resigns", "hangs up", "dies"])
+def test_one_that_has_written_its_part_may_go(node: Process, how: str) -> None:
+    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
+        given = crew.delegate(TOKENS)
+        if how == "dies":
+            first._client.close()
+            eventually(lambda: crew.delegate(TOKENS).keys)  # the node has heard of it, and ended what waits for it
+            given = crew.delegate(OTHERS)
+            script = WORKER.replace('print("ready"', 'step.__exit__(None, None, None); print("ready"')
+            command = [sys.executable, "-c", script, str(node.path), crew.token, "0", given.ticket]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                process.kill()
+            with Client(node.path) as watching:
+                eventually(lambda: all(c.pid != process.pid for c in watching.status().node.clients))
+            fill(second, given.ticket)
+            with session.match(OTHERS) as match:
+                assert match.tokens == len(OTHERS)
+            return
+        fill(first, given.ticket)
+        if how == "resigns":
+            first.close()
+        else:
+            first._client.close()
+        with session.match(TOKENS) as match:
+            assert match.pending, "the other's part is still to come"
+        fill(second, given.ticket)
+        assert whole(session, TOKENS)
+
+
+def test_one_that_goes_ends_what_it_was_still_to_write_and_nothing_else(node: Process) -> None:
+    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
+        written, open_ = crew.delegate(TOKENS), crew.delegate(OTHERS)
+        fill(first, written.ticket)
+        first.close()
+        with second.step(stores=[open_.ticket]) as step:
+            assert step.stores == [None], "it was given up"
+        fill(second, written.ticket)
+        assert whole(session, TOKENS)
+        assert len(crew.delegate(OTHERS).keys) == 4, "its slots are free again"
+
+
+def test_one_that_goes_in_the_midst_of_its_writing_ends_it(node: Process) -> None:
+    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
+        given = crew.delegate(TOKENS)
+        fill(first, given.ticket)
+        again = first.step(stores=[given.ticket])
+        first.close()
+        with contextlib.suppress(RightError):  # it is no worker any more
+            again.__exit__(None, None, None)
+        with second.step(stores=[given.ticket]) as step:
+            assert step.stores == [None]
+        assert not whole(session, TOKENS)
 
 
 WORKER = """

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtide import Layout, Match
+from kvtide import Flushed, Layout, Match
 from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import guest, ledger, server
@@ -70,6 +70,23 @@ def test_who_says_no_hello_makes_room_for_others(node: Thread, monkeypatch: pyte
         assert answer(silent[0]) is None, "the oldest went"
 
 
+def test_a_hello_is_no_longer_than_it_need_be(node: Thread, caplog: pytest.LogCaptureFixture) -> None:
+    """It is cut off by its length, before the rest of it is read."""
+    most = 4096 + 32 * 8  # a segment of memory for each of 8 MiB
+    names = [f"{i:016x}-{i}" for i in range(most // 32)]
+    with dialled(node.path) as sock:
+        greet(sock, p.frame(p.Hello(1, 1, "test", "", "one", names)))
+        assert answer(sock)[0] == "welcome", "names of as many segments as there can be"
+        sock.sendall(p.frame(p.Request(1, [p.Find(7, bytes(32 * 1000))])))
+        assert answer(sock)[1][0][0] == "failure", "later frames may be longer"
+    for sent in (p.LENGTH.pack(most + 1), p.LENGTH.pack(p.LARGEST), p.frame(p.Hello(1, 1, "", "", "", ["x" * most]))):
+        caplog.clear()
+        with dialled(node.path) as sock:
+            sock.sendall(sent)
+            assert answer(sock) is None
+            assert f"where {most} are allowed" in caplog.text
+
+
 def test_a_node_has_so_many_connections(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_CONNECTIONS", 4)
     with Client(node.path), Client(node.path) as client:
@@ -108,7 +125,7 @@ def test_a_client_has_so_many_sessions(node: Thread, monkeypatch: pytest.MonkeyP
 
 def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
-    monkeypatch.setattr(node.store, "flush", disk.wait)
+    monkeypatch.setattr(node.store, "flush", lambda: Flushed(0, complete=disk.wait()))
     with Client(node.path) as client, Client(node.path) as other:
         numbers = client.line.ask([p.Flush()] * 1000)
         assert all(isinstance(n, int) for n in numbers)
@@ -121,12 +138,18 @@ def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.Monkey
 
 
 def test_a_frame_has_so_many_operations(node: Thread, caplog: pytest.LogCaptureFixture) -> None:
-    with Client(node.path) as client:
-        line = client.line
-        with contextlib.suppress(Exception):
-            line.ask([p.Statistics()] * 1001)
-        eventually(lambda: client._line is not line and client.connected)
+    with dialled(node.path) as sock:
+        greet(sock)
+        assert answer(sock)[0] == "welcome"
+        sock.sendall(p.frame(p.Request(1, [p.Follow(False)] * 1001)))
+        assert answer(sock) is None
         assert "not understood" in caplog.text
+
+
+def test_a_client_sends_more_operations_than_that_in_several_frames(node: Thread) -> None:
+    with Client(node.path) as client:
+        assert client.line.ask([p.Follow(False)] * 2500) == [None] * 2500
+        assert client.status().node.clients[0].requests == 4
 
 
 def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:

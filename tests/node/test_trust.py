@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -240,6 +241,52 @@ def test_a_stranger_is_sent_away(node: Process) -> None:
 
     as_user(STRANGER, knock)
     eventually(lambda: f"user {STRANGER} has no role" in node.log)
+
+
+@root
+def test_a_stranger_is_told_before_anything_of_it_is_read(node: Process) -> None:
+    def knock() -> None:
+        for _ in range(3):
+            with dialled(node.path) as sock:
+                assert answer(sock)[:2] == ["failure", "AccessError"], "without a word of ours"
+        with dialled(node.path) as sock:
+            sock.setblocking(False)
+            sent = 0
+            with contextlib.suppress(BlockingIOError):
+                while sent < 64 << 20:
+                    sent += sock.send(p.LENGTH.pack(p.LARGEST) + bytes(1 << 16))
+            assert sent < 64 << 20, "it piles up in the socket"
+
+    as_user(STRANGER, knock)
+    eventually(lambda: f"user {STRANGER} has no role" in node.log)
+    assert node.log.count(f"user {STRANGER} has no role") == 1, "the log does not grow with each attempt"
+
+
+@root
+def test_connections_without_a_hello_make_room_for_those_of_the_same_user_alone(node: Process) -> None:
+    with dialled(node.path) as quiet:
+        quiet.sendall(p.frame(p.Hello(1, 1, "slow"))[:6])
+
+        def flood() -> None:
+            silent = []
+            for _ in range(150):
+                sock = socket.socket(socket.AF_UNIX)
+                sock.connect(str(node.path))
+                silent.append(sock)
+            assert answer(silent[0]) is None, "its own oldest went"
+            with Client(node.path) as client:
+                assert client.connected
+
+        as_user(BLUE, flood)
+        quiet.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            quiet.recv(1)
+        quiet.setblocking(True)
+        quiet.settimeout(30)
+        pidfd = os.pidfd_open(os.getpid())
+        socket.send_fds(quiet, [p.frame(p.Hello(1, 1, "slow"))[6:]], [pidfd])
+        os.close(pidfd)
+        assert answer(quiet)[0] == "welcome"
 
 
 @root

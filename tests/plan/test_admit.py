@@ -140,7 +140,7 @@ def test_a_used_up_budget_drops_writes_and_nothing_else(tmp_path: Path, store: s
     with open_store(tmp_path / "kv", clock, nvme=tier) as opened, opened.session(MODEL) as mine:
         for number in range(3 * SLOTS):
             keep(mine, number)
-            assert opened.flush(30)
+            assert opened.flush(30).complete
             assert right(mine, number) == 1
         statistics = opened.statistics()
         assert statistics.tiers["nvme"].blocks <= 4

@@ -20,7 +20,7 @@ from kvtide.tiers.noop import Noop
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.objects import Objects
 from kvtide.tiers.sealing import Sealing
-from kvtide.tiers.shared import Shared
+from kvtide.tiers.shared import Permit, Shared
 from kvtide.tiers.steward import StewardStatistics
 from kvtide.tiers.valkey import Valkey
 
@@ -94,8 +94,14 @@ class Limit:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
 
-    def take(self, nbytes: int) -> float | None:
-        return math.inf if nbytes <= self._nbytes else None
+    @property
+    def largest(self) -> int:
+        return self._nbytes
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
+        return Permit(math.inf, nbytes)
+
+    def end(self, permit: Permit, *, failed: bool) -> None: ...
 
     def used(self, names: Sequence[str]) -> None: ...
 

@@ -239,7 +239,7 @@ def test_who_needs_memory_waits_for_one_segment_and_not_for_the_budget(monkeypat
     taken.get()
     with ThreadPoolExecutor(1) as pool:
         grown = pool.submit(dram.grow, SMALL.geometry.footprint)
-        until(lambda: dram._next.locked() or grown.done())
+        until(lambda: not dram._wanted.empty() or grown.done())
         may.release()  # the first segment, and no more
         assert grown.result(60)
     taken.get()

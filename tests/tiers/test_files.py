@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
 from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.files import Files
-from kvtide.tiers.shared import Shared
+from kvtide.tiers.shared import Permit, Shared
 from kvtide.tiers.steward import StewardStatistics
 
 
@@ -26,8 +27,14 @@ class Until:
     def __init__(self, end: float) -> None:
         self._end = end
 
-    def take(self, nbytes: int) -> float | None:
-        return self._end
+    @property
+    def largest(self) -> int:
+        return sys.maxsize
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
+        return Permit(self._end, nbytes)
+
+    def end(self, permit: Permit, *, failed: bool) -> None: ...
 
     def used(self, names: Sequence[str]) -> None: ...
 

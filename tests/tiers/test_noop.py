@@ -17,7 +17,7 @@ def test_it_moves_no_bytes_and_answers_before_the_call_returns() -> None:
     assert len(places) == 1
     span = aligned(who.geometry.footprint)
     span[:] = b"7" * len(span)
-    answers: list[bool] = []
+    answers: list[object] = []
     tier.read([Read(key, who, places[0], span)], answers.extend)
     assert answers == [True]
     assert bytes(span) == b"7" * len(span)

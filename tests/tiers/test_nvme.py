@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -21,6 +22,7 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.errors import TierError
 from kvtide.testing.blocks import aligned, keys
+from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.tier import Answer, Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
@@ -783,9 +785,10 @@ def test_direct_io_is_used_where_there_is_some(path: Path, caplog: pytest.LogCap
 def test_a_full_disk_refuses_blocks_and_recovers(path: Path) -> None:
     disk = FaultyDisk()
     caller = opened(path, disk)
-    disk.arm(Fault("resize", code=errno.ENOSPC, times=2))
+    disk.arm(Fault("resize", code=errno.ENOSPC, times=1 << 30))
     assert caller.write(keys(1), SMALL) == [NOWHERE]
     assert caller.write(keys(1), SMALL) == [NOWHERE]
+    disk.disarm()
     reasons = dict(caller.statistics().reasons)
     assert reasons["segment: No space left on device"] == 2
     assert reasons["write: No space left on device"] == 2
@@ -850,6 +853,31 @@ def test_durable_syncs_before_it_answers(path: Path) -> None:
     again.close()
 
 
+def test_a_sync_on_request_covers_what_was_written_and_nothing_else(path: Path) -> None:
+    disk = FaultyDisk()
+    caller = opened(path, disk)
+    tier = caller.tier
+    assert isinstance(tier, Nvme)
+    places = caller.write(keys(3), SMALL)
+
+    def sync(*items: tuple[BlockKey, int]) -> list[bool]:
+        answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
+        tier.sync(items, answers.put)
+        return list(answers.get(timeout=30))
+
+    held = list(zip(keys(3), places, strict=True))
+    assert sync() == []
+    assert sync(held[0], (keys(9)[8], NOWHERE), (keys(9)[7], 77 << 32)) == [True, False, False]
+    tier.evict(*held[1])
+    assert sync(*held) == [True, False, True]
+    disk.arm(Fault("sync", files="*.segment"))
+    assert sync(held[0]) == [False]
+    assert sync(*held) == [False, False, False], "a sync that goes well later does not bring back what was lost"
+    (place,) = caller.write(keys(1, start=10), SMALL)
+    assert sync((keys(1, start=10)[0], place), held[0]) == [True, False]
+    caller.close()
+
+
 def test_what_cannot_be_synced_is_not_acknowledged(path: Path) -> None:
     disk = FaultyDisk()
     caller = opened(path, disk, durable=True)
@@ -886,15 +914,21 @@ def test_segments_that_were_given_up_take_no_room_after_a_power_loss(
     path: Path, seed: int, refused: int | None
 ) -> None:
     """Several small ones make room for a large one; if they came back too, others would be over the budget."""
-    disk = FaultyDisk(seed)
-    caller = opened(path, disk, 1 << 20, segment=4 * ALIGN, durable=True)
+    disk, clock = FaultyDisk(seed), FakeClock()
+    caller = opened(path, disk, 1 << 20, segment=4 * ALIGN, durable=True, clock=clock)
     held = caller.fill(SMALL)
     evicted = list(held)[:6]
     caller.evict(evicted, [held.pop(key) for key in evicted])
     if refused is not None:
         disk.arm(Fault("sync", files="*.segment", after=refused, times=2))
     (key,) = keys(1, start=1000)
-    held[key] = next(place for _ in range(3) if (place := caller.write([key], LARGE)[0]) != NOWHERE)
+    for _ in range(3):
+        (place,) = caller.write([key], LARGE)
+        if place != NOWHERE:
+            break
+        clock.advance(60)  # a disk that refused is not asked again at once
+    assert place != NOWHERE
+    held[key] = place
     disk.die()
     caller.close()
     disk.power_loss()

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtide.block import ALIGN, padded
 from kvtide.tiers.segments import Segments, by_segment, ladder, place_of, segment_of, slot_of
 
+MIB = 1 << 20
 SIZES = st.integers(1, 40).map(lambda pages: ladder(pages * ALIGN))
 
 
@@ -104,6 +105,20 @@ class Book(RuleBasedStateMachine):
         assert self.book.generation(place) > generation
         assert not self.book.holds(place)
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def withhold(self, data: st.DataObject) -> None:
+        """A write to a slot failed: it is neither in use nor handed out."""
+        place = data.draw(st.sampled_from(sorted(self.held)))
+        self.book.withhold(place)
+        del self.held[place]
+        assert not self.book.holds(place)
+
+    @rule()
+    def restore(self) -> None:
+        self.book.restore()
+        assert not any(segment.withheld for segment in self.book)
+
     @rule(size=SIZES)
     def use_a_spare(self, size: int) -> None:
         """As the tiers do: take an empty segment's bytes for another size."""
@@ -139,7 +154,8 @@ class Book(RuleBasedStateMachine):
             assert self.HEADER + segment.slots * segment.size <= segment.nbytes
             assert len(segment.free) == len(set(segment.free))
             used = [slot_of(p) for p in self.held if segment_of(p) == segment.number]
-            assert sorted([*segment.free, *used]) == list(range(segment.slots))
+            assert sorted([*segment.free, *segment.withheld, *used]) == list(range(segment.slots))
+            assert segment.used == len(used)
         for place, size in self.held.items():
             assert self.book.holds(place)
             assert self.book.offset(place) == self.HEADER + slot_of(place) * size
@@ -162,6 +178,30 @@ def test_a_segment_that_was_emptied_in_vain_is_not_lost() -> None:
     assert spare is segment
     book.recut(spare, ALIGN)
     assert len(book.take_many(ALIGN, 8)) == 8
+
+
+def test_segments_are_small_where_there_are_many_sizes() -> None:
+    book = Segments(1 << 30, 256 << 20, header=ALIGN, least=256 << 10)
+    assert book.add(ladder(MIB), book.fit(ladder(MIB))).nbytes == (256 << 20) + ALIGN
+    for pages in range(1, 60):
+        book.add(pages * ALIGN, min(1, book.fit(pages * ALIGN)))
+    assert book.fit(ladder(2 * MIB)) == (1 << 30) // (4 * 61) // (2 * MIB)
+    # Slots may be larger than that; and no segment is so small that its header counts.
+    assert book.fit(ladder(16 * MIB)) == 1
+    small = Segments(4 * MIB, MIB, header=ALIGN, least=256 << 10, sizes=64)
+    assert small.fit(ALIGN) == 64
+
+
+def test_what_is_missing_until_a_slot_fits() -> None:
+    book = Segments(64 * ALIGN, 16 * ALIGN, header=ALIGN)
+    assert book.possible(63 * ALIGN)
+    assert not book.possible(64 * ALIGN)
+    while slots := book.fit(ALIGN):
+        book.add(ALIGN, slots)
+    assert book.lacking(63 * ALIGN) == 64 * ALIGN - book.left
+    assert sum(map(book.cost, book)) + book.left == 64 * ALIGN
+    book.aside = 8 * ALIGN
+    assert book.lacking(ALIGN) > 8 * ALIGN
 
 
 def test_two_sizes_alternate() -> None:

@@ -22,6 +22,8 @@ from kvtide.tiers.steward import Papers, Steward, StewardStatistics, is_block
 
 BUDGET = 1 << 20
 LEASE = 6.0
+MEMORY = 20
+"""Blocks that a process keeps for when it has credit."""
 
 
 class Storage:
@@ -30,7 +32,8 @@ class Storage:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.held: dict[str, tuple[bytes, float]] = {}
-        self.ever: set[str] = set()
+        self.ever: dict[str, int] = {}
+        """Bytes of all blobs that were ever there."""
         self.most = 0
 
     @property
@@ -46,9 +49,13 @@ class Storage:
         """Blocks that were there once."""
         return {name for name in self.ever if is_block(name)} - self.blocks
 
+    @property
+    def bytes_removed(self) -> int:
+        return sum(self.ever[name] for name in self.removed)
+
     def put(self, name: str, data: bytes) -> None:
         self.held[name] = data, self.clock.time()
-        self.ever.add(name)
+        self.ever[name] = len(data)
         self.most = max(self.most, self.nbytes)
 
 
@@ -102,18 +109,31 @@ class View:
 
 
 class Process:
-    """A node that writes, reads, and may be steward."""
+    """A node that writes, reads, and may be steward. What found no credit waits, and is written when some has come."""
 
     def __init__(self, storage: Storage, budget: int = BUDGET, seed: int = 0) -> None:
         self.view = View(storage)
         papers = Papers(self.view, LEASE)
         self.steward = Steward(papers, budget, storage.clock)
-        self.purse = Purse(papers, removed=self.hear, clock=storage.clock)
+        self.purse = Purse(
+            papers,
+            budget,
+            filled=self.write_what_waits,
+            removed=self.hear,
+            waiting=lambda: sum(self.waiting.values()),
+            clock=storage.clock,
+        )
         self.heard: set[str] = set()
         self.times_missed = 0
         self.storage = storage
         self.random = Random(seed)
+        self.names: list[str] = []
+        """Of all blocks that it was to write."""
         self.written = 0
+        self.bytes_written = 0
+        self.waiting: dict[str, int] = {}
+        self.fails = False
+        """Whether its writes fail, though it has credit."""
 
     def hear(self, names: list[str] | None) -> None:
         self.times_missed += names is None
@@ -124,13 +144,33 @@ class Process:
         self.steward.step()
 
     def write(self, nbytes: int) -> str | None:
-        if not self.purse.take(nbytes):
-            return None
+        """Write a block now or, where there is no credit, later: then the answer is None."""
         name = self.random.randbytes(32).hex()
-        self.storage.put(name, bytes(nbytes))
-        self.purse.used([name])
-        self.written += 1
-        return name
+        self.names.append(name)
+        if self.try_to_write(name, nbytes):
+            return name
+        if nbytes <= self.purse.largest:
+            self.waiting[name] = nbytes
+            if len(self.waiting) > MEMORY:
+                del self.waiting[next(iter(self.waiting))]
+        return None
+
+    def try_to_write(self, name: str, nbytes: int) -> bool:
+        permit = self.purse.take(name, nbytes) if nbytes <= self.purse.largest else None
+        if permit is None:
+            return False
+        self.waiting.pop(name, None)
+        if not self.fails:
+            self.storage.put(name, bytes(nbytes))
+            self.purse.used([name])
+            self.written += 1
+            self.bytes_written += nbytes
+        self.purse.end(permit, failed=self.fails)
+        return True
+
+    def write_what_waits(self) -> None:
+        for name, nbytes in list(self.waiting.items()):
+            self.try_to_write(name, nbytes)
 
 
 def later(clock: FakeClock, processes: Sequence[Process], seconds: float) -> None:
@@ -139,6 +179,20 @@ def later(clock: FakeClock, processes: Sequence[Process], seconds: float) -> Non
         clock.advance(1.0)
         for process in processes:
             process.step()
+
+
+def fill(
+    clock: FakeClock, process: Process, count: int, others: Sequence[Process] = (), nbytes: int = BUDGET // 100
+) -> None:
+    """Let a process write so many blocks, one a second or as credit comes."""
+    for _ in range(count):
+        later(clock, [process, *others], 1)
+        process.write(nbytes)
+        for _ in range(60):
+            if not process.waiting:
+                break
+            later(clock, [process, *others], 1)
+        assert not process.waiting, "a block was not written within a minute"
 
 
 @pytest.fixture
@@ -151,6 +205,15 @@ def storage(clock: FakeClock) -> Storage:
     return Storage(clock)
 
 
+def write_all(clock: FakeClock, processes: Sequence[Process]) -> None:
+    """Each writes a block, within a few steps."""
+    before = [process.written for process in processes]
+    for process in processes:
+        process.write(1000)
+    later(clock, processes, 3)
+    assert [process.written - one for process, one in zip(processes, before, strict=True)] == [1] * len(processes)
+
+
 def terms(processes: Sequence[Process]) -> list[int]:
     return [process.steward.statistics().term for process in processes]
 
@@ -159,7 +222,7 @@ def test_one_is_elected_and_the_others_write(storage: Storage, clock: FakeClock)
     processes = [Process(storage, seed=n) for n in range(3)]
     later(clock, processes, 4)
     assert terms(processes) == [1, 0, 0]
-    assert all(process.write(1000) for process in processes)
+    write_all(clock, processes)
 
 
 def test_without_a_steward_nothing_is_written(storage: Storage, clock: FakeClock) -> None:
@@ -179,7 +242,7 @@ def test_another_takes_over_within_a_lease(storage: Storage, clock: FakeClock, r
     later(clock, others, 1)
     assert sorted(terms(others)) == [0, 2]
     later(clock, others, 2 * LEASE + 3)
-    assert all(process.write(1000) for process in others)
+    write_all(clock, others)
     first.step()  # it wakes up, and sees that it is over
     assert terms([first]) == [0]
     later(clock, processes, 3)
@@ -188,46 +251,26 @@ def test_another_takes_over_within_a_lease(storage: Storage, clock: FakeClock, r
 
 def test_what_was_used_longest_ago_goes(storage: Storage, clock: FakeClock) -> None:
     process = Process(storage)
-    names: list[str] = []
-    while len(names) < 80:
-        later(clock, [process], 1)
-        if (name := process.write(BUDGET // 100)) is not None:
-            names.append(name)
-    old = set(names[:10])
+    fill(clock, process, 80)
+    old = set(process.names[:10])
     process.purse.used(list(old))
-    while len(names) < 130:
-        later(clock, [process], 1)
-        if (name := process.write(BUDGET // 100)) is not None:
-            names.append(name)
+    fill(clock, process, 50)
+    names = process.names
     assert old <= storage.blocks, "written first, and read since"
-    assert not set(names[10:40]) & storage.blocks
+    assert not set(names[10:35]) & storage.blocks
     assert storage.most <= BUDGET
 
 
 def test_a_successor_knows_what_was_used(storage: Storage, clock: FakeClock) -> None:
     first, second = Process(storage), Process(storage, seed=1)
     later(clock, [first], 3)
-    names: list[str] = []
-    while len(names) < 80:
-        later(clock, [first], 1)
-        if (name := first.write(BUDGET // 100)) is not None:
-            names.append(name)
+    fill(clock, first, 80)
+    names = first.names
     first.purse.used(names[:5])
     later(clock, [first], 2)
-    more = 0
-    while more < 40:  # the first is dead
-        later(clock, [second], 1)
-        more += second.write(BUDGET // 100) is not None
+    fill(clock, second, 40)  # the first is dead
     assert set(names[:5]) <= storage.blocks
     assert not set(names[5:20]) & storage.blocks
-
-
-def fill(clock: FakeClock, process: Process, count: int, others: Sequence[Process] = ()) -> None:
-    """Let a process write so many blocks."""
-    end = process.written + count
-    while process.written < end:
-        later(clock, [process, *others], 1)
-        process.write(BUDGET // 100)
 
 
 def test_everybody_hears_what_was_removed_and_of_nothing_else(storage: Storage, clock: FakeClock) -> None:
@@ -238,7 +281,7 @@ def test_everybody_hears_what_was_removed_and_of_nothing_else(storage: Storage, 
     assert late.heard == set(), "it knew of nothing that it could forget"
     before = storage.removed
     fill(clock, writer, 50, [reader, late])
-    later(clock, [writer, reader, late], 1)
+    later(clock, [writer, reader, late], 4)
     assert len(before) > 20
     assert writer.heard == reader.heard == storage.removed
     assert late.heard == storage.removed - before > set()
@@ -340,6 +383,7 @@ def test_much_to_read_and_many_who_ask_cost_nobody_his_office(storage: Storage, 
     for _ in range(30):
         clock.advance(1.0)
         for process in asking:
+            process.write(100)
             process.purse.step()
         steward.step()
     assert sum(name.startswith("grant") for name in storage.ever) >= 100
@@ -376,13 +420,13 @@ def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int
                 running.remove(process)
 
     def maybe_stop() -> None:
-        if len(running) < 3 and random.random() < 0.004:
+        if len(running) < 3 and random.random() < 0.0015:
             go_on(random.choice([1, LEASE, 3 * LEASE, 6 * LEASE]))
 
     go_on(1)  # whoever has not looked yet knows of nothing that he could forget
     for process in processes:
         process.view.stop = maybe_stop
-    go_on(90)
+    go_on(60)
     for process in processes:
         process.view.stop = lambda: None
         process.purse.step()
@@ -404,3 +448,203 @@ def test_papers_do_not_pile_up(storage: Storage, clock: FakeClock) -> None:
     assert counts.pop("used") <= 300
     assert 10 < counts.pop("evicted") <= 64
     assert sum(counts.values()) <= 12, counts
+
+
+# -- nothing is removed without need --------------------------------------------------------------------------
+
+BATCH = BUDGET // 16
+"""The most that a node is given at a time for blocks of usual size."""
+
+
+def full(storage: Storage, part: float = 0.98) -> None:
+    """Let storage be full of blocks of somebody who has gone."""
+    for n in range(int(100 * part)):
+        storage.put(Random(f"old {n}").randbytes(32).hex(), bytes(BUDGET // 100))
+
+
+@pytest.mark.parametrize("part", [0.5, 0.9, 0.98])
+def test_nodes_that_store_nothing_remove_nothing(storage: Storage, clock: FakeClock, part: float) -> None:
+    full(storage, part)
+    nodes = [Process(storage, seed=n) for n in range(8)]
+    later(clock, nodes, 20 * LEASE)
+    assert storage.removed == set()
+    assert not [name for name in storage.ever if name.startswith(("ask.", "grant."))]
+
+
+def test_nodes_that_have_stored_and_are_idle_remove_nothing(storage: Storage, clock: FakeClock) -> None:
+    nodes = [Process(storage, seed=n) for n in range(8)]
+    while storage.nbytes < 0.9 * BUDGET:
+        for node in nodes:
+            node.write(BUDGET // 200)
+        later(clock, nodes, 1)
+    later(clock, nodes, 5)
+    removed = storage.removed
+    later(clock, nodes, 20 * LEASE)
+    assert storage.removed == removed
+    assert [node.purse.credit for node in nodes] == [0] * 8
+    (keeper,) = [node for node in nodes if node.steward.statistics().term]
+    keeper.write(1)
+    later(clock, nodes, 3 * LEASE)
+    assert keeper.steward.statistics().bytes_granted <= BATCH
+
+
+@pytest.mark.parametrize("writers", [1, 3])
+@pytest.mark.parametrize("nbytes", [BUDGET // 1000, BUDGET // 100, BUDGET // 17])
+def test_no_more_is_removed_than_is_written(storage: Storage, clock: FakeClock, nbytes: int, writers: int) -> None:
+    full(storage, 0.9)
+    nodes = [Process(storage, seed=n) for n in range(writers + 4)]
+    later(clock, nodes, 2)
+    before = storage.nbytes
+    for n in range(60):
+        for node in nodes[:writers]:
+            if n % 3 == 0:
+                node.write(nbytes)
+        later(clock, nodes, 1)
+        written = sum(node.bytes_written for node in nodes)
+        assert storage.bytes_removed <= max(0, before + written - 0.9 * BUDGET) + (writers + 1) * BATCH
+        assert storage.most <= BUDGET
+    assert written > writers * 9 * nbytes
+    assert storage.nbytes > (0.8 if nbytes > BUDGET // 50 else 0.9) * BUDGET, "and nearly all of it is in use"
+
+
+def test_what_idle_nodes_give_back_is_used_before_anything_is_removed(storage: Storage, clock: FakeClock) -> None:
+    full(storage, 0.40)
+    nodes = [Process(storage, seed=n) for n in range(9)]
+    later(clock, nodes, 2)
+    for node in nodes[:8]:
+        for _ in range(MEMORY):
+            node.write(BATCH // MEMORY)
+        node.step()  # it asks
+    nodes[0].steward.step()
+    for node in nodes[:8]:
+        node.waiting.clear()  # and does not want it any more
+    later(clock, nodes, 1)
+    assert nodes[0].steward.statistics().bytes_granted > 7 * BATCH
+    fill(clock, nodes[8], 50, nodes[:8])
+    assert storage.removed == set()
+    assert nodes[8].written == 50
+    assert storage.most <= BUDGET
+
+
+def test_the_credit_of_the_dead_counts_until_it_is_over_and_is_then_used(storage: Storage, clock: FakeClock) -> None:
+    full(storage, 0.45)
+    steward, *dying = nodes = [Process(storage, seed=n) for n in range(9)]
+    later(clock, nodes, 2)
+    for node in dying:
+        for _ in range(MEMORY):
+            node.write(BATCH // MEMORY)
+        node.purse.step()
+    steward.step()
+    granted = steward.steward.statistics().bytes_granted
+    assert granted > 7 * BATCH
+    later(clock, [steward], LEASE)
+    assert steward.steward.statistics().bytes_granted == granted
+    later(clock, [steward], 2 * LEASE)
+    fill(clock, steward, 50)
+    assert storage.removed == set()
+    assert storage.most <= BUDGET
+
+
+def test_the_ask_of_a_dead_node_is_forgotten(storage: Storage, clock: FakeClock) -> None:
+    full(storage)
+    steward = Process(storage)
+    later(clock, [steward], 2)
+    steward.steward.resign()
+    later(clock, [steward], 2)
+    assert terms([steward]) == [2]
+    dead = Process(storage, seed=1)
+    dead.purse.step()
+    dead.write(BUDGET // 100)
+    dead.purse.step()
+    assert [name for name in storage.held if name.startswith("ask.")]
+    later(clock, [steward], 3 * LEASE)  # it gives nothing for two leases
+    assert not [name for name in storage.held if name.startswith("ask.")]
+    assert storage.removed == set()
+
+
+def test_nodes_that_come_and_go_remove_only_what_they_replace(storage: Storage, clock: FakeClock) -> None:
+    full(storage)
+    steward = Process(storage)
+    later(clock, [steward], 2)
+    written = 0
+    for n in range(40):
+        node = Process(storage, seed=n + 1)
+        node.purse.step()
+        node.write(BUDGET // 1000)
+        later(clock, [steward, node], 3)
+        assert node.written == 1
+        written += node.bytes_written
+        if n % 2:
+            node.purse.close()  # the others are killed
+    later(clock, [steward], 3 * LEASE)
+    assert storage.bytes_removed <= written + BATCH
+    assert storage.most <= BUDGET
+
+
+@pytest.mark.parametrize("nbytes", [BUDGET, 3 * BUDGET])
+def test_a_block_that_can_never_fit_removes_nothing(storage: Storage, clock: FakeClock, nbytes: int) -> None:
+    full(storage)
+    node = Process(storage)
+    later(clock, [node], 2)
+    for _ in range(10):
+        assert node.write(nbytes) is None
+        assert node.purse.take("f" * 64, nbytes) is None
+        later(clock, [node], 2)
+    storage.put(f"ask.0000000001.{'a' * 12}.0000000001.{nbytes}", b"")  # of a node with another budget
+    later(clock, [node], 2 * LEASE)
+    assert storage.removed == set()
+
+
+def test_a_large_block_that_fits_is_written(storage: Storage, clock: FakeClock) -> None:
+    full(storage)
+    _, other = nodes = [Process(storage), Process(storage, seed=1)]
+    later(clock, nodes, 2)
+    other.write(BUDGET // 2)
+    later(clock, nodes, 4)
+    assert other.written == 1
+    assert storage.bytes_removed <= BUDGET // 2 + BATCH
+    assert storage.most <= BUDGET
+
+
+def test_a_node_whose_writes_fail_does_not_empty_storage(storage: Storage, clock: FakeClock) -> None:
+    full(storage)
+    steward, broken = nodes = [Process(storage), Process(storage, seed=1)]
+    later(clock, nodes, 2)
+    broken.fails = True
+    for _ in range(200):
+        broken.write(BUDGET // 200)
+        later(clock, nodes, 1)
+    assert storage.bytes_removed <= 3 * BATCH
+    broken.fails = False
+    fill(clock, broken, 20, [steward])
+    assert storage.most <= BUDGET
+
+
+def test_who_wants_nothing_any_more_takes_its_ask_back(storage: Storage, clock: FakeClock) -> None:
+    full(storage)
+    steward, node = Process(storage), Process(storage, seed=1)
+    later(clock, [steward, node], 2)
+    node.write(BUDGET // 100)
+    node.purse.step()
+    assert [name for name in storage.held if name.startswith("ask.")]
+    node.waiting.clear()
+    clock.advance(3.0)
+    node.purse.step()
+    assert not [name for name in storage.held if name.startswith("ask.")]
+    later(clock, [steward, node], LEASE)
+    assert storage.removed == set()
+
+
+def test_a_steward_that_knows_nothing_of_giving_back_is_not_left_with_papers(
+    storage: Storage, clock: FakeClock
+) -> None:
+    class Earlier(Steward):
+        def _take_back(self) -> None:
+            """It did not know."""
+
+    node = Process(storage)
+    node.steward = Earlier(Papers(node.view, LEASE), BUDGET, clock)
+    fill(clock, node, 30)
+    assert [name for name in storage.ever if name.startswith("back.")]
+    later(clock, [node], 4 * LEASE)
+    assert not [name for name in storage.held if name.startswith("back.")]

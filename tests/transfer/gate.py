@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtide import Store, config
 from kvtide.block import BlockKey
 from kvtide.plan import admit
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Miss, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
@@ -32,13 +32,16 @@ class Gated:
     kept: dict[int, tuple[BlockKey, bytes]] = field(default_factory=dict)
     reads: list[tuple[Sequence[Read], ReadDone]] = field(default_factory=list)
     writes: list[tuple[Sequence[Write], WriteDone]] = field(default_factory=list)
-    drops: list[tuple[Sequence[tuple[BlockKey, int]], ReadDone]] = field(default_factory=list)
+    drops: list[tuple[Sequence[tuple[BlockKey, int]], DropDone]] = field(default_factory=list)
     inline: bool = False
     """Whether reads and writes are answered before the call returns."""
     open_drops: bool = True
     """Whether drops are."""
     journal: list[str] = field(default_factory=list)
     """What was started, in order."""
+    syncs: list[tuple[Sequence[tuple[BlockKey, int]], DropDone]] = field(default_factory=list)
+    open_syncs: bool = True
+    """Whether syncs are answered before the call returns."""
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         self.journal.append("read")
@@ -52,11 +55,17 @@ class Gated:
         if self.inline:
             self.let_write()
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self.journal.append("drop")
         self.drops.append((items, done))
         if self.open_drops:
             self.let_drop()
+
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        self.journal.append("sync")
+        self.syncs.append((items, done))
+        if self.open_syncs:
+            self.let_sync()
 
     def evict(self, key: BlockKey, place: int) -> None:
         assert self.kept.pop(place)[0] == key
@@ -88,6 +97,11 @@ class Gated:
             results.append(here)
         done(results)
 
+    def refuse_read(self) -> None:
+        """Answer the oldest batch of reads: the blocks are not the asker's."""
+        batch, done = self.reads.pop(0)
+        done([Miss.REFUSED] * len(batch))
+
     def let_write(self, good: bool = True) -> None:
         """Answer the oldest batch of writes."""
         batch, done = self.writes.pop(0)
@@ -106,6 +120,11 @@ class Gated:
             if place != NOWHERE:
                 assert self.kept.pop(place)[0] == key
         done([good] * len(items))
+
+    def let_sync(self, good: bool = True) -> None:
+        """Answer the oldest batch of syncs."""
+        items, done = self.syncs.pop(0)
+        done([good and self.kept.get(place, (b"",))[0] == key for key, place in items])
 
     def let_all(self) -> None:
         """Answer whatever waits now, and what that brings."""
@@ -126,10 +145,12 @@ class GatedStore(Store):
         mode: str = "through",
         queue: int = 1 << 30,
         depth: int = 4,
+        durable: bool = True,
         clock: Clock | None = None,
         **settings: dict[str, Any],
     ) -> None:
         self._gated, self._mode, self._queue, self._depth = tier, mode, queue, depth
+        self._durable = durable
         tree: dict[str, Any] = {"dram": {"budget": "1MiB", "segment": "1MiB"}, "nvme": {"path": "/unused"}}
         for section, values in settings.items():
             tree.setdefault(section, {}).update(values)
@@ -137,7 +158,8 @@ class GatedStore(Store):
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         lane = Lane(self._gated, self.clock, self._queue, self._depth)
-        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None)
+        sync = self._gated.sync if self._durable else None
+        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None, sync=sync)
 
     def close(self) -> None:
         self._gated.inline = True

@@ -48,7 +48,7 @@ class Driver:
             self.asked.append(items[0].key)
             return cancelled
 
-        self.lane.read(items, lambda r: self.read_results.append(list(r)), cancel)
+        self.lane.read(items, lambda r: self.read_results.append([bool(one) for one in r]), cancel)
 
     def write(self, *items: Write) -> bool:
         if not all(self.lane.room(len(i.span)) for i in items):
@@ -126,7 +126,7 @@ def test_a_tier_that_answers_at_once_does_not_recurse() -> None:
     count = 5000  # deeper than the interpreter's stack, were each started inside the last
     left = count
 
-    def again(results: Sequence[bool]) -> None:
+    def again(results: Sequence[object]) -> None:
         nonlocal left
         left -= 1
         if left:

@@ -24,10 +24,10 @@ from kvtide.plan.admit import Through
 from kvtide.plan.policy import Lru
 from kvtide.plan.uses import Uses
 from kvtide.tiers.base import Identity, Read, Write
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.noop import Noop
 from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.scratch import Scratch
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.pipeline import Pipeline, Pledge

@@ -21,6 +21,7 @@ from kvtide.block import BLOCK_TOKENS, BlockKey, Layout
 from kvtide.engines.forms import FORMS, Form
 from kvtide.tiers import codec as lossless
 from kvtide.tiers.record import Header
+from kvtide.tiers.scratch import Scratch
 
 __all__ = ["codec"]
 
@@ -150,7 +151,7 @@ def _lossless(settings: Settings, kv: Tensor) -> Iterator[Record]:
     dtype = str(kv.dtype).removeprefix("torch.")
     geometry = _layout(layers, heads, dim, dtype).geometry["full"]
     spans = [memoryview(block) for block in kv.view(torch.uint8).reshape(blocks, -1).numpy()]
-    coder, scratch, target = lossless.Zstd(), lossless.Scratch(), lossless.Scratch().get(geometry.footprint)
+    coder, scratch, target = lossless.Zstd(), Scratch(), Scratch().get(geometry.footprint)
     stored: list[tuple[bytes, Header]] = []
 
     def encode() -> None:

@@ -51,6 +51,11 @@ def evict(
     objects = configuration.read().objects
     if path is None and not objects.url:
         raise ConfigError("there is no storage to keep a budget in: give --path, or set objects.url")
+    if path is not None and not path.is_dir():
+        raise ConfigError(
+            f"--path is {str(path)!r}, which is {'no folder' if path.exists() else 'not there'}; give the folder that "
+            "files.path of the nodes names, and mount it first if it is on another host"
+        )
     storage = open_objects(objects) if path is None else files.Files(path / blobs.ROOT)
     papers = Papers(storage, lease)
     keeper = Keeper(papers, Steward(papers, parse_size(budget)))

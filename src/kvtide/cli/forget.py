@@ -44,7 +44,7 @@ def forget(
     rest is given to the disk to discard; what a medium keeps of that, and backups, are beyond our reach. The exit code
     is 0 if all is done, 1 if something ends later, 2 if it was refused.
     """
-    from kvtide.errors import AccessError, KvtideError, TierError
+    from kvtide.errors import AccessError, ConfigError, KvtideError, TierError
     from kvtide.node.afar import Afar
     from kvtide.node.client import Client
     from kvtide.security.acts import destroy
@@ -60,6 +60,11 @@ def forget(
         Afar(address, settings.node)
         nodes.append((address, partial(Afar, address, settings.node)))
     if not nodes:
+        if settings.nvme.path and not Path(settings.nvme.path).expanduser().is_dir():
+            raise ConfigError(
+                f"nvme.path is {settings.nvme.path!r}, which is no folder: nothing could be forgotten there; give the "
+                "folder of the tenant's blocks, or set nvme.path to '' to forget only what is elsewhere"
+            )
         with Store(settings) as store:
             typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)} blocks")
         return

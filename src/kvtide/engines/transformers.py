@@ -43,6 +43,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvtide
+from kvtide import forks
 from kvtide.block import BLOCK_TOKENS, LOSSY
 from kvtide.door import Door
 from kvtide.engines.background import Background
@@ -345,6 +346,8 @@ class Attached:
             if self._shadowed is not None:
                 vars(self.model)["generate"] = self._shadowed
         atexit.unregister(self.detach)
+        if self.store.origin is not forks.here:
+            return  # the store, and what waits to be stored, are our parent's
         self._door.shut()
         self._background.close()
         with self._lock:

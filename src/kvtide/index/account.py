@@ -34,6 +34,8 @@ class Account:
         """Blocks, by tenant and reason."""
         self._pages = np.zeros(0, np.uint32)
         """What each row is charged, in pages of 4 KiB."""
+        self._charged = np.zeros(0, np.uint16)
+        """Which tenant that is. Not who ``Index.tenant`` says by now: another may have asked for the block since."""
 
     def left(self, tenant: int) -> int:
         """Bytes that a tenant may still have; below 0: it has too much."""
@@ -45,7 +47,7 @@ class Account:
 
     def rows(self, tenant: int) -> Rows:
         """All that a tenant is charged for."""
-        found: Rows = np.flatnonzero((self._pages > 0) & (self._index.tenant[: len(self._pages)] == tenant))
+        found: Rows = np.flatnonzero((self._pages > 0) & (self._charged == tenant))
         return found
 
     def enter(self, rows: Rows, nbytes: int) -> None:
@@ -53,16 +55,34 @@ class Account:
         tenant = int(self._index.tenant[rows[0]])
         if tenant not in self.quotas:
             return
-        if len(self._pages) < len(self._index.tenant):
-            self._pages = np.append(self._pages, np.zeros(len(self._index.tenant) - len(self._pages), np.uint32))
+        if (more := len(self._index.tenant) - len(self._pages)) > 0:
+            self._pages = np.append(self._pages, np.zeros(more, np.uint32))
+            self._charged = np.append(self._charged, np.zeros(more, np.uint16))
         self._pages[rows] = nbytes // ALIGN
+        self._charged[rows] = tenant
         self.nbytes[tenant] += nbytes * len(rows)
         self.blocks[tenant] += len(rows)
 
     def leave(self, row: int) -> None:
         """A row takes nothing any more."""
         if nbytes := self.charged(row):
-            tenant = int(self._index.tenant[row])
+            tenant = int(self._charged[row])
             self._pages[row] = 0
             self.nbytes[tenant] -= nbytes
             self.blocks[tenant] -= 1
+
+    def repair(self, tier: int) -> None:
+        """Make the sums anew, after a change was left half done; rows that are not in the tier take nothing."""
+        count = min(len(self._pages), self._index.size)
+        self._pages[:count][self._index.state[tier][:count] == 0] = 0
+        rows = np.flatnonzero(self._pages)
+        tenants = self._charged[rows].tolist()
+        self.nbytes, self.blocks = Counter(), Counter(tenants)
+        for tenant, pages in zip(tenants, self._pages[rows].tolist(), strict=True):
+            self.nbytes[tenant] += pages * ALIGN
+
+    def leave_many(self, rows: Rows) -> None:
+        """Distinct rows take nothing any more."""
+        charged = rows[rows < len(self._pages)]
+        for row in charged[self._pages[charged] > 0].tolist():
+            self.leave(row)

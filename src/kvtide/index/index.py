@@ -14,8 +14,7 @@ for microseconds; decide under it, act outside it.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -27,6 +26,7 @@ from kvtide.block import BlockKey, Found, Group, Layout
 from kvtide.index.account import Account
 from kvtide.index.columns import column
 from kvtide.index.holds import Holds, Rows
+from kvtide.index.pins import Pins
 
 __all__ = [
     "ABSENT",
@@ -53,6 +53,8 @@ NOWHERE = -1
 
 NO_ROW = 0
 UNKNOWN = -1
+_SEARCHED = 1 << 16
+"""Rows of which it is looked at a time whether they have expired: some 50 us."""
 _DIGEST = 32
 """A key begins with a digest of so many bytes."""
 
@@ -100,16 +102,29 @@ class Index:
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
         self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
         self._held = Holds(size)
-        self.hold = self._held.note
-        """Keep distinct rows from eviction until ``unhold``."""
+        self.hold = self._held.move
+        """Keep distinct rows from eviction until ``unhold``: they begin to move between tiers."""
+        self.lease = self._held.note
+        """Keep distinct rows from eviction until ``end_lease``, under a number that was never used before."""
         self.pins = np.zeros(size, np.uint16)
         """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
-        self._pinned: dict[int, Counter[object]] = {}
+        self._pinned: dict[int, set[Pins]] = {}
+        """Who has pinned each row that is pinned."""
         self.priority = np.zeros(size, np.int8)
         self.expiry: npt.NDArray[np.float64] = np.broadcast_to(np.inf, size)
         """When a row expires; to be changed by ``expire_at`` only, because it takes no memory until something does."""
-        self._mortal = False
+        self.mortal = False
         """Whether anything ever had an expiry."""
+        self.next_expiry = float("inf")
+        """No row expires before. It may be too early, but never too late."""
+        self.on_earlier_expiry: Callable[[], None] = lambda: None
+        """Called, under the lock, when ``next_expiry`` has become earlier. It must not wait."""
+        self._later = float("inf")
+        """The same for rows that the search under way has passed, and for those that got an expiry since it began."""
+        self._searched = 0
+        """Rows that the search for expired ones has passed."""
+        self._expired: Rows = np.empty(0, np.int64)
+        """Rows that were found expired and are not removed yet."""
         self.depth = np.zeros(size, np.uint32)
         self.used = np.zeros(size, np.int64)
         """When a row was last used, in ticks."""
@@ -132,6 +147,11 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def lock_is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        mine: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return mine
 
     @property
     def size(self) -> int:
@@ -172,14 +192,22 @@ class Index:
         known = self._keys
         return tuple([known[row] for row in rows.tolist()])
 
+    @property
+    def parents(self) -> Sequence[bytes | None]:
+        """What each row was chained to, by its key or its digest; None for a row that is free."""
+        return self._parents
+
     def parent(self, row: int) -> bytes:
         """The digest that the block of a live row was chained to."""
         parent = self._parents[row]
         assert parent is not None, f"row {row} is free"
         return parent[:_DIGEST]
 
-    def add(self, key: BlockKey, parent: bytes, depth: int) -> int:
-        """A row for a key that has none yet, absent from every tier. ``parent`` is a digest."""
+    def add(self, key: BlockKey, parent: bytes, depth: int, *, found: bool = True) -> int:
+        """A row for a key, absent from every tier. ``parent`` is a digest.
+
+        The key has none yet; or the new one is not ``found`` by it, until ``take_key``.
+        """
         above = self._keys[self._rows.get(BlockKey(parent + key[_DIGEST:]), NO_ROW)] or parent
         if self._free:
             row = self._free.pop()
@@ -191,9 +219,27 @@ class Index:
                 self._grow(row + max(row // 4, 1024))
             self._keys.append(key)
             self._parents.append(above)
-        self._rows[key] = row
+        if found:
+            self._rows[key] = row
         self.depth[row] = depth
         return row
+
+    def take_key(self, row: int) -> None:
+        """Let ``row`` be found by its key, instead of the row that had it, if one had. Pins go with the key."""
+        key = self.key(row)
+        old = self._rows.get(key, NO_ROW)
+        self._rows[key] = row
+        if not old:
+            return
+        self.departures += 1
+        self.priority[row] = max(self.priority[row], self.priority[old])
+        if (pinned := self._pinned.pop(old, None)) is not None:
+            for owner in pinned:
+                owner.move(old, row)
+            self._pinned[row] = pinned
+            self.pins[row], self.pins[old] = self.pins[old], 0
+        if self.mortal:
+            self.expiry[old] = np.inf
 
     def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> tuple[Rows, Rows]:
         """Rows for keys that have none yet, and those of their parents, ``NO_ROW`` where they are not here.
@@ -221,11 +267,46 @@ class Index:
         return self._free[-1] if self._free else len(self._keys)
 
     def detach(self, row: int) -> None:
-        """Let nobody find ``row`` by its key any more, though it may still be held."""
-        del self._rows[self.key(row)]
+        """Let nobody find ``row`` by its key any more, though it may still be held. Its pins end."""
+        self.detach_many(np.array([row]))
+
+    def detach_many(self, rows: Rows) -> None:
+        """``detach`` distinct rows."""
+        for row in rows.tolist():
+            if self._rows.get(key := self.key(row)) == row:
+                del self._rows[key]
         self.departures += 1
-        if self._mortal:
-            self.expiry[row] = np.inf
+        if self._pinned:
+            self._end_pins(rows)
+        if self.mortal:
+            self.expiry[rows] = np.inf
+
+    def retire_many(self, rows: Rows) -> None:
+        """``retire`` those of distinct rows that are in no tier and held by nobody."""
+        gone = self.holds[rows] == 0
+        for state in self.state:
+            gone &= state[rows] == ABSENT
+        rows = rows[gone]
+        keys, parents, known = self._keys, self._parents, self._rows
+        free = []
+        for row in rows.tolist():
+            key = keys[row]
+            if key is None:
+                continue
+            if known.get(key) == row:
+                del known[key]
+            keys[row] = parents[row] = None
+            free.append(row)
+        if self._pinned:
+            self._end_pins(rows)
+        self.priority[rows] = 0
+        self.returns[rows] = UNKNOWN
+        self.kind[rows] = UNKNOWN
+        for until in self.until.values():
+            until[rows] = 0
+        if self.mortal:
+            self.expiry[rows] = np.inf
+        self._free += free
 
     def retire(self, row: int) -> bool:
         """Forget a row that is in no tier and held by nobody."""
@@ -237,15 +318,42 @@ class Index:
         if self._rows.get(key) == row:
             del self._rows[key]
         self._keys[row] = self._parents[row] = None
-        self.pins[row] = self.priority[row] = 0
-        self._pinned.pop(row, None)
+        if row in self._pinned:
+            self._end_pins(np.array([row]))
+        self.priority[row] = 0
         self.returns[row] = self.kind[row] = UNKNOWN
         for until in self.until.values():
             until[row] = 0
-        if self._mortal:
+        if self.mortal:
             self.expiry[row] = np.inf
         self._free.append(row)
         return True
+
+    def alive(self, row: int) -> bool:
+        """Whether a row stands for a block, be it found by its key or not."""
+        return self._keys[row] is not None
+
+    def detached(self) -> list[int]:
+        """Rows that stand for a block and are not found by its key. Looks at all rows."""
+        known = self._rows
+        return [row for row, key in enumerate(self._keys) if key is not None and known.get(key) != row]
+
+    def repair(self) -> None:
+        """Forget rows that are nowhere and held by nobody. Looks at all rows."""
+        size = self.size
+        if len(self._parents) < size:
+            self._parents.append(b"")
+        nowhere = self.holds[:size] == 0
+        for state, place in zip(self.state, self.place, strict=True):
+            nowhere &= state[:size] == ABSENT
+            place[:size][state[:size] == ABSENT] = NOWHERE
+        nowhere[NO_ROW] = False
+        self._free = []
+        for row in np.flatnonzero(nowhere)[::-1].tolist():
+            if not self.retire(row):
+                self._free.append(row)
+        self.changes += 1
+        self.departures += 1
 
     def _grow(self, size: int) -> None:
         def bigger(old: npt.NDArray[Any], fill: float = 0) -> npt.NDArray[Any]:
@@ -257,20 +365,65 @@ class Index:
 
         self.state = [bigger(a) for a in self.state]
         self.place = [bigger(a, NOWHERE) for a in self.place]
-        self.expiry = bigger(self.expiry, np.inf) if self._mortal else np.broadcast_to(np.inf, size)
+        self.expiry = bigger(self.expiry, np.inf) if self.mortal else np.broadcast_to(np.inf, size)
         self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
         self._held.counts = bigger(self.holds)
         for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant"):
             setattr(self, name, bigger(getattr(self, name)))
 
+    # -- expiry -------------------------------------------------------------------------------------------
+
     def expire_at(self, rows: Rows | list[int], when: npt.ArrayLike) -> None:
         """Let rows expire; at infinity: never."""
-        if not self._mortal and not np.all(np.isinf(when)):
-            self._mortal = True
+        first = float(np.min(when)) if np.size(when) else np.inf
+        if not self.mortal and first < np.inf:
+            self.mortal = True
             self.expiry = np.full(len(self.depth), np.inf)
-        if self._mortal:
+        if self.mortal and len(rows):
             self.expiry[rows] = when
+            self._later = min(self._later, first)
+            if first < self.next_expiry:
+                self.next_expiry = first
+                self.on_earlier_expiry()
+
+    def extend(self, rows: Rows, when: float) -> Rows:
+        """Let rows live until ``when`` at least; answers those that would not have lived so long."""
+        short = rows[self.expiry[rows] < when] if self.mortal else rows[:0]
+        if len(short):
+            self.expire_at(short, when)
+        return short
+
+    def shorten(self, rows: Rows, when: float) -> Rows:
+        """Let rows live until ``when`` at most; answers those that would have lived longer."""
+        long = rows[self.expiry[rows] > when]
+        if len(long):
+            self.departures += 1  # what was remembered of them says when the first expires
+            self.expire_at(long, when)
+        return long
+
+    def first_expiry(self, rows: Rows) -> float:
+        """When the first of some rows expires."""
+        return float(self.expiry[rows].min(initial=np.inf)) if self.mortal else np.inf
+
+    def expired(self, now: float, most: int) -> Rows:
+        """Some rows that have expired, ``most`` at most. None may be found though there are more.
+
+        Looks at a part of all rows. There can be more as long as ``next_expiry`` is not later than ``now``.
+        """
+        if not len(self._expired) and self.next_expiry <= now:
+            if not self._searched:
+                self._later = np.inf
+            start, stop = self._searched, min(self._searched + _SEARCHED, self.size)
+            window = self.expiry[start:stop]
+            over = window <= now
+            self._expired = np.flatnonzero(over) + start
+            self._later = min(self._later, float(window[~over].min(initial=np.inf)))
+            self._searched = stop
+        rows, self._expired = self._expired[:most], self._expired[most:]
+        if self._searched >= self.size and not len(self._expired):
+            self._searched, self.next_expiry = 0, self._later
+        return rows[self.expiry[rows] <= now]  # it may have left, or been stored anew, since it was found
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -289,54 +442,108 @@ class Index:
         self.state[tier][row], self.place[tier][row] = ABSENT, NOWHERE
         return place
 
+    @property
+    def leases(self) -> int:
+        """Leases in force."""
+        return len(self._held)
+
+    def leased(self, number: int) -> Rows | None:
+        """The rows that are leased under a number; None when that lease has ended."""
+        return self._held.rows(number)
+
+    def end_lease(self, number: int, rows: Rows) -> None:
+        """End the lease of these rows, which is in force. Rows that are nowhere by now are forgotten."""
+        self.changes += 1
+        if not self._held.strike(number):  # else nothing was taken out of a tier since it began: none is nowhere
+            self._forget_nowhere(rows)
+
+    def relocate(self, row: int, tier: int, place: int) -> None:
+        """Record that ``row`` lies elsewhere in ``tier``. What was made of its old place no longer holds."""
+        self.place[tier][row] = place
+        self.departures += tier == DRAM
+
+    def remove_many(self, rows: Rows, tier: int) -> Rows:
+        """``remove`` distinct rows; answers where they were."""
+        self._held.write_down()
+        places: Rows = self.place[tier][rows]
+        self.departures += tier == DRAM
+        if self.accounts and (account := self.accounts.get(tier)) is not None:
+            account.leave_many(rows)
+        self.state[tier][rows], self.place[tier][rows] = ABSENT, NOWHERE
+        return places
+
     def unhold(self, rows: Rows) -> None:
         """End a ``hold``. Rows that are nowhere by now are forgotten."""
         self.changes += 1
-        if self._held.strike(rows):
-            return  # nothing was taken out of a tier since it began: none is nowhere
-        these = at(rows)
-        self.holds[these] -= 1
-        if every(self.state[DRAM][these]):
-            return  # the usual end: none is nowhere
-        gone = self.holds[rows] == 0
+        self.holds[at(rows)] -= 1
+        self._forget_nowhere(rows)
+
+    def recount_holds(self, moved: Rows) -> None:
+        """Make the counts of holds anew: from the leases in force, from what is on its way to a tier, and from distinct
+        rows that are ``moved`` within one."""
+        size = self.size
+        moving = np.zeros(size, np.int32)
+        moving[moved] = 1
         for state in self.state:
-            gone &= state[rows] == ABSENT
-        for row in rows[gone].tolist():
-            self.retire(row)
+            moving += state[:size] == PENDING
+        self._held.recount(moving)
+
+    def _forget_nowhere(self, rows: Rows) -> None:
+        if every(self.state[DRAM][at(rows)]):
+            return  # the usual end: none is nowhere
+        self.retire_many(rows)
 
     # -- pins ---------------------------------------------------------------------------------------------
 
-    def pin(self, rows: Rows, owner: object) -> int:
-        """Keep distinct rows from eviction until ``owner`` unpins them as often; answers how many it had not pinned."""
-        new = 0
+    def pin(self, rows: Rows, owner: Pins, nbytes: int = 0) -> None:
+        """Keep distinct rows from eviction until ``owner`` unpins them as often, or they are removed.
+
+        ``nbytes`` of each are charged to the owner as long as it has pinned it.
+        """
         for row in rows.tolist():
-            counts = self._pinned.setdefault(row, Counter())
-            new += owner not in counts
-            counts[owner] += 1
+            if owner.add(row, nbytes):
+                self._pinned.setdefault(row, set()).add(owner)
             self._count_pins(row)
-        return new
 
-    def unpin(self, rows: Rows, owner: object) -> tuple[int, int]:
-        """End one pin of distinct rows that ``owner`` has pinned; answers of how many, and of how many the last."""
-        mine, last = [row for row in rows.tolist() if owner in self._pinned.get(row, ())], 0
+    def unpin(self, rows: Rows, owner: Pins) -> int:
+        """End one pin of distinct rows that ``owner`` has pinned; answers of how many."""
+        mine = [row for row in rows.tolist() if row in owner]
         for row in mine:
-            counts = self._pinned[row]
-            counts[owner] -= 1
-            if not counts[owner]:
-                del counts[owner]
-                last += 1
+            if owner.take(row):
+                self._pinned[row].discard(owner)
             self._count_pins(row)
-        return len(mine), last
+        return len(mine)
 
-    def unpin_all(self, owner: object) -> None:
-        """``owner`` is gone, and so are its pins."""
-        for row in [row for row, counts in self._pinned.items() if owner in counts]:
-            del self._pinned[row][owner]
+    def unpin_some(self, owner: Pins, most: int) -> bool:
+        """``owner`` is gone: end all its pins of ``most`` rows. False if it has no more."""
+        for row in owner.some(most):
+            owner.end(row)
+            self._pinned[row].discard(owner)
             self._count_pins(row)
+        return bool(owner)
+
+    def repair_pins(self, owner: Pins) -> None:
+        """A change of an owner's pins was left half done: what it has pinned is what it says itself."""
+        mine = owner.repair()
+        for row in {*mine, *(row for row, owners in self._pinned.items() if owner in owners)}:
+            owners = self._pinned.setdefault(row, set())
+            if row in owner:
+                owners.add(owner)
+            else:
+                owners.discard(owner)
+            self._count_pins(row)
+
+    def _end_pins(self, rows: Rows) -> None:
+        """Rows are removed: nobody has pinned them any more."""
+        for row in rows[self.pins[rows] > 0].tolist():
+            for owner in self._pinned.pop(row):
+                owner.end(row)
+            self.pins[row] = 0
 
     def _count_pins(self, row: int) -> None:
-        self.pins[row] = min(self._pinned[row].total(), np.iinfo(np.uint16).max)
-        if not self.pins[row]:
+        owners = self._pinned[row]
+        self.pins[row] = min(sum(owner.count(row) for owner in owners), np.iinfo(np.uint16).max)
+        if not owners:
             del self._pinned[row]
             self.changes += 1
 
@@ -351,7 +558,7 @@ class Index:
         whole: Mask = self.state[0][rows] == SEALED
         for state in self.state[1:]:
             whole |= state[rows] == SEALED
-        if self._mortal:
+        if self.mortal:
             whole &= self.expiry[rows] > now
         return whole
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtide import canonical
+from kvtide import arguments, canonical
 from kvtide.block import BlockKey, Layout
 from kvtide.errors import LayoutError
 
@@ -47,6 +47,8 @@ class Tenant:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
+        arguments.text(self.name, "a tenant's name")
+        arguments.kind(self.secret, bytes, f"the secret of tenant {self.name!r}")
         if len(self.secret) < 32:
             raise LayoutError(
                 f"tenant {self.name!r}: a naming secret of {len(self.secret)} bytes can be guessed; use 32 or more"
@@ -78,6 +80,10 @@ class Model:
     fidelity: str = EXACT
 
     def __post_init__(self) -> None:
+        arguments.kind(self.layout, Layout, "layout")
+        for name in ("weights", "adapter", "fidelity"):
+            arguments.text(getattr(self, name), name)
+        arguments.kind(self.scales, bytes, "scales")
         if not self.weights:
             raise LayoutError(
                 "a model needs a weights identity: blocks of other weights must never be taken for its own"
@@ -124,6 +130,8 @@ class Extra:
     stop: int = FOREVER
 
     def __post_init__(self) -> None:
+        for name in ("start", "stop"):  # numbers of other libraries too: what is hashed are Python's own
+            object.__setattr__(self, name, arguments.integer(getattr(self, name), f"{name} of an extra"))
         if not 0 <= self.start < self.stop <= FOREVER:
             raise LayoutError(f"extra {self.kind!r} covers no token: {self.start} to {self.stop}")
         if not isinstance(self.kind, str) or not isinstance(self.value, bytes | str | int):
@@ -241,6 +249,8 @@ class Chain:
     def extend(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> None:
         """Append ``tokens``. ``extras`` are placed from the prompt's start, and only where tokens are still to come."""
         named = self.blocks * self.block_tokens
+        if type(extras) is not tuple or extras:
+            extras = arguments.items(extras, Extra, "extras")
         for extra in extras:
             if extra.start < named:
                 raise LayoutError(

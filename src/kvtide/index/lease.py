@@ -7,15 +7,17 @@ must be undone is in one object, and ``with`` undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.block import BlockKey, Span
+from kvtide.door import Door
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
+from kvtide.interrupts import to_the_end
 
 __all__ = ["Lease", "Reservation"]
 
@@ -23,12 +25,21 @@ _NONE: Rows = np.empty(0, np.int64)
 
 
 class Lease:
-    """The right to read blocks: while it lasts they are evicted from no tier. Release from any thread, once or more."""
+    """The right to read blocks: while it lasts they are evicted from no tier. Release from any thread, once or more.
 
-    __slots__ = ("_release", "_rows")
+    A lease that is forgotten without a release, because the thread that was about to get it was interrupted, is told to
+    ``abandon``: whoever next takes the index's lock ends it.
+    """
 
-    def __init__(self, release: Callable[[Rows], None], rows: Rows) -> None:
+    __slots__ = ("_abandon", "_number", "_release", "_rows")
+
+    def __init__(
+        self, release: Callable[[int], None], abandon: Callable[[int], object], number: int, rows: Rows
+    ) -> None:
+        """``release`` ends the lease of that number, and may be called again; ``number`` 0: there is nothing to end."""
         self._release = release
+        self._abandon = abandon
+        self._number = number
         self._rows = rows
 
     def __repr__(self) -> str:
@@ -40,9 +51,14 @@ class Lease:
 
     def release(self) -> None:
         """Give the right back. Views made under it must not be used any more."""
-        rows, self._rows = self._rows, _NONE
-        if len(rows):
-            self._release(rows)
+        if self._number:
+            self._release(self._number)
+            # Not before: a release that is interrupted can be repeated.
+            self._number, self._rows = 0, _NONE
+
+    def __del__(self) -> None:
+        if getattr(self, "_number", 0):  # the constructor may have been interrupted
+            self._abandon(self._number)
 
     def __enter__(self) -> Self:
         return self
@@ -55,12 +71,17 @@ class Reservation:
     """The right to write blocks: a slot each, filled through ``views`` and then sealed, or aborted.
 
     Until ``seal`` nobody can read the blocks; they are PENDING. Leaving the ``with`` block without sealing
-    aborts. ``keys`` are those that were granted: blocks that are here already, or for which there was no room,
-    are not among them.
+    aborts. ``keys`` are those that were granted: blocks that are here already, for which there was no room, or that
+    two others are writing are not among them. Of two writers of a block the first who seals wins.
+
+    One that is forgotten while it is open is told to ``abandon``, by its serial number, as a lease is.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_abandon",
         "_finish",
+        "_views",
         "depths",
         "door",
         "followed",
@@ -68,10 +89,13 @@ class Reservation:
         "kept",
         "keys",
         "on_end",
+        "on_views",
+        "origin",
+        "pending",
         "refused",
         "rows",
         "sealed",
-        "views",
+        "serial",
     )
 
     def __init__(
@@ -82,14 +106,22 @@ class Reservation:
         depths: Sequence[int],
         generations: Sequence[int],
         finish: Callable[[Reservation, bool], None],
+        abandon: Callable[[int], object] | None = None,
+        serial: int = 0,
     ) -> None:
+        """``finish`` may be called again if it was interrupted. ``serial`` is what its store knows it by."""
+        self._abandon = abandon
+        self.serial = serial
         self.keys = keys
         self.rows = rows
-        self.views = views
+        self._views = views
+        self.on_views: Callable[[Reservation], None] | None = None
+        """Told when somebody gets the views: then he may write into them though he forgets the reservation."""
         self.depths = depths
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
         self._finish: Callable[[Reservation, bool], None] | None = finish
+        self.origin = forks.here
         self.sealed = False
         self.followed = False
         """Whether another one goes on with the same prompt."""
@@ -97,8 +129,10 @@ class Reservation:
         """Earlier blocks that stay as long, with the bytes of each."""
         self.refused = 0
         """Blocks that are not here, and for which there was no room."""
+        self.pending = 0
+        """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
         self.on_end: list[Callable[[Reservation], None]] = []
-        self.door: AbstractContextManager[object] = nullcontext()
+        self.door: Door | None = None
         """What must be open while slots change hands."""
 
     def __repr__(self) -> str:
@@ -107,6 +141,13 @@ class Reservation:
     @property
     def open(self) -> bool:
         return self._finish is not None
+
+    @property
+    def views(self) -> Sequence[Span]:
+        """The slots' memory, one for each key; empty when it has ended."""
+        if self.on_views is not None:
+            self.on_views(self)
+        return self._views
 
     def seal(self) -> None:
         """Everything is written: let others read it."""
@@ -121,13 +162,34 @@ class Reservation:
         finish, self._finish = self._finish, None
         if finish is None:
             return False
-        self.sealed = sealed
-        with self.door:
-            finish(self, sealed)
-        self.views = ()
+        if self.origin is not forks.here:  # the slots are our parent's, and it still fills them
+            self._views = ()
+            if sealed:
+                forks.check(self.origin, "reservation")
+            return True
+        try:
+            self.sealed = sealed
+            if self.door is None:
+                finish(self, sealed)
+            else:
+                with self.door.lock():
+                    self.door.check()
+                    finish(self, sealed)
+        except BaseException:
+            self.sealed, self._finish = False, finish  # so that whoever was interrupted here can abort it
+            raise
+        self._views = ()
+        to_the_end(self._tell)
+        return True
+
+    def _tell(self) -> None:
+        """Call those who wait for the end, and each once more if it was interrupted."""
         for told in self.on_end:
             told(self)
-        return True
+
+    def __del__(self) -> None:
+        if getattr(self, "_finish", None) is not None and self._abandon is not None:
+            self._abandon(self.serial)
 
     def __enter__(self) -> Self:
         return self

@@ -30,16 +30,18 @@ class Part:
 
 
 class Resident:
-    """A prompt whose blocks are all in DRAM, as long as the index has no departures."""
+    """A prompt whose blocks are all in DRAM, as long as the index has no departures and none of them has expired."""
 
-    __slots__ = ("after", "departures", "prompt", "rows")
+    __slots__ = ("after", "departures", "expiry", "prompt", "rows")
 
-    def __init__(self, prompt: bytes, rows: dict[str, Rows], departures: int) -> None:
+    def __init__(self, prompt: bytes, rows: dict[str, Rows], departures: int, expiry: float) -> None:
         self.prompt = prompt
         self.rows = rows
         self.after: dict[int, Part] = {}
         """What is needed of it after so many blocks."""
         self.departures = departures
+        self.expiry = expiry
+        """When the first of its blocks expired, as it was known then: later, if it was stored again since."""
 
 
 class Recent:
@@ -53,20 +55,23 @@ class Recent:
         """Prompts that were asked for since ``_since``, and how many blocks were found."""
         self._since = 0.0
 
-    def find(self, prompt: bytes) -> Resident | None:
+    def find(self, prompt: bytes, now: float) -> Resident | None:
         """A prompt, by its digests, if it was all in DRAM lately and still is."""
         found = self._residents.get(prompt[-32:])
-        if found is None or found.departures != self._index.departures or found.prompt != prompt:
+        if found is None or found.departures != self._index.departures or found.expiry <= now or found.prompt != prompt:
             return None
         return found
 
-    def note(self, prompt: bytes, rows: dict[str, Rows]) -> Resident | None:
-        """The rows of a prompt, by group: None unless all are in DRAM."""
+    def note(self, prompt: bytes, rows: dict[str, Rows], now: float) -> Resident | None:
+        """The rows of a prompt, by group: None unless all are in DRAM and none has expired."""
         if not all(self._index.all_sealed(r) for r in rows.values()):
+            return None
+        expiry = min(self._index.first_expiry(r) for r in rows.values())
+        if expiry <= now:
             return None
         if len(self._residents) >= _REMEMBERED:
             self._residents.clear()
-        found = self._residents[prompt[-32:]] = Resident(prompt, rows, self._index.departures)
+        found = self._residents[prompt[-32:]] = Resident(prompt, rows, self._index.departures, expiry)
         return found
 
     def is_new(self, last: bytes, blocks: int, now: float) -> bool:

@@ -7,7 +7,6 @@ its last client has gone it writes down what is worth keeping and goes too.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import subprocess
@@ -22,6 +21,7 @@ from blake3 import blake3
 from kvtide import config as configuration
 from kvtide.config import Config, Engine
 from kvtide.errors import ConfigError, TierError
+from kvtide.forks import LockFile
 from kvtide.node.client import Client
 from kvtide.node.line import Line, Refused
 from kvtide.node.mapping import Mappings
@@ -111,8 +111,8 @@ def _absolute_source(section: S, name: str) -> S:
 
 
 def _reach(config: Config, path: Path, idle: float, name: str, mappings: Mappings) -> Line:
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # else two that come first would start two
+    with LockFile(path.with_suffix(".lock")) as lock:
+        lock.take(wait=True)  # else two that come first would start two
         try:
             return Line(path, name, mappings)
         except Refused:

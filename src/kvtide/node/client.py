@@ -18,22 +18,22 @@ import functools
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from kvtide import errors
+from kvtide import arguments, errors, forks
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
-from kvtide.errors import KvtideError, RightError, TierError
+from kvtide.errors import KvtideError, LayoutError, RightError, TierError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
-from kvtide.node.calls import Calls
 from kvtide.node.crew import Crew, Worker
 from kvtide.node.line import Line, Lost
 from kvtide.node.mapping import Mappings
@@ -43,8 +43,10 @@ from kvtide.node.remote import RemoteDesk
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.session import Home, Session
 from kvtide.store import Statistics
+from kvtide.tiers.calls import Calls
 from kvtide.tiers.copier import Copier
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Client", "connect"]
 
@@ -54,6 +56,8 @@ T = TypeVar("T", bound="Transfer | Promise")
 
 _SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
 """Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
+_RANKS = 1 << 16
+"""Of one engine: more than any has."""
 _CLOSING = 5.0
 """Seconds that closing waits for a callback."""
 
@@ -81,22 +85,26 @@ class Client(Home):
         """Whether a node is just being called."""
         self._name = secrets.token_hex(16)
         self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
-        try:
-            self._line: Line | None = self._dial(self._name, self._mappings)
-        except OSError as e:
-            self.copier.close()
-            raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
-        except BaseException:
-            self.copier.close()
-            raise
-        self.deadline = self._line.welcome.deadline
-        self.dram = self._line.welcome.dram
-        """Bytes of DRAM that the blocks of the node may take, or of the last one."""
-        self.calls = Calls("kvtide-client-calls")
-        self._nudger = Nudger()
-        self._line.watch = self._nudger.watch
-        self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
-        self._listener.start()
+        # Whatever fails, a thread that cannot be started say, the node is hung up on and our threads end.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.copier.close)
+            try:
+                line = self._dial(self._name, self._mappings)
+            except OSError as e:
+                raise TierError(f"no node answers at {path} ({e.strerror or e}); start one with: kvtide node") from e
+            self._line: Line | None = line
+            undo.callback(line.close)
+            self.deadline = line.welcome.deadline
+            self.dram = line.welcome.dram
+            """Bytes of DRAM that the blocks of the node may take, or of the last one."""
+            self.calls = Calls("kvtide-client-calls")
+            undo.callback(self.calls.close, _CLOSING)
+            self._nudger = Nudger()
+            undo.callback(self._nudger.close)
+            line.watch = self._nudger.watch
+            self._listener = threading.Thread(target=self._listen, name="kvtide-client", daemon=True)
+            self._listener.start()
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "without a node"
@@ -109,6 +117,7 @@ class Client(Home):
 
     @property
     def line(self) -> Line:
+        forks.check(self.origin, "client")
         line = self._line
         if line is None or not line.alive:
             raise Lost
@@ -134,7 +143,7 @@ class Client(Home):
                 line.post(p.Cancel(number))
 
     def _listen(self) -> None:
-        pause = _SOON
+        pause, refusal = _SOON, ""
         while not self._closing.is_set():
             line = self._line
             if line is not None:
@@ -145,6 +154,9 @@ class Client(Home):
                 self.dialing = True
                 self._connect(self._dial(self._name, self._mappings))
             except (OSError, KvtideError, msgspec.MsgspecError) as e:
+                if isinstance(e, KvtideError) and str(e) != refusal:  # once, however often it is tried
+                    refusal = str(e)
+                    log.warning("the node at %s is not used, and everything is a miss: %s", self.path, e)
                 self._closing.wait(pause)
                 pause = min(_MUCH_LATER if isinstance(e, KvtideError) else _LATER, 2 * pause)
             finally:
@@ -191,6 +203,8 @@ class Client(Home):
 
     def settle(self) -> None:
         """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
+        if self.origin is not forks.here:
+            return
         for past in [line for line in list(self._past) if line.finish()]:
             with contextlib.suppress(Lost):
                 self.line.post(p.Forget(past.welcome.token))
@@ -222,12 +236,18 @@ class Client(Home):
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
+        forks.check(self.origin, "client")
+        ranks = arguments.integer(ranks, "ranks")
+        if not 1 <= ranks <= _RANKS:
+            raise LayoutError(f"ranks is {ranks}; give 1 to {_RANKS}")
+        arguments.kind(session, Session, "session")
         if session not in self._sessions:
             raise RightError("this session is closed, or of another store")
         return Crew(session, ranks)
 
     def join(self, token: str, rank: int) -> Worker:
         """Work for a session of another process, which gave us the token of its crew."""
+        token, rank = arguments.text(token, "token"), arguments.integer(rank, "rank")
         try:
             return Worker(self, token, rank)
         except Lost:
@@ -243,12 +263,14 @@ class Client(Home):
         It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
         slow, or the node was away, it gets ``EventsLost``.
         """
+        forks.check(self.origin, "client")
         leave = self._feed.follow(follower)
         self._follow()
 
         def unfollow() -> None:
-            leave()
-            self._follow()
+            if self.origin is forks.here:
+                leave()
+                self._follow()
 
         return unfollow
 
@@ -257,19 +279,28 @@ class Client(Home):
         with self._following, contextlib.suppress(Lost):
             self.line.ask_one(p.Follow(self._feed.followed))
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until colder tiers have what they were given. False if ``timeout`` seconds passed before."""
+    def flush(self, timeout: float | None = None) -> Flushed:
+        """Wait until the node's tiers below DRAM have written what they were given, ``timeout`` seconds at most.
+
+        The answer is of the whole node, and as that of ``Store.flush``: what is written, what is not and why.
+        """
+        timeout = arguments.seconds(timeout, "timeout")
         try:
             promise = self.promised(self.line, p.Flush(), Promise())
         except Lost:
-            return False
-        return promise.event.wait(timeout) and not promise.lost
+            return Flushed(0, complete=False)
+        if not promise.event.wait(timeout) or (found := promise.report) is None or found.written < 0:
+            return Flushed(0, complete=False)
+        return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
     def forget(self, tenant: bytes) -> int:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
 
         For administrators. Raises TierError if it could not.
         """
+        arguments.kind(tenant, bytes, "tenant")
+        if len(tenant) != 16 or tenant == bytes(16):
+            raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
         try:
             promise = self.promised(self.line, p.Erase(tenant), Promise())
         except Lost:
@@ -295,6 +326,7 @@ class Client(Home):
         """End all sessions and hang up. The node and its blocks live on."""
         if not self._end_sessions():
             return
+        self._ended = True
         if (line := self._line) is not None:
             line.unmap()
         self._mappings.close()
@@ -307,6 +339,13 @@ class Client(Home):
         self._nudger.close()
         self.calls.close(_CLOSING)
         self.copier.close()
+
+
+def _reasons(told: dict[str, int]) -> dict[Unwritten, int]:
+    found = Counter[Unwritten]()
+    for value, count in told.items():
+        found[Unwritten.of(value)] += count
+    return dict(found)
 
 
 def connect(address: str) -> Client:

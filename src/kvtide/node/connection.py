@@ -7,16 +7,17 @@ import logging
 import os
 import socket
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from kvtide.node import protocol as p
+from kvtide.node import work
 from kvtide.node.loop import Loop
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Peer"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -31,15 +32,35 @@ _SO_PEERGROUPS = 59
 """Linux's; Python has no name for it."""
 _GROUPS = 256
 """Of a user's groups so many are looked at, as many as Python's call has room for: who has more counts as in none."""
-_TURN = 0.005
-"""Seconds after which the other clients have their turn."""
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a socket, as the system knows it: nothing need be read for that."""
+
+    pid: int
+    uid: int
+    groups: frozenset[int]
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Peer:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, group = struct.unpack("3i", credentials)
+        return cls(pid, uid, frozenset({group, *_groups(sock)}))
 
 
 class Connection:
-    """``receive`` is called with each frame's body, which it must not keep, and ``lost``, once, when it is over."""
+    """``receive`` is called with each frame's body, and ``lost``, once, when it is over.
 
-    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+    What ``receive`` returns is the work on that frame, in steps, each of which says how many units it took (see
+    ``work.py``); the first one must be done with the body. When a turn's units are spent, the other clients are served
+    before the next step, and nothing more is read of this one.
+    """
+
+    def __init__(self, loop: Loop, sock: socket.socket, peer: Peer, largest: int = p.LARGEST) -> None:
+        """``largest``: bytes of its first frame, at most."""
         self._loop = loop
+        self.largest = largest
+        """Bytes that a frame may have; a longer one closes the connection before it is read."""
         self._sock = sock
         self._buffer = bytearray(_READ)
         self._received = bytearray()
@@ -48,20 +69,20 @@ class Connection:
         self.unsent_bytes = 0
         self._reading = True
         self._writing = False
+        self._work: Iterator[int] | None = None
+        """What is left to do of the last frame."""
+        self._spent = 0
+        """Units of this turn."""
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
         self.greeted = False
         """Descriptors come with its hello. Later they are not wanted, and the system closes them."""
-        self.receive: Callable[[bytes | memoryview], None] = lambda body: None
+        self.receive: Callable[[bytes | memoryview], Iterator[int] | None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
         self.drained: Callable[[], None] = lambda: None
         """Called when the client has read everything."""
         self.open = True
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid: int
-        self.uid: int
-        self.pid, self.uid, group = struct.unpack("3i", credentials)
-        self.groups = {group, *_groups(sock)}
+        self.pid, self.uid = peer.pid, peer.uid
         self._attend()
 
     def __repr__(self) -> str:
@@ -72,6 +93,7 @@ class Connection:
         if not self.open:
             return
         self.open = False
+        self._work = None
         if reason:
             log.warning("client %d: %s; its connection is closed", self.pid, reason)
         self._reading = self._writing = False
@@ -100,10 +122,14 @@ class Connection:
             return
         if len(self.descriptors) > _GIVEN:
             self.close("too many descriptors")
-        elif not size:
+            return
+        if not size:
             self.close()
-        elif not self._received and p.whole(self._buffer, size) == size:
-            self._take(memoryview(self._buffer)[p.LENGTH.size : size])
+            return
+        self._spent = 0
+        if not self._received and size <= self.largest and p.whole(self._buffer, size) == size:
+            if not self._advance(memoryview(self._buffer)[p.LENGTH.size : size]):
+                self._wait_for_others()
         else:
             self._received += memoryview(self._buffer)[:size]
             self._take_frames()
@@ -117,25 +143,33 @@ class Connection:
 
     def _take_frames(self) -> None:
         received, at = self._received, 0
-        end = time.monotonic() + _TURN
         while self.open and len(received) - at >= p.LENGTH.size:
-            if time.monotonic() > end:
-                self._wait_for_others()
-                break
             (size,) = p.LENGTH.unpack_from(received, at)
-            if size > p.LARGEST:
-                self.close(f"a frame of {size} bytes")
+            if size > self.largest:
+                self.close(f"a frame of {size} bytes, where {self.largest} are allowed")
                 return
             start = at + p.LENGTH.size
             if len(received) < start + size:
                 break
             at = start + size
-            self._take(bytes(memoryview(received)[start:at]))
+            if not self._advance(bytes(memoryview(received)[start:at])):
+                self._wait_for_others()
+                break
         del received[:at]
 
-    def _take(self, body: bytes | memoryview) -> None:
+    def _advance(self, body: bytes | memoryview | None = None) -> bool:
+        """Go on with the work on a frame, or begin with that of ``body``. False if this turn's units are spent."""
         try:
-            self.receive(body)
+            if body is not None:
+                self._spent += work.MESSAGE + len(body) // work.DECODED
+                self._work = self.receive(body)
+            if self._work is not None:
+                for units in self._work:
+                    self._spent += units
+                    if self._spent >= work.TURN or not self.open:
+                        return False
+                self._work = None
+            return self._spent < work.TURN
         except msgspec.MsgspecError as e:
             self.close(f"not understood: {e}")
         except RecursionError:
@@ -143,18 +177,26 @@ class Connection:
         except Exception:  # a fault of ours costs this client its connection, and nobody else anything
             log.exception("client %d asked for what we could not do", self.pid)
             self.close("its request failed")
+        return False
 
     def _wait_for_others(self) -> None:
         """Go on with what has come when they have had their turn, and read no more before."""
-        self._reading = False
-        self._attend()
-        self._loop.after_others(self._go_on)
+        if self.open:
+            if self._reading:
+                self._reading = False
+                self._attend()
+            self._loop.after_others(self._go_on)
 
     def _go_on(self) -> None:
-        if self.open:
-            self._reading = True
-            self._attend()
-            self._take_frames()
+        self._spent = 0
+        if not self.open:
+            return
+        if not self._advance():
+            self._wait_for_others()
+            return
+        self._reading = True
+        self._attend()
+        self._take_frames()
 
     @property
     def behind(self) -> bool:

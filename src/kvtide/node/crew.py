@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvtide import arguments
 from kvtide.block import BlockKey, Span
 from kvtide.errors import RightError
 from kvtide.index.keys import Chain, Extra, Tokens
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from kvtide.node.client import Client
 
 __all__ = ["Crew", "Delegated", "Filling", "Step", "Worker"]
+
+
+_DIGITS = 18
+"""Of a right's number, at most."""
 
 
 class Delegated:
@@ -70,6 +75,7 @@ class Crew:
 
     def ticket(self, match: Match) -> str:
         """With which workers read a match. Do not release it before they are through."""
+        arguments.kind(match, Match, "match")
         holding = match.holding
         if match.session is not self._session or not match.held or not isinstance(holding, RemoteHolding):
             raise RightError("this match was released, or is of another session; match again")
@@ -88,9 +94,10 @@ class Crew:
     ) -> Delegated:
         """Let the workers store blocks ``start`` to ``stop`` of a prompt, of these groups or all, each its own heads of
         every block."""
-        chain, stop = self._session.pledge(tokens, extras, start, stop, ttl, priority)
+        chain, start, stop, ttl, priority = self._session.pledge(tokens, extras, start, stop, ttl, priority)
         layout = self._session.layout
-        some = layout.groups if groups is None else [layout.group(name) for name in groups]
+        names = None if groups is None else arguments.items(groups, str, "groups")
+        some = layout.groups if names is None else [layout.group(name) for name in names]
         try:
             line, made, keys = self._desk.ask_reserve(some, chain, start, stop, ttl, priority, writers=self._writers)
         except Lost:
@@ -171,7 +178,7 @@ class Worker:
 
     def step(self, loads: Sequence[str] = (), stores: Sequence[str] = ()) -> Step:
         """Begin to move what tickets stand for, in one message to the node."""
-        reads, writes = [_parse(t) for t in loads], [_parse(t) for t in stores]
+        reads, writes = ([_parse(t) for t in arguments.items(some, str, "tickets")] for some in (loads, stores))
         try:
             line = self._client.line
             with self._lock:
@@ -188,6 +195,9 @@ class Worker:
         operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
         operations += [p.Fill(member, n) for one, n in writes if one == life]
         all_answers = line.ask(operations) if operations else []
+        for i, answer in enumerate(all_answers):
+            if isinstance(answer, p.Failure) and answer.kind == "LayoutError":
+                (all_answers[i],) = line.ask([operations[i]])  # all together were too much for one request
         if again and all_answers and all(isinstance(a, p.Failure) and a.kind == "ClosedError" for a in all_answers):
             with self._lock:  # our scheduler has another session by now
                 self._join(line)
@@ -235,7 +245,7 @@ class Worker:
         return Filling([g.name for g in groups], given.depths, views)
 
     def close(self) -> None:
-        """Leave the crew. What it was still to write is given up."""
+        """Leave the crew. What it was still to write is given up; what it has written is not."""
         with contextlib.suppress(Lost, RightError):
             if self._line is not None:
                 self._line.ask_one(p.Resign(self._number))
@@ -257,7 +267,7 @@ def _ticket(line: Line | None, number: int) -> str:
 
 
 def _parse(ticket: str) -> tuple[str, int]:
-    life, _, number = ticket.partition("/")
-    if not number.isdecimal():
+    life, _, number = arguments.text(ticket, "ticket").partition("/")
+    if not number.isdecimal() or len(number) > _DIGITS:
         raise RightError(f"{ticket!r} is no ticket of a match or of delegated blocks")
     return life, int(number)

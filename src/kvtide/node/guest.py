@@ -8,8 +8,10 @@ for that.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import GeneratorType
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
+from kvtide.node import work
 from kvtide.node.booked import Account, Booked, Names
 from kvtide.node.connection import Connection
 from kvtide.node.erasing import erase
@@ -30,6 +33,8 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.security.ring import OWN
+from kvtide.transfer.pipeline import Drop, Expiring
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["LARGEST_PART", "Guest"]
 
@@ -38,7 +43,6 @@ log = logging.getLogger("kvtide.node")
 _SESSIONS = 4096
 LARGEST_PART = 1 << 30
 """Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
-_GROUPS = 64
 _SUFFIX = 16
 """Bytes of a key after its digest: records have room for no more."""
 _LARGEST = 1 << 40
@@ -47,10 +51,28 @@ _DESCRIPTORS = 64
 """That go with one frame."""
 
 
+_FAULT = "client %d could not be served: %s"
+_RAW = msgspec.msgpack.Decoder(p.RawRequest)
+_OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
+
+
 class Guest:
     """A client: a process, what it may do, and what it holds."""
 
-    def __init__(self, host: Host, connection: Connection, trust: Trust, name: str, token: str, pidfd: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        connection: Connection,
+        trust: Trust,
+        name: str,
+        token: str,
+        pidfd: int,
+        features: frozenset[str] = frozenset(),
+    ) -> None:
+        """``features``: what both it and the node can do."""
+        self._tokens_from_start = p.TOKENS_FROM_START in features
+        self._left = self._spent = 0
+        """Units of work that the request under way may still take, and that were spent in its last step."""
         self._host = host
         self._store = host.store
         self._connection = connection
@@ -74,6 +96,8 @@ class Guest:
         self._told = msgspec.Raw()
         """The statistics, as they were in that request:"""
         self._told_at = 0
+        self._lost_blocks = host.store.lost
+        """Blocks that the node has lost unwritten, as they were told to this client."""
         connection.receive = self._receive
         connection.lost = self._lost
 
@@ -101,20 +125,87 @@ class Guest:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _receive(self, body: bytes | memoryview) -> None:
-        request = self._decoder.decode(body)
+    def _receive(self, body: bytes | memoryview) -> Iterator[int]:
+        """Do what a request asks for, and answer it, in steps; see ``work.py``."""
+        operations: Sequence[p.Operation | p.Failure]
+        understood = True
+        try:
+            request = self._decoder.decode(body)
+            number, operations = request.number, request.operations
+        except msgspec.DecodeError:
+            number, operations = self._understood(body)
+            understood = False
         self.requests += 1
-        operations = request.operations
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
-        answers = [self._answer(o) if type(o) is not late else None for o in operations]
-        self._reply(request.number, answers)
+        answers: list[p.Answer] = []
+        self._left, self._spent = work.FRAME, 0
+        for operation in operations:
+            if self._spent >= work.STEP:
+                yield self._step()
+            if type(operation) is late:
+                answers.append(None)
+                continue
+            self._spent += work.OPERATION
+            if not understood and isinstance(operation, p.Failure):
+                self.failures += 1
+                answers.append(operation)
+                continue
+            answer = self._answer(operation)
+            if isinstance(answer, GeneratorType):
+                answer = yield from self._in_slices(type(operation), answer)
+            answers.append(answer)  # type: ignore[arg-type]  # every iterator that a handler returns is a generator
+        self._reply(number, answers)
         if late is not None:
             for operation in operations[:-1]:
                 if type(operation) is late:
+                    if self._spent >= work.STEP:
+                        yield self._step()
                     self._answer(operation)
+        yield self._spent
 
-    def _answer(self, operation: p.Operation) -> p.Answer:
+    def _step(self) -> int:
+        spent, self._spent = self._spent, 0
+        return spent
+
+    def _charge(self, units: int) -> None:
+        """Count the work that an operation is about to be. Raises if it is too much for one request."""
+        if units > self._left < work.FRAME and units:
+            raise LayoutError(
+                f"the operations of one request may take {work.FRAME} units of work together, and those before this "
+                "one took most of them; send it in a request of its own (docs/protocol.md tells what counts)"
+            )
+        self._left -= units
+        self._spent += units
+
+    def _in_slices(self, kind: type, steps: Iterator[p.Answer]) -> Generator[int, None, p.Answer]:
+        """Do an operation that is done in slices: each step is a number of units, and the last one its answer."""
+        try:
+            last = next(steps)
+            for step in steps:
+                assert isinstance(last, int)
+                yield self._step() + last
+                last = step
+            return last
+        except KvtideError as e:
+            return self._refused(e)
+        except Exception:
+            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            return self._faulty(kind)
+
+    @staticmethod
+    def _understood(body: bytes | memoryview) -> tuple[int, list[p.Operation | p.Failure]]:
+        """A request in which something is wrong: what of it is understood, and a failure for each other operation."""
+        request = _RAW.decode(body)
+        found: list[p.Operation | p.Failure] = []
+        for raw in request.operations:
+            try:
+                found.append(_OPERATION.decode(raw))
+            except msgspec.DecodeError as e:
+                found.append(p.Failure(LayoutError.__name__, f"the node does not understand this operation: {e}"))
+        return request.number, found
+
+    def _answer(self, operation: p.Operation | p.Failure) -> p.Answer | Iterator[p.Answer]:
         kind = type(operation)
         try:
             if self._trust.role < NEEDS[kind]:
@@ -122,8 +213,19 @@ class Guest:
                 raise self._host.refusals.refuse(who, self._trust.role, kind.__name__.lower(), NEEDS[kind])
             return _ANSWERS[kind](self, operation)
         except KvtideError as e:
-            self.failures += 1
-            return p.Failure(type(e).__name__, str(e))
+            return self._refused(e)
+        except Exception:
+            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            return self._faulty(kind)
+
+    def _refused(self, e: KvtideError) -> p.Failure:
+        self.failures += 1
+        return p.Failure(type(e).__name__, str(e))
+
+    def _faulty(self, kind: type) -> p.Failure:
+        """A fault of ours costs its operation, and nothing else."""
+        self.failures += 1
+        return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
         """Send answers, with the memory that they speak of and the client does not have yet."""
@@ -150,33 +252,39 @@ class Guest:
             raise RightError(f"there is no session {number}") from None
 
     def _open(self, o: p.Open) -> int:
+        self._charge(len(o.groups) * work.GROUP)
         try:
             layout = p.layout_of(o.groups, o.block_tokens)
         except ValueError as e:
             raise LayoutError(str(e)) from e
         if (len(o.namespace), len(o.tenant)) != (32, 16) or o.tenant == OWN:
             raise LayoutError("a namespace has 32 bytes and a tenant's tag 16, not all zero")
-        if len(layout.groups) > _GROUPS or any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
+        if any(len(g.suffix + self._trust.tag) > _SUFFIX for g in layout.groups):
             most = _SUFFIX - len(self._trust.tag)
-            raise LayoutError(f"a layout has at most {_GROUPS} groups, whose names have at most {most} letters here")
+            raise LayoutError(f"the names of a layout's groups have at most {most} letters here")
         if any(geometry.footprint >= _LARGEST for geometry in layout.geometry.values()):
             raise LayoutError(f"a block has less than {_LARGEST} bytes")
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number, trust = next(self._numbers), self._trust
-        desk = LocalDesk(self._store.of(o.tenant), layout, o.namespace, o.tenant, trust.domain, trust.tag)
+        store = self._store.of(o.tenant)
+        charge = self._account.pins(store)
+        desk = LocalDesk(store, layout, o.namespace, o.tenant, trust.domain, trust.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
         return number
 
-    def _close(self, o: p.Close) -> None:
-        self._end_session(self._session(o.session))
-        del self._sessions[o.session]
+    def _close(self, o: p.Close) -> Iterator[p.Answer]:
+        session = self._session(o.session)
+        yield from self._end_session(session)
+        self._sessions.pop(o.session, None)
+        yield None
 
-    def _end_session(self, session: Booked) -> None:
-        session.end()
+    def _end_session(self, session: Booked) -> Iterator[int]:
+        """In steps of so many units."""
         if session.team is not None:
             self._withdraw(session.team)
+        yield from session.ending()
 
     def _withdraw(self, team: Team) -> None:
         """No more workers can join, and those that have must join again: elsewhere."""
@@ -186,10 +294,10 @@ class Guest:
     def _match(self, o: p.Match) -> p.Matched:
         session = self._session(o.session)
         session.check_rights()
-        if o.have < 0:
-            raise LayoutError(f"have is {o.have}")
-        number = next(self._numbers)
-        found = session.match(number, self._names(session, o.digests), o.have, o.prefill)
+        if o.have < 0 or (o.prefill is not None and not o.prefill >= 0):
+            raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
+        names, number = self._names(session, o.digests), next(self._numbers)
+        found = session.match(number, names, o.have if o.have < names.blocks else names.blocks, o.prefill)
         plan = found.plan
         return p.Matched(
             number,
@@ -200,15 +308,25 @@ class Guest:
             found.ready,
             found.pending,
             self._ready_slots(session, found) if found.ready else None,
+            found.held,
         )
 
     def _find(self, o: p.Find) -> p.Found:
         session = self._session(o.session)
         return p.Found(session.desk.find(self._names(session, o.digests)))
 
-    def _names(self, session: Booked, digests: bytes, tokens: bytes = b"") -> Names:
+    def _names(self, session: Booked, digests: bytes, tokens: bytes = b"", first: int = 0) -> Names:
+        """What a request names, counted as its work; ``first`` is the block whose tokens come first."""
         layout = session.layout
-        return Names(digests, len(layout.groups), tokens, 4 * layout.block_tokens, self._trust.tag)
+        groups = len(layout.groups)
+        names = Names(digests, groups, tokens, 4 * layout.block_tokens, self._trust.tag, first)
+        units = names.blocks * groups
+        if units > self._left:
+            self._charge(units)
+        else:
+            self._left -= units
+            self._spent += units
+        return names
 
     def _ready_slots(self, session: Booked, holding: LocalHolding) -> list[p.Slots]:
         part = holding.part
@@ -219,29 +337,53 @@ class Guest:
         slots: list[p.Slots] = part.note
         return slots
 
-    def _load(self, o: p.Load) -> int:
+    def _load(self, o: p.Load) -> Iterator[int]:
         session = self._session(o.session)
-        holding, number = session.holding(o.holding), self.tidings.promise()
-        self.tidings.follow_load(number, session.desk.load(holding, o.deadline))
-        return number
+        if o.deadline is not None and math.isnan(o.deadline):
+            raise LayoutError("a deadline is a number of seconds, not nan")
+        holding = session.holding(o.holding)
+        if not holding.ready:
+            self._charge(len(holding.part.all))
+            self._left -= len(holding.part.all) * (work.MOVE - 1)  # spent slice by slice
+        number = self.tidings.promise()
+        transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE)
+        self.tidings.follow_load(number, transfer, holding)
+        for count in slices:
+            yield count * work.MOVE
+        yield number
 
     def _cancel(self, o: p.Cancel) -> None:
         self.tidings.cancel(o.load)
 
     def _collect(self, o: p.Collect) -> p.Collected:
         session = self._session(o.session)
-        return self._window.slots(session.desk, session.holding(o.holding))
+        holding = session.holding(o.holding)
+        self._charge(len(holding.part.all))
+        return self._window.slots(session.desk, holding)
 
-    def _release(self, o: p.Release) -> None:
+    def _release(self, o: p.Release) -> Iterator[p.Answer] | None:
+        # What gives back is counted, and never refused.
         session = self._session(o.session)
-        for number in o.holdings:
-            session.release(number)
+        if len(o.holdings) == 1:
+            self._spent += 1 + session.release(o.holdings[0]) // work.MOVE
+            return None
+        return self._release_many(session, o.holdings)
+
+    def _release_many(self, session: Booked, holdings: list[int]) -> Iterator[p.Answer]:
+        units = 0
+        for number in holdings:
+            units += 1 + session.release(number) // work.MOVE
+            if units >= work.STEP:
+                yield units
+                units = 0
+        yield units
+        yield None
 
     def _reserve(self, o: p.Reserve) -> p.Reserved:
         session = self._session(o.session)
         session.check_rights()
         layout = session.layout
-        names = self._names(session, o.digests, o.tokens)
+        names = self._names(session, o.digests, o.tokens, o.start if self._tokens_from_start else 0)
         known = set(o.groups) <= set(range(len(layout.groups))) and len(set(o.groups)) == len(o.groups)
         if not 0 <= o.start <= o.stop <= names.blocks or not known:
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
@@ -253,8 +395,12 @@ class Guest:
         after = session.reservation(o.after) if o.after is not None else None
         each = sum(layout.geometry[g.name].footprint for g in groups)
         room = min(self._account.room, LARGEST_PART)
-        stop = min(o.stop, o.start + max(0, room) // max(1, each))
+        most = work.RESERVED // max(1, len(groups))
+        stop = min(o.stop, o.start + min(most, max(0, room) // max(1, each)))
         keep = max(0, self._account.keeps)
+        units = max(0, stop - o.start) * len(groups) * work.MOVE
+        self._left -= units
+        self._spent += units
         made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
         made.refused += (o.stop - stop) * len(groups)
         if o.after is not None:
@@ -268,6 +414,7 @@ class Guest:
         if team is not None and not o.sealed and team.abort(o.reservation):
             return
         reservation = self._session(o.session).reservation(o.reservation)
+        self._spent += len(reservation.keys) * work.MOVE
         if o.sealed:
             reservation.seal()
         else:
@@ -283,32 +430,95 @@ class Guest:
         session.team = Team(session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
         self._host.teams[o.token] = session.team
 
+    def _leave(self, o: p.Leave) -> None:
+        self._spent += self._crews.leave(o)
+
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
-    def _pin(self, o: p.Pin) -> int:
+    def _pin(self, o: p.Pin) -> Iterator[int]:
         session = self._session(o.session)
         names, step = self._names(session, o.digests), 1 if o.step > 0 else -1
         most = max(g.footprint for g in session.layout.geometry.values())
         if step > 0 and len(range(names.blocks)[: o.stop]) * len(session.layout.groups) * most > self._account.room:
-            return 0
-        return session.pin(names, o.stop, step)
+            yield 0
+            return
+        count, each = 0, len(session.layout.groups)
+        self._left -= names.blocks * each * (work.MOVE - 1)  # spent slice by slice
+        for part in names.parts(0, o.stop, max(1, work.SLICE // each)):
+            yield part.blocks * each * work.MOVE
+            count += session.pin(part, None, step)
+        yield count
 
     def _drop(self, o: p.Drop) -> int:
         session = self._session(o.session)
-        names = self._names(session, o.digests)
-        keys = [k for g in session.layout.groups for k in names.keys(g.suffix)[o.start :]]
+        names, groups = self._names(session, o.digests), session.layout.groups
+        self._left -= names.blocks * len(groups) * (work.MOVE - 1)  # spent slice by slice
         number = self.tidings.promise()
-        found = 0
+        keys = [k for g in groups for k in names.keys(g.suffix)[o.start :]]
 
         def done(failed: int) -> None:
-            self._host.soon(lambda: self.tidings.keep(number, found, f"{failed}" if failed else ""))
+            self._host.soon(lambda: self.tidings.keep(number, drop.found, f"{failed}" if failed else ""))
 
-        found = session.desk.store.pipeline.drop(keys, done)
+        drop = Drop(session.desk.store.pipeline, keys, done)
+        self._in_turns(drop.step)
         return number
 
-    def _flush(self, _: p.Flush) -> int:
+    def _expire(self, o: p.Expire) -> int:
+        session = self._session(o.session)
+        names = self._names(session, o.digests)
+        if not 0 <= o.start <= names.blocks or (o.ttl is not None and not o.ttl > 0):
+            raise LayoutError(f"block {o.start} of {names.blocks}, or ttl {o.ttl}, is out of range")
+        self._left -= names.blocks * len(session.layout.groups) * (work.MOVE - 1)  # spent slice by slice
+        keys, heads = session.desk.expiring(names, o.start)
+        number, store = self.tidings.promise(), session.desk.store
+
+        def done(failed: int) -> None:
+            self._host.soon(lambda: self.tidings.keep(number, expiring.found, f"{failed}" if failed else ""))
+
+        expiring = Expiring(store.pipeline, keys, heads, session.desk.expiry(o.ttl), store.sweep(), done)
+        self._in_turns(expiring.step)
+        return number
+
+    def _in_turns(self, step: Callable[[], bool]) -> None:
+        """Call ``step`` until it is False, with the other clients served in between."""
+        if step():
+            self._host.loop.after_others(lambda: self._in_turns(step))
+
+    def _flush(self, o: p.Flush) -> int:
+        if o.blocks:
+            return self._persist(o)
         number = self.tidings.promise()
-        self._host.flush(lambda: self.tidings.keep(number))
+
+        def done(found: Flushed) -> None:
+            # What was lost is told to each client once, whoever else flushes.
+            before, self._lost_blocks = self._lost_blocks, self._store.lost
+            lost = _values(self._lost_blocks - before)
+            self.tidings.end(p.Ended(number, written=found.written, unwritten=_values(found.unwritten), lost=lost))
+
+        self._host.flush(done)
+        return number
+
+    def _persist(self, o: p.Flush) -> int:
+        session = self._session(o.session)
+        names, groups = self._names(session, o.digests), session.layout.groups
+        known = len({group for group, _, _ in o.blocks}) == len(o.blocks)
+        if not known or not all(0 <= g < len(groups) and 0 <= a <= b <= names.blocks for g, a, b in o.blocks):
+            raise LayoutError(f"blocks {o.blocks} are not in this prompt")
+        number, account = self.tidings.promise(), self._account
+        room = max(0, account.room)
+        wanted = {groups[group].name: range(first, stop) for group, first, stop in o.blocks}
+        held = min(room, sum(len(some) * session.layout.geometry[name].footprint for name, some in wanted.items()))
+        account.charge(held)
+        persisting = session.desk.persist(names, wanted, held)
+
+        def ended() -> p.Ended:
+            account.charge(-held)
+            found = persisting.result()
+            numbers = {group.name: i for i, group in enumerate(groups)}
+            failed = [(numbers[name], i, why.value) for name, some in found.failed.items() for i, why in some.items()]
+            return p.Ended(number, written=found.durable, failed=failed)
+
+        self.tidings.follow_persist(number, persisting.transfer, ended)
         return number
 
     def _erase(self, o: p.Erase) -> int:
@@ -322,12 +532,14 @@ class Guest:
             self._told_at = self.requests
             status = self._host.status(None if self._trust.role is Role.ADMIN else self.domain)
             self._told = msgspec.Raw(msgspec.msgpack.encode(status))
+        self._charge(len(memoryview(self._told)) // work.ANSWER_BYTES)
         return self._told
 
     def _follow(self, o: p.Follow) -> None:
         self.tidings.follow(o.on)
 
     def _unmapped(self, o: p.Unmapped) -> None:
+        self._spent += len(o.names)
         self._host.ledger.unmapped(self.name, o.names)
 
     def _forget_other(self, o: p.Forget) -> None:
@@ -362,15 +574,31 @@ class Guest:
     def _end(self) -> None:
         self._ended = True
         self._crews.end()
+        self._give_back(self._ending())
+
+    def _ending(self) -> Iterator[int]:
         for session in self._sessions.values():
-            self._end_session(session)
+            yield from self._end_session(session)
         self._sessions.clear()
         os.close(self._pidfd)
         self._host.ledger.left(self.name)
         self._host.left(self)
 
+    def _give_back(self, steps: Iterator[int]) -> None:
+        """In turns: it may have held so much that the others would wait."""
+        spent = 0
+        for units in steps:
+            spent += units
+            if spent >= work.TURN:
+                self._host.loop.after_others(lambda: self._give_back(steps))
+                return
 
-_ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
+
+def _values(reasons: Mapping[Unwritten, int]) -> dict[str, int]:
+    return {reason.value: count for reason, count in reasons.items()}
+
+
+_ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Open: Guest._open,
     p.Close: Guest._close,
     p.Match: Guest._match,
@@ -389,10 +617,11 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer]] = {
     p.Follow: Guest._follow,
     p.Unmapped: Guest._unmapped,
     p.Invite: Guest._invite,
-    p.Join: lambda guest, o: guest._crews.join(o),
-    p.Visit: lambda guest, o: guest._crews.visit(o),
-    p.Fill: lambda guest, o: guest._crews.fill(o),
-    p.Leave: lambda guest, o: guest._crews.leave(o),
+    p.Join: lambda guest, o: guest._crews.join(o, guest._charge),
+    p.Visit: lambda guest, o: guest._crews.visit(o, guest._charge),
+    p.Fill: lambda guest, o: guest._crews.fill(o, guest._charge),
+    p.Leave: lambda guest, o: guest._leave(o),
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
+    p.Expire: Guest._expire,
 }

@@ -11,6 +11,7 @@ from kvtide.node.refusals import Refusals
 from kvtide.node.statistics import Status
 from kvtide.node.team import Team
 from kvtide.store import Store
+from kvtide.transfer.written import Flushed
 
 if TYPE_CHECKING:
     from kvtide.node.guest import Guest
@@ -36,7 +37,7 @@ class Host(Protocol):
     def left(self, guest: Guest) -> None:
         """A client has ended, and holds nothing any more."""
 
-    def flush(self, done: Callable[[], None]) -> None:
+    def flush(self, done: Callable[[Flushed], None]) -> None:
         """Call when colder tiers have what they were given."""
 
     def status(self, domain: int | None) -> Status:

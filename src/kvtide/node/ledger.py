@@ -67,6 +67,11 @@ class Ledger:
         found = {n: size for e in self._entries.values() for n, size in e.memory.items() if not self._ours(n)}
         return sum(found.values())
 
+    @property
+    def segments(self) -> int:
+        """Segments of any node that clients have, those that several have once for each."""
+        return sum(len(entry.memory) for entry in self._entries.values())
+
     def attach(self, loop: asyncio.AbstractEventLoop, drams: Sequence[Dram]) -> None:
         """Begin to watch the clients of earlier nodes, and to keep the account of ``drams``.
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvtide import errors
+from kvtide import errors, forks
 from kvtide.block import Span
-from kvtide.errors import KvtideError, TierError
+from kvtide.errors import KvtideError, LayoutError, TierError
 from kvtide.node import protocol as p
 from kvtide.node.mapping import Mappings
 from kvtide.node.promises import Promises
@@ -28,22 +28,12 @@ __all__ = ["Line", "Lost", "Refused"]
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
 """Operations that were put off and go with one request, at most."""
+_LONGEST = p.LENGTH.size + p.LARGEST
+"""Bytes of a frame, with its length."""
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
 """Seconds after which a node that does not answer a request counts as dead. An event loop may wait for the answer."""
-
-
-_forks = 0
-"""That led to this process since the module was loaded."""
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class Refused(TierError):  # noqa: N818 - to its user it is a TierError
@@ -58,12 +48,16 @@ class Line:
     """The two connections to one life of a node, and its memory as far as we have mapped it."""
 
     def __init__(self, path: Path, name: str, mappings: Mappings) -> None:
+        self._sockets: list[socket.socket] = []
         self._requests = self._notices = None
         self._name = name
         self._mappings = mappings
         self.lent = set(mappings.names)
         """Memory that the node knows us to have, of earlier nodes too."""
-        self._forks = _forks
+        self._origin = forks.here
+        self._lock = threading.Lock()
+        self._rights_lock = threading.Lock()
+        forks.tell(self)
         try:
             self._requests = self._dial(path)
             pidfd = os.pidfd_open(os.getpid())
@@ -81,7 +75,6 @@ class Line:
         except BaseException:
             self.close()
             raise
-        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._buffers = [bytearray(1 << 16)]
         self._received = bytearray()
@@ -104,22 +97,19 @@ class Line:
         self._rights: dict[Hashable, Sequence[p.Slots]] = {}
         self._kept: dict[Hashable, dict[int, Span]] = {}
         """By right, once the node is lost: the memory of its slots."""
-        self._rights_lock = threading.Lock()
         self.alive = True
 
-    @staticmethod
-    def _dial(path: Path) -> socket.socket:
+    def _dial(self, path: Path) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._sockets.append(sock)
         sock.settimeout(_PATIENCE)
-        try:
-            sock.connect(str(path))
-        except BaseException:
-            sock.close()
-            raise
+        sock.connect(str(path))
         return sock
 
     def _greet(self, sock: socket.socket, token: str, descriptors: list[int]) -> p.Welcome:
-        hello = p.frame(p.Hello(p.PROTOCOL, p.PROTOCOL, __version__, token, self._name, sorted(self.lent)))
+        mapped, features = sorted(self.lent), list(p.FEATURES)
+        majors = p.PROTOCOL, p.PROTOCOL
+        hello = p.frame(p.Hello(*majors, __version__, token, self._name, mapped, p.MINOR, p.MINORS, features))
         socket.send_fds(sock, [hello], descriptors)
         body = b""
         while not p.whole(body):
@@ -131,17 +121,24 @@ class Line:
         if isinstance(answer, p.Failure):
             kind = getattr(errors, answer.kind, TierError)
             raise (Refused if kind is TierError else kind)(f"the node refused us: {answer.text}")
+        if answer.protocol != p.PROTOCOL or not p.speaks(answer.minor, answer.minors):
+            us, them, majors = f"kvtide {__version__}", f"the node (kvtide {answer.version})", (answer.protocol,) * 2
+            raise Refused(f"this client cannot use the node: {p.mismatch(us, them, majors, answer.minors)}")
         return answer
 
     def close(self) -> None:
         """Hang up. Wakes whoever waits."""
         self.alive = False
-        for sock in (self._requests, self._notices):
-            if sock is not None:
-                if self._forks == _forks:  # else it is our parent's line too, which goes on
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
-                sock.close()
+        for sock in self._sockets:
+            if self._origin is forks.here:  # else it is our parent's line too, which goes on
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def forked(self) -> None:
+        """A line cannot be shared with a child: each would take the other's answers."""
+        self._lock, self._rights_lock = threading.Lock(), threading.Lock()
+        self.close()
 
     def unmap(self) -> None:
         """Let go of the memory, but for what rights or views of it are still in use."""
@@ -184,7 +181,14 @@ class Line:
         return answer
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
-        """Send operations, after those that were put off, and wait for their answers."""
+        """Send operations, after those that were put off, and wait for their answers.
+
+        More than go into one request become several, one after the other. Raises LayoutError, and sends nothing, for
+        an operation that is larger than a request may be.
+        """
+        if len(operations) > p.OPERATIONS:
+            parts = [operations[at : at + p.OPERATIONS] for at in range(0, len(operations), p.OPERATIONS)]
+            return [answer for part in parts for answer in self.ask(part)]
         with self._lock:
             try:
                 number, before = self._send(operations)
@@ -229,8 +233,7 @@ class Line:
         return busy
 
     def _check(self) -> None:
-        # A line cannot be shared with a child: each would take the other's answers.
-        if not self.alive or self._forks != _forks:
+        if not self.alive:
             raise Lost
 
     def _send(self, operations: list[p.Operation]) -> tuple[int, int]:
@@ -243,22 +246,47 @@ class Line:
                 self._transmit(before)
                 before = []
         try:
-            return self._transmit(before + operations), len(before)
+            if len(before) + len(operations) > p.OPERATIONS:
+                self._transmit(before)
+                before = []
+            number, frame = self._encoded(before + operations)
+            if len(frame) > _LONGEST:
+                number, frame = self._encoded(operations)  # these alone may still be short enough
+                self._check_length(frame)
+                self._transmit(before)
+                before = []
         except Lost:
             raise
         except Exception:  # something in it is no message; what was put off before is
             self._waiting.extendleft(reversed(before))
             raise
+        self._put(frame)
+        return number, len(before)
 
-    def _transmit(self, operations: list[p.Operation]) -> int:
-        assert self._requests is not None
+    def _encoded(self, operations: list[p.Operation]) -> tuple[int, bytes]:
+        """The number of a request, and its frame."""
         number = next(self._numbers)
+        return number, p.frame(p.Request(number, operations))
+
+    @staticmethod
+    def _check_length(frame: bytes) -> None:
+        """The node hangs up on whoever sends a longer one, and all sessions of this process would miss."""
+        if len(frame) > _LONGEST:
+            raise LayoutError(
+                f"this call needs a message of {len(frame)} bytes, and a node takes {p.LARGEST} at most: give a "
+                "shorter prompt, or larger blocks"
+            )
+
+    def _transmit(self, operations: list[p.Operation]) -> None:
+        self._put(self._encoded(operations)[1])
+
+    def _put(self, frame: bytes) -> None:
+        assert self._requests is not None
         try:
-            self._requests.sendall(p.frame(p.Request(number, operations)))
+            self._requests.sendall(frame)
         except OSError as e:
             self.close()
             raise Lost from e
-        return number
 
     def _receive(self) -> p.Reply:
         received, (buffer,) = self._received, self._buffers

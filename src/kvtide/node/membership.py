@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvtide.errors import ClosedError, RightError
 from kvtide.node import protocol as p
+from kvtide.node import work
 from kvtide.node.team import Member, Team
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 
 __all__ = ["Membership"]
+
+Charge = Callable[[int], None]
+"""Counts the units of work that an operation is about to be, and raises if they are too many; see ``work.py``."""
 
 
 class Membership:
@@ -28,10 +32,11 @@ class Membership:
         """Rights of others that it uses."""
         return sum(len(m.visits) for m in self._members.values())
 
-    def join(self, o: p.Join) -> p.Joined:
+    def join(self, o: p.Join, charge: Charge) -> p.Joined:
         team = self._teams.get(o.token)
         if team is None or team.domain != self._trust.domain:
             raise RightError("no session has this token; its scheduler is not here, or has ended it")
+        charge(len(team.desk.layout.groups) * work.GROUP)
         for number in [n for n, m in self._members.items() if self._stale(m) and not m.visits]:
             del self._members[number]
         number = next(self._numbers)
@@ -54,22 +59,27 @@ class Membership:
             raise ClosedError("its session has ended, or goes on elsewhere; join again")
         return member
 
-    def visit(self, o: p.Visit) -> p.Collected:
+    def visit(self, o: p.Visit, charge: Charge) -> p.Collected:
         member = self._current(o.member)
         holding = member.team.holding(o.holding)
+        charge(len(holding.part.all))
         member.visit(o.holding)
         return self._window.slots(member.team.desk, holding)
 
-    def fill(self, o: p.Fill) -> p.Reserved:
+    def fill(self, o: p.Fill, charge: Charge) -> p.Reserved:
         member = self._current(o.member)
         made = member.team.reservation(o.reservation)
+        charge(len(made.keys))
         member.visit(o.reservation)
         return self._window.reserved(o.reservation, made, member.team.desk)
 
-    def leave(self, o: p.Leave) -> None:
-        member = self._member(o.member)
+    def leave(self, o: p.Leave) -> int:
+        """Answers how many units of work it was."""
+        member, units = self._member(o.member), len(o.rights)
         for number in o.rights:
+            units += member.team.blocks_of(number) * work.MOVE
             member.leave(number, o.good)
+        return units
 
     def resign(self, o: p.Resign) -> None:
         self._member(o.member).end()
@@ -78,7 +88,7 @@ class Membership:
     def lost(self) -> None:
         """The connection is gone; what it uses stays as it is until its process is dead."""
         for member in self._members.values():
-            member.team.fail()
+            member.lost()
 
     def end(self) -> None:
         """Its process is dead, or uses nothing any more."""

@@ -19,12 +19,14 @@ _EARLY = 1000
 class Promise:
     """Something that the node will say has ended."""
 
-    __slots__ = ("count", "event", "failure", "lost")
+    __slots__ = ("count", "event", "failure", "lost", "report")
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.count = 0
         self.failure = ""
+        self.report: p.Ended | None = None
+        """All that the node said."""
         self.lost = False
         """The node went away before."""
 
@@ -77,9 +79,10 @@ class Promises:
 
 def _keep(promise: Transfer | Promise, ended: p.Ended) -> None:
     if isinstance(promise, Transfer):
+        promise.report = ended
         promise.finish([0], [True])
     else:
-        promise.count, promise.failure = ended.count, ended.failure
+        promise.count, promise.failure, promise.report = ended.count, ended.failure, ended
         promise.event.set()
 
 

@@ -23,10 +23,14 @@ import msgspec
 from kvtide.block import Group, Kind, Layout
 
 __all__ = [
+    "FEATURES",
     "LARGEST",
     "LENGTH",
+    "MINOR",
+    "MINORS",
     "OPERATIONS",
     "PROTOCOL",
+    "TOKENS_FROM_START",
     "Answer",
     "Cancel",
     "Close",
@@ -36,6 +40,7 @@ __all__ = [
     "Ended",
     "Erase",
     "EventsLost",
+    "Expire",
     "Failure",
     "Fill",
     "Find",
@@ -57,6 +62,7 @@ __all__ = [
     "Open",
     "Operation",
     "Pin",
+    "RawRequest",
     "Release",
     "Removed",
     "Reply",
@@ -73,15 +79,30 @@ __all__ = [
     "describe",
     "frame",
     "layout_of",
+    "mismatch",
+    "speaks",
     "whole",
 ]
 
 PROTOCOL: Final = 1
+"""The major version: what differs in it cannot be read by others."""
+MINOR: Final = 1
+"""The minor version: grows with every change that others can do without."""
+MINORS: Final = (MINOR - 1, MINOR + 1)
+"""Minor versions of others, of the same major one, that we work with: our neighbours."""
+TOKENS_FROM_START: Final = "tokens from start"
+"""The token ids of ``Reserve`` are those of its blocks alone, from ``start`` on, and not from the prompt's first."""
+FEATURES: Final = (TOKENS_FROM_START,)
+"""What we can do that others need not: it is done if both have said so."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
 """A longer frame closes the connection."""
 OPERATIONS: Final = 1000
 """So does one with more operations."""
+GROUPS: Final = 64
+"""Groups of a layout, at most."""
+Numbers = Annotated[list[int], msgspec.Meta(max_length=1 << 14)]
+"""Rights or ranks that one operation names: more than a session may have, and less than others would wait for."""
 Word = Annotated[str, msgspec.Meta(max_length=256)]
 """What a node keeps of a client must not be long."""
 
@@ -105,6 +126,12 @@ class Hello(_Message, tag="hello"):
     """What the client calls itself, at this node and its successors: something random."""
     mapped: list[str] = []
     """Memory of earlier nodes that it still has, by name."""
+    minor: int = 0
+    """The client's minor version."""
+    minors: tuple[int, int] = (0, 1)
+    """The first and the last minor version of a node that the client works with."""
+    features: Annotated[list[Word], msgspec.Meta(max_length=64)] = []
+    """What the client can do, by name."""
 
 
 class Welcome(_Message, tag="welcome"):
@@ -125,6 +152,12 @@ class Welcome(_Message, tag="welcome"):
     """Bytes of DRAM that the node's blocks may take."""
     colder: bool = True
     """Whether the node has tiers below DRAM."""
+    minor: int = 0
+    """The node's minor version."""
+    minors: tuple[int, int] = (0, 1)
+    """The first and the last minor version of a client that the node works with."""
+    features: list[str] = []
+    """What the node can do, by name. What both can do is done."""
 
 
 class Failure(_Message, tag="failure"):
@@ -154,7 +187,7 @@ class GroupFields(_Message):
 class Open(_Message, tag="open"):
     """Begin a session of one model and tenant. Answer: its number."""
 
-    groups: list[GroupFields]
+    groups: Annotated[list[GroupFields], msgspec.Meta(max_length=GROUPS)]
     block_tokens: int
     namespace: bytes
     tenant: bytes
@@ -210,6 +243,8 @@ class Matched(_Message, tag="matched"):
     ready: bool
     pending: bool
     slots: list[Slots] | None
+    held: int = -1
+    """So many blocks of the prefix can be had from memory now. -1 from a node that does not say: all if it is ready."""
 
 
 class Load(_Message, tag="load"):
@@ -244,7 +279,7 @@ class Release(_Message, tag="release"):
     """Holdings are given back: their memory is not looked at any more. Answer: nil."""
 
     session: int
-    holdings: list[int]
+    holdings: Numbers
 
 
 class Reserve(_Message, tag="reserve"):
@@ -255,7 +290,7 @@ class Reserve(_Message, tag="reserve"):
     """
 
     session: int
-    groups: list[int]
+    groups: Annotated[list[int], msgspec.Meta(max_length=GROUPS)]
     digests: bytes
     start: int
     stop: int
@@ -263,7 +298,7 @@ class Reserve(_Message, tag="reserve"):
     priority: int
     tokens: bytes = b""
     after: int | None = None
-    writers: list[int] = []
+    writers: Numbers = []
     """Ranks of workers. If there are any they fill it, not the client, and it is sealed when each has said so."""
 
 
@@ -277,6 +312,8 @@ class Reserved(_Message, tag="reserved"):
     depths: list[int]
     """And of its block in the prompt."""
     places: bytes
+    pending: int = 0
+    """Blocks that are not here yet, and that two others are writing."""
 
 
 class Finish(_Message, tag="finish"):
@@ -335,7 +372,7 @@ class Leave(_Message, tag="leave"):
     """
 
     member: int
-    rights: list[int]
+    rights: Numbers
     good: bool
 
 
@@ -362,8 +399,26 @@ class Drop(_Message, tag="drop"):
     start: int
 
 
+class Expire(_Message, tag="expire"):
+    """Let blocks live ``ttl`` seconds from now on; None: for ever. Answer: a number, for ``Ended``, which says how many
+    there were."""
+
+    session: int
+    digests: bytes
+    start: int
+    ttl: float | None
+
+
 class Flush(_Message, tag="flush"):
-    """Answer: a number, for ``Ended`` when colder tiers have what they were given."""
+    """Answer: a number, for ``Ended`` when colder tiers have what they were given, which says what they have not.
+
+    With ``blocks``, as (group, first, last + 1), of the prompt with these digests: when each of those is durable, or
+    cannot become so. ``Cancel`` ends that earlier.
+    """
+
+    session: int = 0
+    digests: bytes = b""
+    blocks: list[tuple[int, int, int]] = []
 
 
 class Erase(_Message, tag="erase"):
@@ -375,7 +430,7 @@ class Erase(_Message, tag="erase"):
 class Unmapped(_Message, tag="unmapped"):
     """The client has let go of memory, of this node or an earlier one, by name. Answer: nil."""
 
-    names: list[str]
+    names: Annotated[list[Word], msgspec.Meta(max_length=1 << 16)]
 
 
 class Statistics(_Message, tag="statistics"):
@@ -419,12 +474,20 @@ Operation = (
     | Leave
     | Resign
     | Forget
+    | Expire
 )
 
 
 class Request(_Message):
     number: int
     operations: Annotated[list[Operation], msgspec.Meta(max_length=OPERATIONS)]
+
+
+class RawRequest(_Message):
+    """A request of which not every operation is understood: those that are can still be done."""
+
+    number: int
+    operations: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=OPERATIONS)]
 
 
 Answer = Matched | Found | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None
@@ -448,6 +511,16 @@ class Ended(_Message, tag="ended"):
     number: int
     count: int = 0
     failure: str = ""
+    held: int = -1
+    """Of a load: so many blocks of the holding's prompt can be had from memory now. -1: the node does not say."""
+    written: int = -1
+    """Of a flush: blocks in memory that colder tiers have, or blocks that are durable. -1: the node does not say."""
+    unwritten: dict[str, int] = {}
+    """How many they have not, by reason (``kvtide.Unwritten``)."""
+    lost: dict[str, int] = {}
+    """How many have left memory unwritten since the client's last flush, by reason."""
+    failed: list[tuple[int, int, str]] = []
+    """Blocks that are not durable, as (group, number in the prompt, reason)."""
 
 
 class Stored(_Message, tag="stored"):
@@ -486,6 +559,24 @@ def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over the socket."""
     body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def speaks(minor: int, minors: tuple[int, int]) -> bool:
+    """Whether we work with somebody of that minor version, who works with those: one of the two must know the other."""
+    return MINORS[0] <= minor <= MINORS[1] or minors[0] <= MINOR <= minors[1]
+
+
+def mismatch(ours: str, theirs: str, majors: tuple[int, int], minors: tuple[int, int]) -> str:
+    """What to say to those whose versions do not meet: ``ours`` and ``theirs`` are who we and they are."""
+    if majors[0] == majors[1]:
+        spoken = f"{majors[0]}.{minors[0]} to {majors[0]}.{minors[1]}"
+    else:
+        spoken = f"{majors[0]} to {majors[1]}"
+    first, last = MINORS
+    return (
+        f"{ours} speaks protocol {PROTOCOL}.{first} to {PROTOCOL}.{last}, {theirs} {spoken}: run versions of kvtide "
+        "that are at most one minor version apart; upgrade the older one"
+    )
 
 
 def whole(received: bytes | bytearray, size: int = -1) -> int:

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
-from kvtide.desk import Collected, Holding, Names
+from kvtide.desk import Collected, Holding, Names, Persisting, persisted
 from kvtide.errors import AccessError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
-from kvtide.node.calls import Calls
 from kvtide.node.line import Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
+from kvtide.tiers.calls import Calls
 from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
 
 __all__ = ["RemoteDesk"]
 
 _FIRST_PART = 128 << 20
+_REST = 1 << 16
+"""Bytes of a reservation's message besides digests and tokens, at most."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 T = TypeVar("T", bound="Transfer | Promise")
@@ -54,7 +57,7 @@ class Owner(Protocol):
 class RemoteHolding(Holding):
     """A holding of the node's, by its number."""
 
-    __slots__ = ("_counts", "_desk", "_layout", "line", "number", "slots")
+    __slots__ = ("_counts", "_desk", "_layout", "_loads", "_matched", "line", "number", "slots")
 
     def __init__(self, desk: RemoteDesk, line: Line | None, have: int, found: p.Matched) -> None:
         """Without a ``line``: what is found without a node."""
@@ -65,10 +68,27 @@ class RemoteHolding(Holding):
         self._desk: RemoteDesk | None = desk
         self._layout = desk.layout
         self._counts = found.counts
+        self._matched = found.held if found.held >= 0 else found.blocks if found.ready else min(have, found.blocks)
+        self._loads: list[Transfer] = []
         self.line = line
         self.number = found.holding
         self.slots = found.slots
         """Where the blocks are, if all are in memory."""
+
+    @property
+    def held(self) -> int:
+        if self.line is not None and self.slots is None and not self.line.alive:
+            return min(self.have, self.plan.blocks)  # nobody can say any more where the others are
+        told = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
+        return max([self._matched, *told])
+
+    def loaded_by(self, transfer: Transfer) -> None:
+        """At its end the node says how much is held by then."""
+        self._loads = [load for load in self._loads if load.report is not None] + [transfer]
+
+    def collected(self, blocks: int) -> None:
+        """The node has said how much is held."""
+        self._matched = max(self._matched, blocks)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -204,6 +224,7 @@ class RemoteDesk:
             transfer.started()
             return transfer
         try:
+            holding.loaded_by(transfer)
             self._client.promised(holding.line, p.Load(self._number, holding.number, deadline), transfer)
         except Lost:
             transfer.cancel()
@@ -219,6 +240,7 @@ class RemoteDesk:
                     return self._collected(holding.plan.blocks, slots, line, number)
                 answer = line.ask_one(p.Collect(self._number, number))
                 assert isinstance(answer, p.Collected)
+                holding.collected(answer.blocks)
                 return self._collected(answer.blocks, answer.slots, line, number)
         blocks = min(holding.have, holding.plan.blocks)
         tokens = self.layout.block_tokens
@@ -255,6 +277,7 @@ class RemoteDesk:
         views = [span[: footprints[g]] for span, g in zip(slots, made.groups, strict=True)]
         reservation = _RemoteReservation(keys, views, made.depths, self._finish)
         reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
+        reservation.pending = made.pending
         return reservation
 
     def ask_reserve(
@@ -270,8 +293,10 @@ class RemoteDesk:
     ) -> tuple[Line, p.Reserved, list[BlockKey]]:
         """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
         line, session = self._session()
-        tokens = b"".join(names.tokens_of(i) for i in range(stop)) if line.welcome.tokens else b""
-        digests = names.joined[: 32 * stop]
+        digests, tokens = names.joined[: 32 * stop], b""
+        first = start if p.TOKENS_FROM_START in line.welcome.features else 0
+        if line.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
+            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
         wanted = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
@@ -297,6 +322,40 @@ class RemoteDesk:
         if line is not None:  # without a node it is not stored, as if it had been evicted
             # Nobody waits for the end of an abort: least of all who closes while the node hangs.
             self._give_back(line, number, p.Finish(self._number, number, sealed), wait=sealed)
+
+    def persist(self, names: Names, wanted: Mapping[str, range]) -> Persisting:
+        transfer = Transfer(self._client.clock, run=self._client.calls.put)
+        blocks = [(name, number) for name, numbers in wanted.items() for number in numbers]
+        refused: Unwritten | None = None
+        groups = {g.name: i for i, g in enumerate(self.layout.groups)}
+        asked = [(groups[name], some.start, some.stop) for name, some in wanted.items() if some]
+        try:
+            line, session = self._session()
+            stop = max((last for _, _, last in asked), default=0)
+            if asked:
+                self._client.promised(line, p.Flush(session, names.joined[: 32 * stop], asked), transfer)
+        except Lost:
+            refused = Unwritten.NODE_GONE
+        except AccessError:  # who may only read has stored nothing
+            refused = Unwritten.NOT_STORED
+        except RightError:
+            refused = Unwritten.CLIENT_LIMIT
+        if refused is not None or not asked:
+            transfer.cancel()
+
+        def result() -> Persisted:
+            told, failed = transfer.report, dict[tuple[int, int], Unwritten]()
+            for_all = refused
+            if refused is None and isinstance(told, p.Ended):
+                failed = {(group, number): Unwritten.of(why) for group, number, why in told.failed}
+                for_all = None if told.written >= 0 else Unwritten.UNKNOWN
+            elif refused is None and transfer.ended:
+                for_all = Unwritten.CANCELLED if line.alive else Unwritten.NODE_GONE
+            elif refused is None:
+                for_all = Unwritten.TIMEOUT
+            return persisted((block, for_all or failed.get((groups[block[0]], block[1]))) for block in blocks)
+
+        return Persisting(transfer, result)
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
@@ -325,6 +384,27 @@ class RemoteDesk:
             raise TierError(
                 f"{promise.failure} dropped blocks could not be erased from disk. They are not served, but may be "
                 "found again when the node is next started: see its log for the disk's error, then drop them again"
+            )
+        return promise.count
+
+    def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
+        gone = "the node went away before it said when the blocks expire; call expire again when it is back"
+        try:
+            line, session = self._session()
+            promise = self._client.promised(line, p.Expire(session, names.joined, start, ttl), Promise())
+        except Lost:
+            raise TierError(gone) from None
+        if not promise.event.wait(timeout):
+            raise TierError(
+                f"changing the expiry of {names.blocks - start} blocks took longer than {timeout} s; it goes on in the "
+                "background"
+            )
+        if promise.lost:
+            raise TierError(gone)
+        if promise.failure:
+            raise TierError(
+                f"the copies on disk of {promise.failure} blocks still say that they live longer. They expire as asked "
+                "while the node runs: see its log for the disk's error, then call expire again"
             )
         return promise.count
 

@@ -1,6 +1,7 @@
 """What each operation needs: one of three roles, of which each may do all that the one before it may.
 
-Who reads looks up and loads, and gets memory that cannot be mapped for writing. Who writes also stores, pins and drops.
+Who reads looks up and loads, and gets memory that cannot be mapped for writing. Who writes also stores, pins, drops and
+expires.
 Both stay within their trust domain. An administrator's acts are on the whole node; so he is in no domain but its own.
 
 Every operation is in this table, and nothing else says what is allowed: an operation that is not in it cannot be
@@ -41,6 +42,7 @@ NEEDS: Mapping[type, Role] = {
     p.Finish: Role.WRITE,
     p.Pin: Role.WRITE,
     p.Drop: Role.WRITE,
+    p.Expire: Role.WRITE,
     p.Flush: Role.WRITE,
     p.Erase: Role.ADMIN,
     p.Unmapped: Role.READ,

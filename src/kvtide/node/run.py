@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
+from kvtide.forks import LockFile
 from kvtide.node.http import Http
 from kvtide.node.ledger import Ledger, beside
 from kvtide.node.loop import run_in_loop
@@ -103,13 +103,13 @@ async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
     end = time.monotonic() + _PATIENCE
     file = beside(path, "alive")
     try:
-        alive = file.open("w")
+        alive = LockFile(file)
     except OSError as e:
         raise ConfigError(f"a node cannot be at {path}: {e}; give a --socket in a folder that it may write to") from e
     with alive:
         while not stop.is_set():
             try:
-                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alive.take(wait=False)
                 break
             except BlockingIOError:
                 if path.exists() or time.monotonic() > end:

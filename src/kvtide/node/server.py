@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +25,18 @@ import msgspec
 
 from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
-from kvtide.node.connection import Connection
+from kvtide.node.connection import Connection, Peer
 from kvtide.node.guest import LARGEST_PART, Guest
 from kvtide.node.ledger import Ledger, beside
 from kvtide.node.loop import Loop
 from kvtide.node.refusals import Refusals
+from kvtide.node.roles import Role
 from kvtide.node.statistics import NodeStatistics, Status
 from kvtide.node.team import Team
-from kvtide.node.trust import Trusted
+from kvtide.node.trust import Trust, Trusted
 from kvtide.security.audit import audit_of
 from kvtide.store import Store
+from kvtide.transfer.written import Flushed
 from kvtide.version import __version__
 
 __all__ = ["Node"]
@@ -46,8 +48,17 @@ _FIRST = 30.0
 _HELLO = 5.0
 """Seconds that a connection has to say hello."""
 _STRANGERS = 64
-"""Connections that have not yet; the oldest must go for another."""
+"""Connections of one user that have not yet; the oldest of them must go for another."""
+_TURNED_AWAY = 64
+"""Connections of users without a role that are told so; the oldest must go for another."""
+_TOLD = 1.0
+"""Seconds that such a connection stays open, so that who has just connected can read why."""
+_GREETING = 4096
+"""Bytes of a hello, besides ``_MAPPED`` for each segment that there may be: it names those that a client has mapped."""
+_MAPPED = 32
 _CONNECTIONS = 2048
+_OF_ONE_USER = 0.75
+"""Of all connections, those that a user who is no administrator may have: others must find some."""
 _CLIENTS = 100
 """Of one process, those included that are gone while it may still use what they held."""
 _HIDDEN = (
@@ -69,9 +80,13 @@ class Node:
         self.loop = loop
         self.ledger = ledger or Ledger(beside(path, "lent"))
         self._connections: set[Connection] = set()
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
-        self._flushing: list[Callable[[], None]] = []
-        self._flushes: list[Callable[[], None]] = []
+        self._strangers: defaultdict[int, dict[Connection, asyncio.TimerHandle]] = defaultdict(dict)
+        """By user: connections that have not said hello."""
+        self._turned_away: deque[socket.socket] = deque()
+        self._refused_users: set[int] = set()
+        """That the log has told of."""
+        self._flushing: list[Callable[[Flushed], None]] = []
+        self._flushes: list[Callable[[Flushed], None]] = []
         self._guests: dict[str, Guest] = {}
         self.numbers: Iterator[int] = itertools.count(1)
         self.teams: dict[str, Team] = {}
@@ -112,7 +127,7 @@ class Node:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(call)
 
-    def flush(self, done: Callable[[], None]) -> None:
+    def flush(self, done: Callable[[Flushed], None]) -> None:
         """Call when colder tiers have what they were given."""
         self._flushes.append(done)
         if not self._flushing:
@@ -122,16 +137,16 @@ class Node:
         """One thread waits for all; it must not hold up the end of the process, whatever the disk does."""
 
         def wait() -> None:
-            self.store.flush()
-            self.soon(self._flushed)
+            found = self.store.flush()
+            self.soon(lambda: self._flushed(found))
 
         self._flushing, self._flushes = self._flushes, []
         threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
 
-    def _flushed(self) -> None:
+    def _flushed(self, found: Flushed) -> None:
         done, self._flushing = self._flushing, []
         for call in done:
-            call()
+            call(found)
         if self._flushes:
             self._flush()
 
@@ -193,16 +208,41 @@ class Node:
                 self._pause = self.loop.call_later(_PAUSE, self._listen)
             return
         sock.setblocking(False)
-        connection = Connection(self.loop, sock)
+        peer = Peer.of(sock)
+        trust = self._trusted.of(peer.uid, peer.groups)
+        if trust is None:  # before anything of it is read
+            self._turn_away(sock, peer)
+            return
+        connection = Connection(self.loop, sock, peer, self._largest_hello())
         if not connection.open:
             return
         self._connections.add(connection)
         late = self.loop.call_later(_HELLO, connection.close, f"it said no hello within {_HELLO:g} seconds")
-        self._strangers[connection] = late
-        connection.receive = lambda body: self._greet(connection, body)
+        strangers = self._strangers[peer.uid]
+        strangers[connection] = late
+        connection.receive = lambda body: self._greet(connection, trust, body)
         connection.lost = lambda: self._lost(connection)
-        if len(self._strangers) > _STRANGERS:
-            next(iter(self._strangers)).close("others wait to say hello, and it does not")
+        if len(strangers) > _STRANGERS:
+            next(iter(strangers)).close("others wait to say hello, and it does not")
+
+    def _largest_hello(self) -> int:
+        """Bytes that a hello may have. What clients still have of earlier nodes, it may name as well."""
+        drams = [part.config.dram for part in self.store.parts]
+        segments = sum(-(-dram.budget // dram.segment) for dram in drams) + self.ledger.segments
+        return _GREETING + _MAPPED * segments
+
+    def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
+        """Say why, and read nothing. It is closed a little later: closed at once, its own hello would fail first."""
+        text = f"user {peer.uid} has no role at this node; its administrator gives roles by node.users"
+        if peer.uid not in self._refused_users:
+            self._refused_users.add(peer.uid)
+            log.warning("process %d: %s; it is told once here, however often it tries", peer.pid, text)
+        with contextlib.suppress(OSError):
+            sock.send(p.frame(p.Failure("AccessError", text)))
+        if len(self._turned_away) >= _TURNED_AWAY:
+            self._turned_away.popleft().close()
+        self._turned_away.append(sock)
+        self.loop.call_later(_TOLD, sock.close)
 
     def _lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -210,28 +250,32 @@ class Node:
 
     def _known(self, connection: Connection) -> None:
         """It is no stranger any more."""
-        if (late := self._strangers.pop(connection, None)) is not None:
+        strangers = self._strangers[connection.uid]
+        if (late := strangers.pop(connection, None)) is not None:
             late.cancel()
+        if not strangers:
+            del self._strangers[connection.uid]
 
     def _refuse(self, connection: Connection, kind: str, text: str) -> None:
         connection.send(p.Failure(kind, text))
         connection.close(text)
 
-    def _greet(self, connection: Connection, body: bytes | memoryview) -> None:
+    def _greet(self, connection: Connection, trust: Trust, body: bytes | memoryview) -> None:
         """The first frame of a connection."""
         hello = self._hello.decode(body)
         self._known(connection)
-        trust = self._trusted.of(connection.uid, connection.groups)
-        if trust is None:
-            text = f"user {connection.uid} has no role at this node; its administrator gives roles by node.users"
-            self._refuse(connection, "AccessError", text)
-            return
-        if not hello.oldest <= p.PROTOCOL <= hello.newest:
-            text = f"this node speaks protocol {p.PROTOCOL}, the client {hello.oldest} to {hello.newest}"
-            self._refuse(connection, "VersionError", text)
+        if not (hello.oldest <= p.PROTOCOL <= hello.newest and p.speaks(hello.minor, hello.minors)):
+            whose = f"the client (kvtide {hello.version or 'of an unknown version'})"
+            ours, majors = f"this node (kvtide {__version__})", (hello.oldest, hello.newest)
+            self._refuse(connection, "VersionError", p.mismatch(ours, whose, majors, hello.minors))
             return
         if len(self._connections) > _CONNECTIONS:
             self._refuse(connection, "TierError", f"this node has {_CONNECTIONS} connections; close some")
+            return
+        most = int(_CONNECTIONS * _OF_ONE_USER)
+        if trust.role is not Role.ADMIN and sum(c.uid == connection.uid for c in self._connections) > most:
+            text = f"user {connection.uid} has {most} connections to this node; close some"
+            self._refuse(connection, "TierError", text)
             return
         if hello.token:
             guest = self._guests.get(hello.token)
@@ -255,13 +299,15 @@ class Node:
                 os.close(pidfd)
                 self._refuse(connection, "TierError", wrong)
                 return
-            guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd)
+            features = frozenset(hello.features).intersection(p.FEATURES)
+            guest = Guest(self, connection, trust, name, secrets.token_hex(16), pidfd, features)
             self._guests[guest.token] = guest
             log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:
                 self._idling.cancel()
         config = self.store.config
         connection.greeted = True
+        connection.largest = p.LARGEST
         connection.send(
             p.Welcome(
                 p.PROTOCOL,
@@ -273,6 +319,9 @@ class Node:
                 self.ledger.life,
                 config.dram.budget,
                 self.store.has_colder,
+                p.MINOR,
+                p.MINORS,
+                list(p.FEATURES),
             )
         )
         if hello.token:
@@ -305,4 +354,6 @@ class Node:
             self.path.unlink()
         for connection in list(self._connections):
             connection.close()
+        for sock in self._turned_away:
+            sock.close()
         self.ledger.close()

@@ -5,7 +5,9 @@ and a rank; then they may use what it holds. To *visit* a holding or a reservati
 
 What a worker was told it may be using: its slots are given to nobody else before it has left, or its process is dead,
 whatever the scheduler says or does meanwhile. A reservation for a team names its writers, each of which fills its
-slice of every block. It is sealed when each has left it in good order; if one fails, or is lost, it never is.
+slice of every block. It is sealed when each has left it in good order. A worker that fails, dies or leaves the team
+before it has done so ends those reservations that still wait for it; those that it has written already are whole
+without it.
 
 Numbers of holdings and reservations are never given twice in a node's life, so that they stand for the generations of
 their slots too: a late acknowledgement finds nothing.
@@ -68,9 +70,15 @@ class Team:
             call()
 
     def fail(self) -> None:
-        """One of the team is lost, or its session has ended: nothing that is open will be whole."""
+        """Its scheduler is lost, or its session has ended: nothing that is open will be whole."""
         for number in list(self._pledged):
             self.abort(number)
+
+    def fail_without(self, member: Member) -> None:
+        """A worker is lost, or leaves: what it was still to write, or is just writing, will not be whole."""
+        for number, missing in list(self._writers.items()):
+            if member.rank in missing or number in member.visits:
+                self.abort(number)
 
     # -- the workers --------------------------------------------------------------------------------------
 
@@ -81,6 +89,10 @@ class Team:
             raise RightError(f"rank {rank} has joined already; it must leave first, or its process end")
         self._members[rank] = member = Member(self, rank)
         return member
+
+    def has(self, member: Member) -> bool:
+        """Whether it is the one of its rank, and not one that has left, or whose rank another has by now."""
+        return self._members.get(member.rank) is member
 
     def left(self, member: Member) -> None:
         if self._members.get(member.rank) is member:
@@ -95,6 +107,10 @@ class Team:
         if number not in self._pledged:
             raise RightError(f"there is no reservation {number} for workers; it was given up")
         return self._pledged[number]
+
+    def blocks_of(self, number: int) -> int:
+        """Blocks of a reservation for workers; 0 if there is none of that number."""
+        return len(self._pledged[number].keys) if number in self._pledged else 0
 
     def came(self, number: int, member: Member) -> None:
         self._visitors.setdefault(number, Counter())[member] += 1
@@ -145,9 +161,14 @@ class Member:
                 del self.visits[number]
             self.team.done(number, self, good)
 
+    def lost(self) -> None:
+        """It will write nothing more, though it may still be using what it visits."""
+        if self.team.has(self):
+            self.team.fail_without(self)
+
     def end(self) -> None:
         """It has left the team, or its process is dead."""
-        self.team.fail()
+        self.lost()
         for number in list(self.visits.elements()):
             self.leave(number, good=False)
         self.team.left(self)

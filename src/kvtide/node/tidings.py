@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvtide.desk import Holding
 from kvtide.errors import RightError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, Feed
 from kvtide.node import protocol as p
@@ -58,15 +59,24 @@ class Tidings:
         self._under_way[number] = None
         return number
 
-    def follow_load(self, number: int, transfer: Transfer) -> None:
+    def follow_load(self, number: int, transfer: Transfer, holding: Holding) -> None:
         """What was promised is the end of a load."""
         self._under_way[number] = transfer
-        transfer.on_end(lambda: self._soon(lambda: self.keep(number)))
+        transfer.on_end(lambda: self._soon(lambda: self.end(p.Ended(number, held=holding.held))))
+
+    def follow_persist(self, number: int, transfer: Transfer, ended: Callable[[], p.Ended]) -> None:
+        """What was promised is that blocks are durable."""
+        self._under_way[number] = transfer
+        transfer.on_end(lambda: self._soon(lambda: self.end(ended())))
 
     def keep(self, number: int, count: int = 0, failure: str = "") -> None:
         """It has ended."""
-        del self._under_way[number]
-        self.tell(p.Ended(number, count, failure))
+        self.end(p.Ended(number, count, failure))
+
+    def end(self, ended: p.Ended) -> None:
+        """It has ended, and this is what there is to say of it."""
+        del self._under_way[ended.number]
+        self.tell(ended)
 
     def cancel(self, number: int) -> None:
         """Nobody waits for a load any more."""

@@ -63,6 +63,10 @@ class Coldest:
             good &= self._may_leave(rows)
         return good
 
+    def may_leave(self, rows: Rows) -> Mask:
+        """Which rows may leave as soon as nobody holds or pins them."""
+        return np.ones(len(rows), np.bool_) if self._may_leave is None else self._may_leave(rows)
+
     def next(self, selection: int, count: int, rank: Callable[[int], Queue]) -> tuple[list[int], int]:
         """The next rows of a selection, coldest first, and the first one's score; they stay in the queue.
 
@@ -89,6 +93,10 @@ class Coldest:
     def take(self, selection: int, count: int) -> None:
         """What ``next`` gave leaves."""
         self._queues[selection].at += count
+
+    def forget(self, selection: int) -> None:
+        """What ``next`` gave stays after all: rank the selection anew."""
+        self._queues.pop(selection, None)
 
     def queue(self, rows: Rows, count: int, owed: bool = False) -> Queue:
         """The coldest ``count`` of some rows."""

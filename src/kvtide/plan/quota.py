@@ -26,14 +26,42 @@ class Quota:
         self._coldest = coldest
         index.accounts[number] = account
 
+    def allow(self, tenant: int, count: int, size: int) -> tuple[int, list[int]]:
+        """How many of ``count`` blocks of ``size`` bytes the tenant may have, and which of its own must leave for them.
+
+        Nothing leaves that would not make room for one of them.
+        """
+        account, holds = self.account, self._index.holds
+        left = account.left(tenant)
+        wanted = min(count, account.quotas[tenant] // size) * size
+        if wanted <= left:
+            return wanted // size, []
+        chosen: list[int] = []
+        while left < wanted and (rows := self._some(tenant, wanted - left)):
+            # What is chosen must not be chosen again before it leaves. So it is held, but for this moment only.
+            holds[rows] += 1
+            chosen += rows
+            left += sum(map(account.charged, rows))
+        holds[chosen] -= 1
+        allowed = max(0, min(wanted, left)) // size
+        spared = len(chosen)
+        while chosen and left - account.charged(chosen[-1]) >= allowed * size:
+            left -= account.charged(chosen.pop())
+        if len(chosen) < spared:
+            self._coldest.forget(-tenant)
+        return allowed, chosen
+
     def victims(self, tenant: int, nbytes: int) -> list[int]:
         """Some rows of the tenant's own to evict, so that it may have ``nbytes`` more: then ask again.
 
         None if it may already, or if nothing of its own may leave.
         """
+        over = nbytes - self.account.left(tenant)
+        return self._some(tenant, over) if over > 0 else []
+
+    def _some(self, tenant: int, over: int) -> list[int]:
         account = self.account
-        over = nbytes - account.left(tenant)
-        if over <= 0 or not account.blocks[tenant]:
+        if not account.blocks[tenant]:
             return []
         count = max(1, over * account.blocks[tenant] // account.nbytes[tenant])
         rows, _ = self._coldest.next(-tenant, count, self._rank)

@@ -12,7 +12,6 @@ the chain goes on in a new one.
 from __future__ import annotations
 
 import errno
-import fcntl
 import getpass
 import json
 import os
@@ -26,6 +25,7 @@ from blake3 import blake3
 from kvtide.clock import Clock, SystemClock
 from kvtide.config import Security
 from kvtide.errors import AuditError
+from kvtide.forks import LockFile
 
 __all__ = ["Audit", "Verdict", "audit_of", "verify"]
 
@@ -76,12 +76,9 @@ class Audit:
         facts: dict[str, Fact] = {"when": when, "who": who or _who(), "what": what, **about, "result": result}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with LockFile(self.path.with_name(self.path.name + ".lock")) as lock:
+                lock.take(wait=True)
                 self._append(facts)
-            finally:
-                os.close(lock)
         except OSError as e:
             raise AuditError(f"cannot write the audit log {self.path}: {e.strerror}. Nothing is done unseen") from e
 

@@ -20,7 +20,6 @@ beyond our reach, and useless without the key that wraps.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ import msgspec
 from blake3 import blake3
 
 from kvtide.errors import KeyFileError
+from kvtide.forks import LockFile
 
 __all__ = ["Entry", "Hold", "KeyFile", "Keys"]
 
@@ -116,16 +116,14 @@ class KeyFile:
         """What it says, to be changed: written down, for good, when the block ends without an exception."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = LockFile(self.path.with_name(self.path.name + ".lock"))
         except OSError as e:
             raise KeyFileError(f"cannot lock the key file {self.path}: {e.strerror}") from e
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with lock:
+            lock.take(wait=True)
             keys = self.read()
             yield keys
             self._write(keys)
-        finally:
-            os.close(fd)
 
     def _write(self, keys: Keys) -> None:
         body = msgspec.to_builtins(keys)

@@ -27,12 +27,15 @@ from kvtide.security.audit import Audit, audit_of
 from kvtide.security.keyfile import Entry, KeyFile, Keys
 from kvtide.security.wrapping import Away, Unavailable, Wrapper, wrapper
 
-__all__ = ["OWN", "DataKey", "Ring", "open_ring"]
+__all__ = ["DESTROYED", "OWN", "DataKey", "Ring", "open_ring"]
 
 log = logging.getLogger("kvtide.security")
 
 OWN = bytes(16)
 """The tag under which a store keeps the key of its own papers, such as journals. No tenant has it."""
+
+DESTROYED = "its key was destroyed"
+"""Why a key is ``Unavailable`` for good."""
 
 _ALL = b""
 """For all keys at once."""
@@ -139,7 +142,7 @@ class Ring:
 
     def _unwrap(self, entry: Entry) -> DataKey:
         if entry.destroyed is not None:
-            raise Unavailable("its key was destroyed")
+            raise Unavailable(DESTROYED)
         number, tenant = bytes.fromhex(entry.id), bytes.fromhex(entry.tenant)
         secret = self._wrapper.unwrap(bytes.fromhex(entry.wrapped))
         if len(secret) != 64 or secret[32:] != tenant + number:
@@ -233,7 +236,7 @@ class Ring:
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._keys.clear()
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import Span
 from kvtide.testing.blocks import aligned, content
-from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.blobs import Blobs, LastingBlobs
 
 __all__ = ["TIME", "BlobsContract", "cut", "names", "value"]
 
@@ -209,6 +209,15 @@ class BlobsContract(ABC):
         assert blobs.read([(gone, [aligned(5000)])], TIME) == [-1]
         blobs.write([(gone, [value(gone, 6000)])], TIME)
         assert blobs.read([(gone, [aligned(8192)])], TIME) == [6000]
+
+    def test_what_lasts_is_synced_and_what_is_missing_is_told(self, blobs: Blobs) -> None:
+        there, missing = names(2)
+        blobs.write([(there, [value(there, 5000)])], TIME)
+        if isinstance(blobs, LastingBlobs):
+            assert blobs.sync([missing, there, there], TIME) == [False, True, True]
+            assert blobs.sync([], TIME) == []
+            blobs.delete([there], TIME)
+            assert blobs.sync([there], TIME) == [False]
 
     # -- many ---------------------------------------------------------------------------------------------
 

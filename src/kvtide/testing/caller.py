@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from kvtide.block import BlockKey, Group, Kind, Layout
 from kvtide.testing.blocks import Bytes, aligned, content, fill, holds, identity, keys
-from kvtide.tiers.base import NOWHERE, Identity, Read, Tier, TierStatistics, Write
+from kvtide.tiers.base import NOWHERE, Identity, Read, ReadResult, Tier, TierStatistics, Write
 
 __all__ = ["GEOMETRIES", "Answer", "Caller", "shaped"]
 
@@ -75,7 +75,7 @@ class Caller:
         self._content = make_content
         self._exact = exact
         self._owners = itertools.count(1)
-        self._answers: list[Answer[bool] | Answer[int]] = []
+        self._answers: list[Answer[bool] | Answer[int] | Answer[ReadResult]] = []
         self._closed = False
 
     def _answer(self, answer: Answer[T]) -> Answer[T]:
@@ -89,8 +89,8 @@ class Caller:
         self.tier.write(batch, answer)
         return answer
 
-    def start_read(self, batch: Sequence[Read]) -> Answer[bool]:
-        answer = self._answer(Answer[bool](len(batch)))
+    def start_read(self, batch: Sequence[Read]) -> Answer[ReadResult]:
+        answer = self._answer(Answer[ReadResult](len(batch)))
         self.tier.read(batch, answer)
         return answer
 
@@ -119,6 +119,10 @@ class Caller:
 
     def read(self, batch: Sequence[Read]) -> list[bool]:
         """Read as one batch. What is found must be right to the last byte."""
+        return [bool(result) for result in self.results(batch)]
+
+    def results(self, batch: Sequence[Read]) -> list[ReadResult]:
+        """The same; of what is not found it says why, as far as the tier knows."""
         results = self.start_read(batch).wait()
         for item, found in zip(batch, results, strict=True):
             if found and self._exact:

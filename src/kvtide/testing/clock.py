@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 __all__ = ["FakeClock"]
 
@@ -18,6 +19,7 @@ class FakeClock:
         self._start = now
         self._passed = 0.0
         self._lock = threading.Lock()
+        self._followers: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<FakeClock {self._passed:g} s after its start>"
@@ -28,6 +30,14 @@ class FakeClock:
             raise ValueError(f"time does not run backwards: {seconds}")
         with self._lock:
             self._passed += seconds
+            followers = list(self._followers)
+        for turned in followers:
+            turned()
+
+    def follow(self, turned: Callable[[], None]) -> None:
+        """Call ``turned`` whenever time has passed: for threads that sleep until a certain time."""
+        with self._lock:
+            self._followers.append(turned)
 
     def monotonic(self) -> float:
         return self._passed

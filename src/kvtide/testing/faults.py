@@ -2,7 +2,8 @@
 
 ``FaultyDisk`` is a real disk between a tier and the kernel. It fails the calls that it is told to fail, in the ways
 that disks do: with an error, short, torn, with a bit flipped, late, or by saying that it wrote what it did not. It can
-die, which is what a killed process sees of the world: nothing that it does any more has an effect.
+die, which is what a killed process sees of the world: nothing that it does any more has an effect. It can be full: with
+``capacity`` set, the files of a folder take no more than so many bytes together, however large the real disk is.
 
 It also knows what a power loss would leave. For every unit of a file that was written since the file's last sync it
 keeps the contents from before, all versions; ``power_loss`` puts a random choice of them back, so that unflushed writes
@@ -33,7 +34,18 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.testing.gate import Gate
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, Tier, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import (
+    NOWHERE,
+    DropDone,
+    Held,
+    Read,
+    ReadDone,
+    ReadResult,
+    Tier,
+    TierStatistics,
+    Write,
+    WriteDone,
+)
 from kvtide.tiers.disk import AnyPath, Disk
 
 __all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
@@ -87,10 +99,14 @@ class FaultyDisk(Disk):
     """A disk that fails on command, dies, and loses what was not synced. See the module's text.
 
     One call at a time, so that a death or a power loss falls between calls; torn calls are faults of their own.
-    ``unit`` is what the device writes atomically.
+    ``unit`` is what the device writes atomically. With ``sparse``, space is not set aside when a file is made longer,
+    but taken when a part of it is written for the first time: a full disk then refuses the write.
     """
 
-    def __init__(self, seed: int = 0, unit: int = 512) -> None:
+    def __init__(self, seed: int = 0, unit: int = 512, capacity: int | None = None, sparse: bool = False) -> None:
+        self.capacity = capacity
+        """Bytes that the files of a folder may take together; None: what the real disk has. May be set at any time."""
+        self._sparse = sparse
         self._random = random.Random(seed)
         self._unit = unit
         self._lock = threading.RLock()
@@ -214,6 +230,10 @@ class FaultyDisk(Disk):
             size = os.fstat(fd).st_size
             if nbytes < size:
                 self._remember(file, nbytes, size - nbytes)
+            if self._sparse:
+                os.ftruncate(fd, nbytes)
+                return
+            self._charge(path, nbytes - size)
             super().resize(fd, nbytes)
 
     def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
@@ -231,6 +251,8 @@ class FaultyDisk(Disk):
         path = _path(fd)
         total = sum(len(d) for d in data)
         with self._call("write", path) as fault:
+            if self._sparse:
+                self._charge(path, _holes(path, offset, total))
             self._remember(self._file(fd, path), offset, total)
             if fault is None:
                 return super().write(fd, data, offset)
@@ -240,6 +262,7 @@ class FaultyDisk(Disk):
         path = _path(fd)
         with self._call("append", path) as fault:
             offset = os.fstat(fd).st_size
+            self._charge(path, len(data))
             self._remember(self._file(fd, path), offset, len(data))
             if fault is None:
                 return super().append(fd, data)
@@ -306,6 +329,17 @@ class FaultyDisk(Disk):
                     raise OSError(fault.code, os.strerror(fault.code), str(path))
             yield fault
 
+    def _charge(self, path: Path, more: int) -> None:
+        """Raise if the disk has no room for so many bytes more."""
+        if self.capacity is None or more <= 0:
+            return
+        with os.scandir(path.parent) as files:
+            abouts = [file.stat() for file in files]
+        used = sum(about.st_blocks * 512 if self._sparse else about.st_size for about in abouts)
+        if used + more > self.capacity:
+            self.struck.append(("full", How.FAIL, path.name))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
     def _due(self, call: str, name: str) -> Fault | None:
         for fault in self._faults:
             if fault.call != call or not fnmatch.fnmatch(name, fault.files):
@@ -367,6 +401,20 @@ def _path(fd: int) -> Path:
     return Path(f"/proc/self/fd/{fd}").readlink()
 
 
+def _holes(path: Path, offset: int, nbytes: int) -> int:
+    """How many bytes of a part of a file were never written."""
+    with path.open("rb", buffering=0) as f:
+        holes, at, stop = 0, offset, offset + nbytes
+        while at < stop:
+            try:
+                data = min(stop, os.lseek(f.fileno(), at, os.SEEK_DATA))
+            except OSError:  # nothing but a hole behind
+                data = stop
+            holes += data - at
+            at = min(stop, os.lseek(f.fileno(), data, os.SEEK_HOLE)) if data < stop else stop
+        return holes
+
+
 def _flip(into: Sequence[Span], bit: int) -> None:
     """Flip one bit of the buffers, counted from the first."""
     for span in into:
@@ -420,8 +468,8 @@ class FaultyTier:
             bad |= {i for i, item in enumerate(batch) if (item.key, item.place) in self._lost}
         good = [i for i in range(len(batch)) if i not in bad]
 
-        def finish(results: Sequence[bool]) -> None:
-            answers = [False] * len(batch)
+        def finish(results: Sequence[ReadResult]) -> None:
+            answers: list[ReadResult] = [False] * len(batch)
             for i, result in zip(good, results, strict=True):
                 answers[i] = result
             done(answers)
@@ -447,7 +495,7 @@ class FaultyTier:
 
         self._go(lambda: self.inner.write([batch[i] for i in good], finish))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._changed:
             bad, self.fail_drops = self._spoil(len(items), self.fail_drops)
         # The medium refused, but the room comes back: that is what the contract says.

@@ -27,7 +27,22 @@ import numpy as np
 import pytest
 
 import kvtide
-from kvtide import BlockRemoved, BlockStored, Extra, Group, Kind, Layout, Loaded, Model, Session, Store, Tenant
+from kvtide import (
+    BlockRemoved,
+    BlockStored,
+    Extra,
+    Flushed,
+    Group,
+    Kind,
+    Layout,
+    Loaded,
+    Model,
+    Persisted,
+    Session,
+    Store,
+    Tenant,
+    Unwritten,
+)
 from kvtide.errors import ClosedError, KvtideError, LayoutError, RightError
 from kvtide.testing.blocks import Bytes, content
 
@@ -96,7 +111,7 @@ def length(session: Session, tokens: Sequence[int], extras: Sequence[Extra] = ()
 
 def held(store: Store) -> int:
     """How many blocks are held when nothing moves any more."""
-    assert store.flush(60)
+    assert store.flush(60).complete
     return store.statistics().held
 
 
@@ -402,7 +417,9 @@ class InterfaceContract:
         with session.reserve(prompt(1, 2, 3)) as mine:
             assert list(mine.depths) == [1, 2]
             with session.reserve(prompt(1, 2, 3)) as theirs:
-                assert list(theirs.keys) == [], "somebody else is writing them"
+                assert list(theirs.depths) == [1, 2], "who writes them may never end"
+                with session.reserve(prompt(1, 2, 3)) as nobodys:
+                    assert (list(nobodys.keys), nobodys.refused, nobodys.pending) == ([], 0, 2)
         with session.reserve(prompt(1, 2, 3), start=1, stop=2) as again:
             assert list(again.depths) == [1]
 
@@ -426,6 +443,45 @@ class InterfaceContract:
         reservation.abort()
         with pytest.raises(RightError, match="sealed or aborted before"):
             reservation.seal()
+
+    # -- what outlasts the process ------------------------------------------------------------------------
+
+    def test_a_flush_says_what_is_written_and_what_is_not(self, store: Store, session: Session) -> None:
+        tokens = prompt(1, 2, 3)
+        assert store.flush(60) == Flushed(0)
+        session.store(tokens, data(PLAIN, tokens))
+        flushed = store.flush(60)
+        assert flushed, "nothing went wrong"
+        assert flushed.written + sum(flushed.unwritten.values()) == 3
+        assert all(reason.intended for reason in flushed.unwritten)
+
+    def test_a_durable_store_ends_when_all_of_a_prompt_is_durable_or_says_why_not(
+        self, store: Store, session: Session
+    ) -> None:
+        head, tokens = prompt(1, 2), prompt(1, 2, 3)
+        session.store(head, data(PLAIN, head))
+        stored = session.store(tokens, data(PLAIN, tokens), durable=True)
+        assert (stored.stored, stored.present, stored.dropped) == (1, 2, 0)
+        persisted = stored.wait(60)
+        if self.outlives:
+            assert persisted == Persisted(3, {})
+        else:
+            assert not persisted
+            assert persisted.reasons in ({Unwritten.NO_TIER: 3}, {Unwritten.NOT_DURABLE: 3})
+        more = prompt(1, 2, 3, 4)
+        assert session.store(more, data(PLAIN, more)[3:], start=3, durable=True).wait(60).durable == (
+            4 if self.outlives else 0
+        )
+        assert held(store) == 0
+        assert length(session, more) == 4 * SIZE
+
+    def test_groups_are_durable_as_far_as_a_prefix_needs_them(self, store: Store) -> None:
+        tokens = prompt(1, 2, 3)
+        with self.hybrid(store) as session:
+            persisted = session.store(tokens, everything(HYBRID, tokens), durable=True).wait(60)
+            assert bool(persisted) == self.outlives
+            assert persisted.durable + sum(persisted.reasons.values()) == 4 * 3
+            assert session.store(prompt(8), {"full": []}, durable=True).wait(60) == Persisted(0, {})
 
     # -- keeping and removing -----------------------------------------------------------------------------
 
@@ -484,6 +540,23 @@ class InterfaceContract:
         session.store(prompt(1), data(PLAIN, prompt(1)))
         assert length(session, prompt(1)) == SIZE
 
+    def test_a_store_extends_the_life_of_a_prompt_and_only_expire_shortens_it(
+        self, store: Store, session: Session
+    ) -> None:
+        session.store(prompt(1), data(PLAIN, prompt(1)), ttl=0.2)
+        session.store(prompt(1, 2, 3), data(PLAIN, prompt(1, 2, 3)))
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), ttl=0.01)
+        session.store(prompt(7), data(PLAIN, prompt(7)), ttl=0.3)
+        until(lambda: length(session, prompt(7)) == 0)
+        assert length(session, prompt(1, 2, 3)) == 3 * SIZE
+        assert store.flush(60)
+        assert session.expire(prompt(1, 2), 0.05, start=1) == 1
+        until(lambda: length(session, prompt(1, 2, 3)) == SIZE)
+        until(lambda: store.statistics().blocks == 1)
+        assert session.expire(prompt(1, 2, 3), None) == 1
+        with pytest.raises(LayoutError, match="cannot live 0 seconds"):
+            session.expire(prompt(1), 0)
+
     def test_prefetch_brings_and_lets_go(self, store: Store, session: Session) -> None:
         tokens = prompt(1, 2)
         session.store(tokens, data(PLAIN, tokens))
@@ -507,9 +580,11 @@ class InterfaceContract:
             session = store.session(MODEL)
             with session.match(plain, wait=30) as match:
                 assert (match.tokens, match.ready) == ((len(plain), False) if self.outlives else (0, True))
+                assert match.held_tokens == 0, "what is on disk is not held"
                 assert session.prefetch(plain).wait(60)
             with session.match(plain) as match:
                 assert match.ready
+                assert match.held_tokens == match.tokens
             assert length(session, plain) == (len(plain) if self.outlives else 0)
             assert length(session, prompt(5)) == 0, "what was dropped does not come back"
             until(lambda: length(session, prompt(6)) == 0)
@@ -542,7 +617,7 @@ class InterfaceContract:
         until(lambda: BlockStored("dram", keys) in seen)
         assert store.flush(60)
         session.drop(tokens)
-        until(lambda: sum(isinstance(e, BlockRemoved) and e.tier == "dram" for e in seen) == 2)
+        until(lambda: sum(len(e.keys) for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram") == 2)
         removed = [e for e in seen if isinstance(e, BlockRemoved) and e.tier == "dram"]
         assert {k for e in removed for k in e.keys} == set(keys)
         assert {e.reason for e in removed} == {"dropped"}
@@ -553,6 +628,12 @@ class InterfaceContract:
         assert len(seen) == count
 
     # -- asyncio ------------------------------------------------------------------------------------------
+
+    def test_a_durable_store_can_be_awaited(self, session: Session) -> None:
+        async def store() -> Persisted:
+            return await session.store(prompt(1), data(PLAIN, prompt(1)), durable=True)
+
+        assert bool(asyncio.run(store())) == self.outlives
 
     def test_the_same_in_asyncio(self, session: Session) -> None:
         tokens = prompt(1, 2, 3)

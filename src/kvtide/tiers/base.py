@@ -8,15 +8,18 @@ Who owns what: the caller owns the spans and keeps them untouched until ``done``
 its byte budget, which holds at every instant. A place is the tier's own word for where a block lies; the caller
 keeps it and gives it back with reads and drops.
 
-Failing: an item that cannot be read whole and verified answers False; its span then holds rubbish. An item
-that cannot be written answers NOWHERE and leaves nothing readable. A tier never raises for a block.
+Failing: an item that cannot be read whole and verified answers False, or a ``Miss``, which is false too; its span then
+holds rubbish. False says that the record is damaged or gone: the caller drops it. A ``Miss`` says that it may be sound:
+the caller keeps it for others, or for later. An item that cannot be written answers NOWHERE and leaves nothing
+readable. A tier never raises for a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -26,10 +29,16 @@ from kvtide.block import BlockKey, Geometry, Span
 
 __all__ = [
     "NOWHERE",
+    "DropDone",
     "Held",
     "Identity",
+    "Miss",
     "Read",
     "ReadDone",
+    "ReadResult",
+    "Renewal",
+    "Renewing",
+    "Sync",
     "Tier",
     "TierStatistics",
     "Write",
@@ -132,20 +141,59 @@ class TierStatistics:
         return self.errors_in_a_row >= _FAILED
 
 
-ReadDone = Callable[[Sequence[bool]], None]
+class Miss(Enum):
+    """Why a record was not read though it may be sound."""
+
+    REFUSED = "refused"
+    """It is not for this asker: of another namespace, tenant or layout, or sealed with a key that cannot be had now."""
+    FAILED = "failed"
+    """The medium or the system failed this read: an I/O error, no memory."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+ReadResult = bool | Miss
+"""True: whole and verified. False: damaged or gone."""
+ReadDone = Callable[[Sequence[ReadResult]], None]
+DropDone = Callable[[Sequence[bool]], None]
 WriteDone = Callable[[Sequence[int]], None]
+Sync = Callable[[Sequence[tuple[BlockKey, int]], DropDone], None]
+"""The ``sync`` of a tier that survives a restart: make blocks, by key and place, outlast a power loss from now on.
+
+Under the rules of a tier's other methods. True where the block is there and the medium has it; False where it is not
+there, or the medium refused, now or at an earlier sync of the same bytes.
+"""
+
+
+Renewal = tuple[BlockKey, int, float]
+"""A block, its place, and when it expires now."""
+
+
+@runtime_checkable
+class Renewing(Protocol):
+    """A tier that can change what its records say of their expiry."""
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        """Let records say when their blocks expire now, after a power loss too. False where that cannot be done.
+
+        A place may be NOWHERE: traces of an evicted block are removed.
+        """
+
+    def note(self, held: Held) -> None:
+        """Blocks expire as these columns say: keep that for the next opening, if only as a hint."""
 
 
 class Tier(Protocol):
     """See the module's text."""
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
-        """Fill each item's span. True where it is whole and verified."""
+        """Fill each item's span. True where it is whole and verified; see ``ReadResult``."""
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         """Keep each item. Its place, or NOWHERE."""
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """Remove blocks by key and place, so that they never come back, after a power loss either.
 
         A place may be NOWHERE: traces of an evicted block are removed all the same. False where the medium

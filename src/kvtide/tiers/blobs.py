@@ -9,6 +9,8 @@ take and raises TimeoutError when they are over, and OSError when the storage re
 answer, not an error. When a call has ended, however it ended, nobody touches its spans any more; so an implementation
 whose calls cannot be interrupted, a filesystem, ends late rather than early, and the tier does not wait for it.
 
+A storage whose reads take as much memory again as the bytes that they bring says so (``copies = True``).
+
 A name is a short ASCII string of letters, digits, ``.``, ``_`` and ``-``; what a blob holds never changes under its
 name, so that whoever finds one has found it whole.
 """
@@ -17,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtide.block import Span
 
-__all__ = ["ROOT", "Blobs", "Turn"]
+__all__ = ["ROOT", "Blobs", "LastingBlobs", "Turn"]
 
 ROOT = "kvtide-1"
 """The folder of all that is ours in storage that others may use for other things, by the version of its names."""
@@ -76,3 +78,11 @@ class Blobs(Protocol):
 
     def close(self) -> None:
         """Let go of everything. Calls in flight end soon, or fail."""
+
+
+@runtime_checkable
+class LastingBlobs(Blobs, Protocol):
+    """Storage that can promise that a blob survives a restart and a power loss of whoever keeps it."""
+
+    def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
+        """Let blobs outlast a power loss from now on; False for one that is not there or that the storage refused."""

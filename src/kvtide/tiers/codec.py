@@ -7,10 +7,8 @@ is verified. A section that does not shrink is stored as it is; that shows by it
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +16,15 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import Geometry, Span, padded
 from kvtide.errors import ConfigError
-from kvtide.tiers.record import SECTION, Header, Rejected, plain, section_table, unchecked_table
+from kvtide.tiers.record import SECTION, Header, OtherVersion, Rejected, plain, section_table, unchecked_table
+from kvtide.tiers.scratch import Scratch
 
-__all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make"]
+__all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make", "work_of"]
 
 RAW, PLANES, ZSTD = 0, 1, 2
-_HUGE = 2 << 20
-"""A huge page. Direct I/O pins memory page by page: a sealed block of 2 MiB takes 3 to 6 % less time with one."""
+_LARGE = 1 << 20
+"""Sections with more bytes are worked on in parts of so many. What threads allocate for whole ones the C library does
+not give back, and so each thread would keep several sections for good."""
 
 
 class Codec(Protocol):
@@ -37,29 +37,18 @@ class Codec(Protocol):
 
     def compress(self, section: Span, itemsize: int) -> bytes: ...
 
+    def compress_into(self, out: Span, section: Span, itemsize: int) -> int:
+        """The same, in little memory, of a long section, into ``out``, which is as long; answers how many bytes it is.
+
+        As many as the section, if it does not shrink; what is in ``out`` is rubbish then.
+        """
+
     def decompress(self, stored: Span, section: Span, itemsize: int, number: int) -> None:
         """Fill ``section`` from what the codec of that number made. Raises Rejected where that cannot be."""
 
-
-class Scratch:
-    """A page-aligned buffer that grows to what was asked of it; one per thread."""
-
-    __slots__ = ("_buffer",)
-
-    def __init__(self) -> None:
-        self._buffer: Span = memoryview(b"")
-
-    def get(self, nbytes: int) -> Span:
-        if len(self._buffer) < nbytes:
-            huge = nbytes // _HUGE * _HUGE
-            room = padded(nbytes) + (_HUGE if huge else 0)
-            memory = mmap.mmap(-1, room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE if huge else 0
-            if huge:
-                with contextlib.suppress(OSError):  # only advice; what is left over would take a whole one
-                    memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
-            self._buffer = memoryview(memory)[start : start + padded(nbytes)]
-        return self._buffer[:nbytes]
+    @property
+    def work(self) -> Scratch:
+        """Memory that it keeps from one long section to the next."""
 
 
 class Zstd:
@@ -87,6 +76,7 @@ class Zstd:
         self._decompressor = zstandard.ZstdDecompressor()
         self._error: type[Exception] = zstandard.ZstdError
         self._content_size: Callable[[Span], int] = zstandard.frame_content_size
+        self.work = Scratch()
 
     def compress(self, section: Span, itemsize: int) -> bytes:
         planes = np.frombuffer(section, np.uint8).reshape(-1, itemsize).T.copy()
@@ -96,7 +86,43 @@ class Zstd:
             top, below[:] = top << 1 | below >> 7, top & 0x80 | below & 0x7F
         return b"".join((planes[:-1].data, self._compressor.compress(top)))
 
+    def compress_into(self, out: Span, section: Span, itemsize: int) -> int:
+        numbers = np.frombuffer(section, np.uint8).reshape(-1, itemsize)
+        count = len(numbers)
+        kept = count * (itemsize - 1)
+        top = self.work.get(count)
+        last = np.frombuffer(top, np.uint8)
+        planes = np.frombuffer(out[:kept], np.uint8).reshape(itemsize - 1, count)
+        chunks: Any = self._compressor.chunker(size=count, chunk_size=_LARGE)
+        end = kept
+        for i in range(0, count, _LARGE):
+            part = slice(i, i + _LARGE)
+            last[part] = numbers[part, -1]
+            for plane in range(itemsize - 1):
+                planes[plane, part] = numbers[part, plane]
+            if itemsize > 1:
+                above, below = last[part], planes[-1, part]
+                signs = above & 0x80
+                np.left_shift(above, 1, out=above)
+                above |= below >> 7
+                below &= 0x7F
+                below |= signs
+            for chunk in chunks.compress(top[part]):
+                if end + len(chunk) >= len(section):
+                    return len(section)
+                out[end : end + len(chunk)] = chunk
+                end += len(chunk)
+        for chunk in chunks.finish():
+            if end + len(chunk) >= len(section):
+                return len(section)
+            out[end : end + len(chunk)] = chunk
+            end += len(chunk)
+        return end
+
     def decompress(self, stored: Span, section: Span, itemsize: int, number: int) -> None:
+        if len(section) > _LARGE:
+            self._decompress_parts(stored, section, itemsize, number)
+            return
         numbers = np.frombuffer(section, np.uint8).reshape(-1, itemsize)
         count = len(numbers)
         kept = count * (itemsize - 1) if number == ZSTD else 0
@@ -109,6 +135,33 @@ class Zstd:
         for i, plane in enumerate(planes):
             numbers[:, i] = plane
 
+    def _decompress_parts(self, stored: Span, section: Span, itemsize: int, number: int) -> None:
+        numbers = np.frombuffer(section, np.uint8).reshape(-1, itemsize)
+        count = len(numbers)
+        kept = count * (itemsize - 1) if number == ZSTD else 0
+        data = self.work.get(len(section) - kept)
+        try:
+            got = 0
+            if self._content_size(stored[kept:]) == len(data):
+                with self._decompressor.stream_reader(stored[kept:]) as reader:
+                    while got < len(data) and (size := reader.readinto(data[got : got + _LARGE])):
+                        got += size
+        except self._error as e:
+            raise Rejected("undecodable section") from e
+        if got < len(data):
+            raise Rejected("undecodable section")
+        planes = [
+            plane for whole in (stored[:kept], data) for plane in np.frombuffer(whole, np.uint8).reshape(-1, count)
+        ]
+        for i in range(0, count, _LARGE):
+            part = slice(i, i + _LARGE)
+            parts: list[npt.NDArray[np.integer]] = [plane[part] for plane in planes]
+            if number == ZSTD and itemsize > 1:
+                below, top = parts[-2:]
+                parts[-2:] = top << 7 | below & 0x7F, below & 0x80 | top >> 1
+            for k, plane in enumerate(parts):
+                numbers[part, k] = plane
+
     def _whole(self, frame: Span, size: int) -> bytes:
         try:
             if self._content_size(frame) != size:
@@ -117,6 +170,11 @@ class Zstd:
         except self._error as e:
             raise Rejected("undecodable section") from e
         return data
+
+
+def work_of(section: int) -> int:
+    """Bytes of memory that it takes to compress or decompress a section of that size, besides its result."""
+    return 3 * section if section <= _LARGE else section + 4 * _LARGE
 
 
 def make(name: str) -> Codec | None:
@@ -146,12 +204,19 @@ def encode(
         end = 0
         for i in range(count):
             section = span[i * stride : i * stride + size]
-            data: Span | bytes = codec.compress(section, itemsize)
+            data: Span | bytes
+            if size > _LARGE:
+                data = out[end : end + codec.compress_into(out[end : end + size], section, itemsize)]
+            else:
+                data = codec.compress(section, itemsize)
             if len(data) >= size:
                 data = section
             if end + padded(len(data)) >= geometry.footprint:
                 break
-            out[end : end + len(data)] = data
+            if size <= _LARGE:
+                out[end : end + len(data)] = data
+            elif data is section:
+                np.copyto(np.frombuffer(out, np.uint8, size, end), np.frombuffer(section, np.uint8))
             out[end + len(data) : end + padded(len(data))] = bytes(padded(len(data)) - len(data))
             table[i] = (header + end, len(data), size, xxh3_128_digest(data) if checked else bytes(16))
             end += padded(len(data))
@@ -172,7 +237,7 @@ def decode(
 ) -> None:
     """Fill ``span`` with verified, compressed sections; ``payload`` starts with the first of them."""
     if header.codec not in codec.reads:
-        raise Rejected(f"codec {header.codec} is not known here")
+        raise OtherVersion(f"codec {header.codec} is not known here")
     table = header.sections[sections.start : sections.stop]
     start = int(table["offset"][0])
     for i, (offset, stored, raw) in enumerate(table[["offset", "stored", "raw"]].tolist()):

@@ -12,14 +12,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import Geometry, Span
-from kvtide.errors import LayoutError
+from kvtide.errors import ArgumentError, LayoutError
 
 __all__ = ["Copier", "bytes_of", "same_shape"]
 
@@ -50,18 +50,16 @@ class Copier:
                 np.copyto(target, source)
             return
         pieces = _Pieces(pairs)
-        helpers = [self._pool.submit(pieces.work) for _ in range(count)]
         try:
+            with contextlib.suppress(RuntimeError):  # the system has no more threads: those that there are do it
+                for _ in range(count):
+                    self._pool.submit(pieces.help)
             pieces.work()
         finally:
             # Whoever was interrupted gives the slots to others now: nobody may write there any more.
             pieces.stop()
-            while [h for h in helpers if not h.cancel() and not h.done()]:
-                with contextlib.suppress(KeyboardInterrupt):
-                    wait(helpers)
-        for helper in helpers:
-            if not helper.cancelled():
-                helper.result()
+        if pieces.failed is not None:
+            raise pieces.failed
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -80,11 +78,38 @@ class _Pieces:
             ]
         )
         self._lock = threading.Lock()
+        self._helped = threading.Condition(self._lock)
+        self._helpers = 0
+        """Threads that copy, besides the caller's own."""
+        self.failed: Exception | None = None
+        """Why a helper could not copy its piece."""
 
     def stop(self) -> None:
-        """Take no more."""
+        """Take no more, and wait for the helpers, however often that is interrupted."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._lock:
+                    self._pieces = iter(())
+                    self._helped.wait_for(lambda: not self._helpers)
+                break
+            except BaseException as e:  # noqa: BLE001 - raised below
+                interrupted = e
+        if interrupted is not None:
+            raise interrupted
+
+    def help(self) -> None:
+        """Copy on a thread of the pool."""
         with self._lock:
-            self._pieces = iter(())
+            self._helpers += 1
+        try:
+            self.work()
+        except Exception as e:  # noqa: BLE001 - raised by the caller
+            self.failed = e
+        finally:
+            with self._lock:
+                self._helpers -= 1
+                self._helped.notify_all()
 
     def work(self) -> None:
         while True:
@@ -106,7 +131,11 @@ def same_shape(geometry: Geometry, slot: Span, block: Span) -> tuple[Bytes, Byte
 
 def bytes_of(buffer: Any, size: int, group: str, number: int, writable: bool) -> Span:
     """The bytes of a caller's buffer for a block of ``size`` bytes, checked."""
-    view = memoryview(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        what = type(buffer).__name__
+        raise ArgumentError(f"buffer {number} of group {group!r} is a {what}, not a buffer such as an array") from None
     if not view.c_contiguous:
         raise LayoutError(f"buffer {number} of group {group!r} is not contiguous; copy it first")
     if view.nbytes != size:

@@ -13,11 +13,12 @@ one are remains of an earlier cut and are not read.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import errno
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError, TierVersionError
-from kvtide.tiers.codec import Scratch
+from kvtide.forks import LockFile
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.record import Header, Rejected, parse, recognise
+from kvtide.tiers.record import Header, OtherVersion, Rejected, parse, recognise
+from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 
 __all__ = ["FORMAT", "Directory", "SegmentHeader"]
@@ -46,10 +48,17 @@ class SegmentHeader:
     slots: int
     cut: int
     """The sequence number at which it was cut."""
+    version: int = FORMAT
+    """One that is older than ours is read, and never written to, until it is empty."""
 
     @property
     def nbytes(self) -> int:
         return ALIGN + self.size * self.slots
+
+    @property
+    def readable(self) -> bool:
+        """Whether we know what is in a segment of that version."""
+        return self.version in _READERS
 
     def pack(self) -> bytes:
         body = _SEGMENT.pack(_MAGIC, FORMAT, 0, self.slots, self.size, self.cut, bytes(16))
@@ -57,21 +66,32 @@ class SegmentHeader:
 
     @classmethod
     def parse(cls, page: bytes) -> SegmentHeader:
-        """Raises Rejected for what is no whole header of this version."""
+        """Raises Rejected for what is no whole header, OtherVersion for one of a version that we cannot read."""
         if len(page) < _SEGMENT.size:
             raise Rejected("torn")
-        magic, version, _, slots, size, cut, check = _SEGMENT.unpack_from(page)
+        magic, version, *_, check = _SEGMENT.unpack_from(page)
         if magic != _MAGIC:
             raise Rejected("no segment")
         body = page[: _SEGMENT.size - 16] + bytes(16)
         # Where the checksum lies is the same in every version: a flipped bit must not pass for a newer one.
         if check != xxh3_128_digest(body):
             raise Rejected("corrupt header")
-        if version != FORMAT:
-            raise Rejected(f"version {version}")
-        if not slots or not size or size % ALIGN:
-            raise Rejected("corrupt header")
-        return cls(size, slots, cut)
+        reader = _READERS.get(version)
+        if reader is None:
+            raise OtherVersion(f"version {version}", newer=version > FORMAT)
+        return reader(page)
+
+
+def _read_1(page: bytes) -> SegmentHeader:
+    """A segment header of version 1, or of 0, which has the same fields."""
+    _, version, _, slots, size, cut, _ = _SEGMENT.unpack_from(page)
+    if not slots or not size or size % ALIGN:
+        raise Rejected("corrupt header")
+    return SegmentHeader(size, slots, cut, version)
+
+
+_READERS: dict[int, Callable[[bytes], SegmentHeader]] = {0: _read_1, 1: _read_1}
+"""What reads the segment headers of each version. When a version is added, the reader of the one before stays."""
 
 
 class Directory:
@@ -81,7 +101,7 @@ class Directory:
         self.path = path
         self.sealing = sealing
         self.disk = disk
-        self._lock = -1
+        self._lock: LockFile | None = None
 
     @property
     def journal(self) -> Path:
@@ -105,14 +125,22 @@ class Directory:
                 raise TierError(
                     f"{self.path} is not empty and not kvtide's (it has {foreign[0]!r}): give an empty directory"
                 ) from None
-            fresh = self.path / "kvtide.json.new"
-            fresh.write_text(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
-            with fresh.open("rb") as f:
-                self.disk.sync(f.fileno())  # else a power loss may leave the name with nothing behind it
-            self.disk.rename(fresh, self.path / "kvtide.json")
+            self._name()
 
-    def check(self) -> None:
-        """Raise unless this is a directory of our version."""
+    def _name(self) -> None:
+        fresh = self.path / "kvtide.json.new"
+        fresh.write_text(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
+        with fresh.open("rb") as f:
+            self.disk.sync(f.fileno())  # else a power loss may leave the name with nothing behind it
+        self.disk.rename(fresh, self.path / "kvtide.json")
+
+    def upgrade(self) -> None:
+        """Let an older directory say that it is of our version, before anything of that is written into it."""
+        if self.check() < FORMAT:
+            self._name()
+
+    def check(self) -> int:
+        """The version of the directory. Raises unless it is kvtide's, and not newer than we are."""
         name = self.path / "kvtide.json"
         try:
             about = json.loads(name.read_text())
@@ -134,30 +162,36 @@ class Directory:
                 f"{self.path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
                 "Upgrade kvtide, or give another directory"
             )
+        return int(version)
 
     def lock(self) -> None:
         """Take the directory for this process alone."""
+        lock = None
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise TierError(f"cannot lock {self.path}: {e.strerror}") from e
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = LockFile(self.path / "lock")
+            lock.take(wait=False)
+            with contextlib.suppress(OSError):  # only for the next one's message: a full disk must open too
+                lock.write(f"{os.getpid()}\n")
         except BlockingIOError:
-            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
+            assert lock is not None
+            holder = lock.read() or "unknown"
+            lock.close()
             raise TierLockedError(
                 f"{self.path} is open in another process (pid {holder}). "
                 "Stop that one, or give this one a directory of its own"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock = fd
+        except BaseException as e:
+            if lock is not None:
+                lock.close()
+            if isinstance(e, OSError):
+                raise TierError(f"cannot lock {self.path}: {e.strerror}") from e
+            raise
+        self._lock = lock
 
     def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
     def segments(self) -> Iterator[int]:
         """The numbers of the segment files that are there."""
@@ -173,8 +207,9 @@ class Directory:
         try:
             fd = self.disk.open(probe, direct=True, create=True)
             self.disk.write(fd, [Scratch().get(ALIGN)], 0)
-        except OSError:
-            return False
+        except OSError as e:
+            # A full disk that opened the file says nothing against direct I/O.
+            return fd >= 0 and e.errno in (errno.ENOSPC, errno.EDQUOT)
         finally:
             if fd >= 0:
                 self.disk.close(fd)
@@ -189,7 +224,7 @@ class Directory:
 
     def records(
         self, fd: int, segment: SegmentHeader, slots: range | None = None
-    ) -> Iterator[tuple[int, Header | str]]:
+    ) -> Iterator[tuple[int, Header | OtherVersion | str]]:
         """Slot number and header, or the reason why there is none, of every slot that was ever written.
 
         Of all ``slots``, or of those given.
@@ -214,6 +249,9 @@ class Directory:
                     if size > len(found) and size <= segment.size:
                         found = self._more(fd, ALIGN + (first + i) * segment.size, size)
                     header = parse(found, self.sealing.open_header)
+                except OtherVersion as e:
+                    yield first + i, e
+                    continue
                 except Rejected as e:
                     if str(e) != "no record":
                         yield first + i, str(e)

@@ -9,6 +9,9 @@ Callers copy straight into and out of slots; ``read`` and ``write`` of the tier 
 calling thread, with a copy that releases the GIL.
 
 Slots have no header: what a slot holds is in the index, and a slot's generation tells a late writer from the owner.
+
+Memory is taken from the system by a thread of the arena's own, one segment at a time: it takes long, so callers that
+wait for it are often interrupted there, and what is left half done then would be lost to everybody.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, domain_of, ladder, segment_of, size_of
+from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
 
 __all__ = ["Dram", "copy"]
 
@@ -38,6 +40,19 @@ _TWO_MIB = 2 << 20
 def copy(target: Span, source: Span) -> None:
     """Copy bytes without holding the GIL (a memoryview assignment would)."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class _Growth:
+    """Somebody waits for a free slot of a kind."""
+
+    __slots__ = ("ended", "kind", "made")
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+        self.made = False
+        self.ended = threading.Lock()
+        """Whoever waits takes it, when it was given back."""
+        self.ended.acquire()
 
 
 class Dram:
@@ -71,19 +86,15 @@ class Dram:
         self.removals = 0
         """How often memory was given back to the system."""
         self._lock = threading.Lock()
-        self._next = threading.Lock()
-        self._growing = threading.Lock()
         self._new: Segment | None = None  # it is in the book, but has no memory yet
         self._read = self._written = self._failed_reads = self._failed_writes = 0
         self._ahead = ahead and not prefault
-        self._scarce: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Sizes of slots of which there will soon be none; 0: that was the last."""
+        self._wanted: queue.SimpleQueue[_Growth | int | None] = queue.SimpleQueue()
+        """Kinds of slots: that somebody waits for, or of which there will soon be none. None: that was the last."""
         self._asked: set[int] = set()
-        self._grower = threading.Thread(
-            target=self._prefault if prefault else self._stay_ahead, name="kvtide-dram", daemon=True
-        )
-        if prefault or ahead:
-            self._grower.start()
+        self._prefaulted = threading.Event()
+        self._grower = threading.Thread(target=self._grow_all, args=(prefault,), name="kvtide-dram", daemon=True)
+        self._grower.start()
 
     def __repr__(self) -> str:
         return f"<Dram {self._segments.used} of {self._segments.budget} bytes>"
@@ -111,17 +122,45 @@ class Dram:
     def _look_ahead(self, kind: int) -> None:
         if self._ahead and kind not in self._asked and self._segments.scarce(kind):
             self._asked.add(kind)
-            self._scarce.put(kind)
+            self._wanted.put(kind)
 
-    def _stay_ahead(self) -> None:
-        while kind := self._scarce.get():
-            with self._turn():
-                with self._lock:
-                    slots = self._segments.fit(kind) if self._segments.scarce(kind) else 0
-                    segment = self._add(kind, slots) if slots else None
-                if segment is not None:
-                    self._fill(segment)
-            self._asked.discard(kind)
+    def _grow_all(self, prefault: bool) -> None:
+        """The thread that takes memory."""
+        if prefault:
+            self._prefault()
+        self._prefaulted.set()
+        while (wanted := self._wanted.get()) is not None:
+            if isinstance(wanted, _Growth):
+                self._answer(wanted)
+            else:
+                self._stay_ahead(wanted)
+        self._answer_waiting()
+
+    def _answer(self, growth: _Growth) -> None:
+        try:
+            growth.made = not self._closed and self._grow(growth.kind)
+        finally:
+            growth.ended.release()
+
+    def _answer_waiting(self) -> None:
+        """Serve those who wait for a slot before the rest of what is queued."""
+        others: list[int | None] = []
+        while not self._wanted.empty():
+            wanted = self._wanted.get()
+            if isinstance(wanted, _Growth):
+                self._answer(wanted)
+            else:
+                others.append(wanted)
+        for other in others:
+            self._wanted.put(other)
+
+    def _stay_ahead(self, kind: int) -> None:
+        with self._lock:
+            slots = self._segments.fit(kind) if self._segments.scarce(kind) else 0
+            segment = self._add(kind, slots) if slots else None
+        if segment is not None:
+            self._fill(segment)
+        self._asked.discard(kind)
 
     def growable(self, nbytes: int, domain: int = 0) -> bool:
         """Whether ``grow`` could make room for a block of that footprint."""
@@ -134,16 +173,23 @@ class Dram:
         kind = ladder(nbytes) | domain
         with self._lock:
             if self._make_do(kind):
-                return True  # and whoever takes memory from the system just now need not be waited for
-        with self._turn():
-            with self._lock:
-                if self._make_do(kind):
-                    return True
-                slots = self._segments.fit(kind)
-                if not slots:
-                    return False
-                segment = self._add(kind, slots)
-            return self._fill(segment)
+                return True  # without waiting for memory that is just being taken from the system
+            if not self._segments.fit(kind):
+                return False
+        growth = _Growth(kind)
+        self._wanted.put(growth)
+        with growth.ended:
+            return growth.made
+
+    def _grow(self, kind: int) -> bool:
+        with self._lock:
+            if self._make_do(kind):
+                return True
+            slots = self._segments.fit(kind)
+            if not slots:
+                return False
+            segment = self._add(kind, slots)
+        return self._fill(segment)
 
     def _make_do(self, kind: int) -> bool:
         """Make room with the memory that there is: recut an empty segment or, if it does not suit, give it back."""
@@ -152,24 +198,11 @@ class Dram:
         spare = self._segments.spare(kind, self._new)
         if spare is None:
             return False
-        size = size_of(kind)
-        wasted = spare.nbytes % size if spare.nbytes >= size else spare.nbytes
-        if wasted * 16 <= spare.nbytes and domain_of(spare.kind) == domain_of(kind):
+        if self._segments.suits(spare, kind):
             self._segments.recut(spare, kind)
         else:
             self._remove(spare)
         return True
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """To take memory from the system, one after another, and each in turn: a plain lock would go to the thread that
-        takes the whole budget again and again, and a node that waits for it answers nobody."""
-        with self._next:
-            self._growing.acquire()
-        try:
-            yield
-        finally:
-            self._growing.release()
 
     def _add(self, kind: int, slots: int) -> Segment:
         """A segment that has no memory yet."""
@@ -180,7 +213,10 @@ class Dram:
     def _remove(self, segment: Segment) -> None:
         """Give an empty segment's memory back."""
         self._segments.remove(segment)
-        memory = self._memory.pop(segment.number)
+        self._discard(segment.number)
+
+    def _discard(self, number: int) -> None:
+        memory = self._memory.pop(number)
         memory.empty()
         memory.close()
         self.removals += 1
@@ -193,26 +229,25 @@ class Dram:
 
     def wait_prefault(self) -> None:
         """Wait until the whole budget is taken, if that was asked for."""
-        if self._grower.ident is not None and not self._ahead:
-            self._grower.join()
+        self._prefaulted.wait()
 
     def _prefault(self) -> None:
         """Take segments until the budget is used up. They are cut when their first block comes."""
         while not self._closed:
-            with self._turn():
-                with self._lock:
-                    if not self._segments.fit(ladder(self._segments.nominal)):
-                        return
-                    segment = self._add(ladder(self._segments.nominal), 1)
-                if not self._fill(segment):
+            self._answer_waiting()
+            with self._lock:
+                if not self._segments.fit(ladder(self._segments.nominal)):
                     return
+                segment = self._add(ladder(self._segments.nominal), 1)
+            if not self._fill(segment):
+                return
 
     def _fill(self, segment: Segment) -> bool:
         nbytes = segment.nbytes
         try:
             memory = self._allocate(nbytes)
-        except OSError as e:
-            log.warning("cannot take %d bytes of memory: %s", nbytes, e.strerror)
+        except (OSError, MemoryError) as e:
+            log.warning("cannot take %d bytes of memory: %s", nbytes, e)
             with self._lock:
                 self._new = None
                 self._segments.remove(segment)
@@ -238,10 +273,36 @@ class Dram:
                 self._huge_pages = "transparent"
         return Memory(serial, nbytes, self._huge_pages, self._shared)
 
+    def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], drained: Sequence[Segment]) -> None:
+        """Make the book anew after a change of it was left half done: these slots are in use and no others, and
+        ``drained`` are being emptied. The caller lets nobody take a slot meanwhile."""
+        with self._lock:
+            for segment in self._segments:
+                segment.draining &= segment is self._new or segment in drained
+            self._segments.repair(places, owners)
+            known = {segment.number for segment in self._segments}
+            for number in [number for number in self._memory if number not in known]:
+                self._discard(number)
+            for segment in [s for s in self._segments if s.number not in self._memory and s is not self._new]:
+                self._segments.remove(segment)
+
+    def settle(self, drained: Sequence[Segment]) -> bool:
+        """Segments were to be emptied: use those again that are not empty now. Answers whether one is."""
+        with self._lock:
+            for segment in drained:
+                if segment.draining and not segment.empty:
+                    self._segments.undrain(segment)
+            return any(segment.draining and segment.empty for segment in drained)
+
     def release(self, place: int) -> None:
         """Give a slot back."""
         with self._lock:
             self._segments.release(place)
+
+    def release_many(self, places: npt.NDArray[np.int64]) -> None:
+        """Give distinct slots back."""
+        with self._lock:
+            self._segments.release_many(places)
 
     def generation(self, place: int) -> int:
         return self._segments.generation(place)
@@ -359,7 +420,7 @@ class Dram:
             self._written += size
         return place
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._lock:
             for _, place in items:
                 if self._segments.holds(place):
@@ -391,9 +452,8 @@ class Dram:
 
     def close(self) -> None:
         self._closed = True
-        self._scarce.put(0)
-        if self._grower.is_alive():
-            self._grower.join()
+        self._wanted.put(None)
+        self._grower.join()
         with self._lock:
             for memory in self._memory.values():
                 memory.close()

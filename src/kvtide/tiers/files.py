@@ -45,6 +45,8 @@ class Files:
         self._disk = disk or Disk()
         self._mine = secrets.token_hex(6)
         self._numbers = itertools.count()
+        self._rooted = False
+        """Whether the names of the folders above were synced."""
 
     def __repr__(self) -> str:
         return f"<Files {self._root}>"
@@ -147,6 +149,30 @@ class Files:
 
     def find(self, names: Sequence[str], timeout: float) -> list[bool]:
         return [self._disk.exists(self._path(name)) for name in _within(timeout, names)]
+
+    def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
+        folders: dict[Path, None] = {}
+        found = []
+        for name in _within(timeout, names):
+            path = self._path(name)
+            try:
+                fd = self._disk.open_to_read(path, direct=False)
+            except FileNotFoundError:
+                found.append(False)
+                continue
+            try:
+                self._disk.sync(fd)
+            finally:
+                self._disk.close(fd)
+            found.append(True)
+            folders[Path(path).parent] = None
+        # The name of a file is in its folder, and that of a folder, which may be new as well, in the one above it.
+        root = Path(self._root)
+        above = [root] if self._rooted else [root, *root.parents[:2]]
+        for folder in [*folders, *(above if folders else ())]:
+            self._disk.sync_folder(folder)
+            self._rooted = self._rooted or folder == above[-1]
+        return found
 
     def delete(self, names: Sequence[str], timeout: float) -> None:
         gone = [path for path in map(self._path, _within(timeout, names)) if self._disk.delete(path)]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.memory import Memory
 from kvtide.tiers.segments import Segments, ladder
@@ -88,7 +88,7 @@ class Hollow:
             self.segments.add(size, slots)
         return bool(slots)
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         for key, place in items:
             if place != NOWHERE:
                 self.evict(key, place)

@@ -122,8 +122,12 @@ class Jobs(Generic[W]):
             for i, w in enumerate(workers)
         ]
         self._watcher = threading.Thread(target=self._watch, name=f"kvtide-{name}-watch", daemon=True)
-        for thread in (*self._threads, self._watcher):
-            thread.start()
+        try:
+            for thread in (*self._threads, self._watcher):
+                thread.start()
+        except BaseException:  # no more threads, say
+            self.close()
+            raise
 
     @property
     def hangs(self) -> bool:
@@ -197,11 +201,13 @@ class Jobs(Generic[W]):
             self._queue.put(None)
         end = self._clock.monotonic() + 2 * self._timeout
         for thread in self._threads:
-            thread.join(max(0.0, end - self._clock.monotonic()))
+            if thread.ident is not None:  # else it could not be started
+                thread.join(max(0.0, end - self._clock.monotonic()))
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._watcher.join()
+        if self._watcher.ident is not None:
+            self._watcher.join()
 
 
 class Trickle(Generic[T]):

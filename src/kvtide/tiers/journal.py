@@ -1,7 +1,8 @@
 """A hint of what a directory holds, so that a full terabyte opens in seconds.
 
 The journal is a file of *frames*: a small head (magic, length, checksum), then records of fixed size that say "this
-slot holds this block", "this slot was freed" or "this slot is being written". Frames are appended without fsync, so
+slot holds this block", "this slot was freed", "this slot is being written" or "this slot has a record of another
+version, and is kept". Frames are appended without fsync, so
 after a power loss the end may be missing or torn. That is harmless, because headers are the truth: every read checks
 key, sequence and checksums. The opener therefore decides by the journal's own end:
 
@@ -35,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvtide import forks
 from kvtide.security.ring import OWN
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.record import Rejected
@@ -43,6 +45,7 @@ from kvtide.tiers.sealing import OPEN, Paper, Sealing
 __all__ = [
     "FREED",
     "HOLDS",
+    "KEEPS",
     "PER_SLOT",
     "RECORD",
     "RESERVE",
@@ -71,7 +74,7 @@ assert RECORD.itemsize == 128
 
 Records = npt.NDArray[np.void]
 
-HOLDS, FREED, WRITING = 1, 2, 3
+HOLDS, FREED, WRITING, KEEPS = 1, 2, 3, 4
 
 _FRAME = struct.Struct("<4sIQ")
 _RECORDS, _OPENED, _CLOSED, _SEALED = b"KVJr", b"KVJo", b"KVJc", b"KVJs"
@@ -110,9 +113,15 @@ def entry(
     return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
 
 
-def replay(path: Path, boot: bytes, sealing: Sealing = OPEN) -> tuple[Records, str]:
-    """All records in order, and why they cannot be trusted ("" if they can)."""
+def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, slots: int | None = None) -> tuple[Records, str]:
+    """All records in order, and why they cannot be trusted ("" if they can).
+
+    A journal is longer than that of a directory with so many ``slots`` can be only if something else wrote to it: it is
+    not read, for it may be larger than memory.
+    """
     try:
+        if slots is not None and path.stat().st_size > PER_SLOT * slots + RESERVE:
+            return np.zeros(0, RECORD), "too long"
         data = path.read_bytes()
     except FileNotFoundError:
         return np.zeros(0, RECORD), "missing"
@@ -178,6 +187,7 @@ class Journal:
         self._fd = -1
         self._size = 0
         self.failed = ""
+        forks.tell(self)
 
     @property
     def size(self) -> int:
@@ -259,7 +269,16 @@ class Journal:
                 self._disk.unlink(path)
         self._size = 0
 
+    def abandon(self) -> None:
+        """Let go of the file, and say nothing: whoever opens the directory next decides what it is worth."""
+        self._shut()
+
+    def forked(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            forks.close([fd])
+
     def _shut(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a fork in between must not close a number that is another file's by then
+        if fd >= 0:
+            self._disk.close(fd)

@@ -9,6 +9,8 @@ import os
 
 import numpy as np
 
+from kvtide import forks
+
 __all__ = ["Memory"]
 
 # Linux's; Python has no names for them.
@@ -19,12 +21,14 @@ _MAP_HUGE_2MB = 21 << 26
 class Memory:
     """One segment's memory: our own pages or, if others are to map it, a sealed memfd (``fd``, else -1)."""
 
-    __slots__ = ("_map", "fd", "serial", "view")
+    __slots__ = ("__weakref__", "_map", "fd", "serial", "view")
 
     def __init__(self, serial: int, nbytes: int, huge_pages: str, shared: bool) -> None:
         self.serial = serial
         """Never given twice, unlike the number of a segment."""
         self.fd = -1
+        if shared:
+            forks.tell(self)
         try:
             self._map = self._shared(nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
         except BaseException:
@@ -69,5 +73,12 @@ class Memory:
         self._let_go()
 
     def _let_go(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def forked(self) -> None:
+        """The mapping stays: a caller may still look at a view."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            forks.close([fd])

@@ -14,7 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey
-from kvtide.tiers.base import NOWHERE, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import (
+    NOWHERE,
+    DropDone,
+    Held,
+    Identity,
+    Miss,
+    Read,
+    ReadDone,
+    ReadResult,
+    TierStatistics,
+    Write,
+    WriteDone,
+)
 
 __all__ = ["Noop"]
 
@@ -34,13 +46,15 @@ class Noop:
         return f"<Noop {len(self._held)} blocks>"
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
-        results = []
+        results: list[ReadResult] = []
         with self._lock:
             get = self._held.get
             for item in batch:
                 key, identity = get(item.place, (None, None))
-                if key != item.key or (identity is not item.identity and identity != item.identity):
+                if key != item.key or identity is None:
                     results.append(False)
+                elif identity is not item.identity and identity != item.identity:
+                    results.append(Miss.REFUSED)
                 elif item.sections is None:
                     self._read += identity.geometry.footprint
                     results.append(True)
@@ -68,7 +82,7 @@ class Noop:
             self._failed_writes += places.count(NOWHERE)
         done(places)
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         for key, place in items:
             self.evict(key, place)
         done([True] * len(items))

@@ -25,23 +25,26 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers.base import NOWHERE, Held, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.codec import Scratch
+from kvtide.interrupts import to_the_end
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.parcel import Packer, usual_header
-from kvtide.tiers.record import Rejected, mark_of
+from kvtide.tiers.record import OtherVersion, Rejected, mark_of
+from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
 from kvtide.tiers.shelves import Shelves
-from kvtide.tiers.tally import Tally
-from kvtide.tiers.workers import Batch, Wanted, runs_of
-from kvtide.tiers.writer import Writer
+from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
+from kvtide.tiers.workers import Batch, Wanted, join_all, runs_of
+from kvtide.tiers.writer import Run, Writer
 
 __all__ = ["Nvme"]
 
 T = TypeVar("T")
 
+_SIZES = 16
+"""Slot sizes that compressed blocks are expected to have, at least."""
 _ASIDE = 8 << 20
 """Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
 
@@ -70,22 +73,32 @@ class Nvme:
         disk: Disk | None = None,
         clock: Clock | None = None,
         sealing: Sealing = OPEN,
+        scratch: Pool | None = None,
     ) -> None:
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
         self._durable = durable
         self._sealing = sealing
         self._compressed = compression != "raw"
-        packers = [Packer(compression, sealing) for _ in range(2 * threads)]
+        self._copies = self._compressed or sealing.seals
+        packers = [Packer(compression, sealing, scratch) for _ in range(2 * threads)]
         self._disk = disk or Disk()
-        self._shelves = Shelves(Directory(path, self._disk, sealing), budget, segment, threads, direct)
+        clock = clock or SystemClock()
+        directory = Directory(path, self._disk, sealing)
+        sizes = _SIZES if self._compressed else 1
+        self._shelves = Shelves(directory, budget, segment, threads, direct, clock, sizes)
         self._tally = Tally()
-        self._writer = Writer(self._shelves, evict, clock or SystemClock(), self._tally)
+        self._writer = Writer(self._shelves, evict, clock, self._tally)
         self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, p in enumerate(packers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads, say: then nobody may find the directory locked
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Nvme of {self._shelves!r}>"
@@ -94,9 +107,9 @@ class Nvme:
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
-            if any(sizes):
-                self._tally.moved(read=sum(sizes))
-            done([size > 0 for size in sizes])
+            if total := bytes_read(sizes):
+                self._tally.moved(read=total)
+            done(read_results(sizes))
 
         if not batch:
             done([])
@@ -106,7 +119,7 @@ class Nvme:
             for one in {item.identity.geometry for item in batch}:
                 most = min(most, _ASIDE // one.footprint, VECTORS // (1 + one.sections))
         runs = runs_of(list(zip(batch, found, strict=True)), most)
-        self._share(Batch(runs, finish), self._read_run, len(runs))
+        self._share(Batch(runs, finish), self._read_job, len(runs))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         def finish(places: list[int]) -> None:
@@ -118,7 +131,7 @@ class Nvme:
         if not batch:
             done([])
         elif self._compressed:
-            self._share(Batch([[(item, None)] for item in batch], finish), self._writer.write, len(batch))
+            self._share(Batch([[(item, None)] for item in batch], finish), self._write_job, len(batch))
         else:
             self._queue.put(lambda packer: self._write_raw(batch, finish, packer))
 
@@ -126,8 +139,22 @@ class Nvme:
         for _ in range(min(count, len(self._threads))):
             self._queue.put(lambda packer: batch.work(several, packer))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something on one of the I/O threads: it must not wait for another of them."""
+        self._queue.put(lambda _: call())
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
+
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        """See ``tiers.base.Sync``."""
+        self._queue.put(lambda _: done(self._shelves.make_durable([place for _, place in items])))
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        self._queue.put(lambda _: done(self._shelves.renew(items)))
+
+    def note(self, held: Held) -> None:
+        self._shelves.note_held(held)
 
     def evict(self, key: BlockKey, place: int) -> None:
         self._shelves.free(key, place)
@@ -145,7 +172,7 @@ class Nvme:
         shelves, tally = self._shelves, self._tally
         with tally.lock, shelves.lock:
             return TierStatistics(
-                blocks=sum(s.slots - len(s.free) for s in shelves.segments),
+                blocks=sum(s.used for s in shelves.segments),
                 bytes_used=shelves.segments.used,
                 bytes_taken=shelves.taken,
                 budget=shelves.budget,
@@ -158,11 +185,15 @@ class Nvme:
             )
 
     def close(self) -> None:
+        to_the_end(self._stop)
+
+    def _stop(self) -> None:
         for _ in self._threads:
             self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._shelves.close()
+        try:
+            join_all(self._threads)
+        finally:
+            self._shelves.close()
 
     def shred(self, mine: Callable[[Span], bool]) -> tuple[list[int], list[BlockKey]]:
         """Let the disk forget records whose first page is ``mine``, as far as it can, before they are dropped.
@@ -193,7 +224,19 @@ class Nvme:
                 places.append(place)
             elif gone and key is not None:
                 keys.append(key)
+        for place, (fd, offset, size, _) in shelves.kept():  # of another version: whose it is stands in the same place
+            with contextlib.suppress(OSError), shelves.erasing():
+                if is_mine(fd, offset):
+                    self._disk.discard(fd, offset, size)
+                    shelves.erased(place)
         return places, keys
+
+    def owners(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The owners of slots; 0 for one that is free by now."""
+        with self._shelves.lock:
+            segments = self._shelves.segments
+            found = [segments.owner(place) if segments.holds(place) else 0 for place in places.tolist()]
+        return np.maximum(np.array(found, np.int64), 0)
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
         """Places in use, and what says whose their records are. Reads a page of each, as ``shred`` does."""
@@ -222,7 +265,7 @@ class Nvme:
             del task  # else the spans of the last one live on until the next comes
 
     def _read_run(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; 0 if not all was."""
+        """Of each, how many bytes were read and verified; if not all was, ``size_for`` the error."""
         try:
             starts, got = self._fill(run, packer)
         except Exception as e:  # noqa: BLE001 - see Tally
@@ -239,6 +282,8 @@ class Nvme:
                     sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
                 except Exception as e:  # noqa: BLE001 - see Tally
                     sizes.append(self._failed_read(e))
+                    if isinstance(e, OtherVersion):
+                        self._shelves.keep(item.key, item.place, sequence, e.newer)
                 got -= room
         return sizes
 
@@ -264,7 +309,7 @@ class Nvme:
 
     def _failed_read(self, e: Exception) -> int:
         self._tally.failed("read", e)
-        return 0
+        return size_for(e)
 
     def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], packer: Packer) -> None:
         try:
@@ -274,9 +319,25 @@ class Nvme:
             finish([NOWHERE] * len(batch))
             return
         shared = Batch(runs, finish)
-        self._share(shared, self._writer.write, len(runs) - 1)
+        self._share(shared, self._write_job, len(runs) - 1)
         # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
-        shared.work(self._writer.write, packer)
+        shared.work(self._write_job, packer)
+
+    def _write_job(self, run: Run, packer: Packer) -> list[int]:
+        try:
+            if self._copies:
+                packer.workspace.begin(packer.to_write([item for item, _ in run]))
+            return self._writer.write(run, packer)
+        finally:
+            packer.workspace.end()
+
+    def _read_job(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
+        try:
+            if self._sealing.seals:
+                packer.workspace.begin(packer.to_read([item for item, _ in run]))
+            return self._read_run(run, packer)
+        finally:
+            packer.workspace.end()
 
 
 def _whole(item: Read, room: int) -> bool:

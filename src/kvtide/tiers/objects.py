@@ -33,6 +33,7 @@ import numpy as np
 import obstore
 from obstore.store import from_url
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.blobs import Turn
@@ -70,6 +71,8 @@ class Objects:
     ``endpoint`` is that of another server than the url's scheme means, ``certificate`` a file with the authority that
     it is to be trusted by. At most ``requests`` are under way at a time. Safe from any thread.
     """
+
+    copies = True
 
     def __init__(
         self, url: str, *, endpoint: str = "", region: str = "", certificate: str = "", requests: int = 32
@@ -188,6 +191,10 @@ class Objects:
             for _ in watched:
                 dead.get()
 
+    def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
+        """An object store has made durable what it has acknowledged: what is there, stays."""
+        return self.find(names, timeout)
+
     def delete(self, names: Sequence[str], timeout: float) -> None:
         requests = [partial(obstore.delete_async, self._store, _path(name)) for name in names]
         for outcome in self._all(requests, time.monotonic() + timeout):
@@ -234,9 +241,15 @@ class _Requests:
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(most)
         self._futures: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._origin = forks.here
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtide-objects", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            atexit.unregister(self.close)
+            self._loop.close()
+            raise
 
     def run(self, requests: Sequence[Request], end: float) -> Iterator[Outcome]:
         """Outcomes as they come. Raises TimeoutError at ``end``; whatever is under way then is given up."""
@@ -293,6 +306,8 @@ class _Requests:
                 await asyncio.sleep(0.001)
 
         atexit.unregister(self.close)
+        if self._origin is not forks.here:
+            return  # the loop, and what it waits for, are our parent's
         end = time.monotonic() + _PATIENCE
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(give_up(), self._loop).result()

@@ -2,6 +2,13 @@
 
 By the journal if it can be trusted, else by the headers, which are the truth. If any file is newer than this kvtide,
 nothing is touched.
+
+What another version of kvtide wrote is not lost by an opening, as long as it fits the budget:
+
+- a segment of an older version is read, and never written to: its blocks leave as all do, and the file is cut anew when
+  it is empty;
+- one of an older version that cannot be read any more is *kept*: it counts, and leaves when room is needed;
+- a record that cannot be read, in a segment that can, is kept likewise; a newer one until somebody drops it.
 """
 
 from __future__ import annotations
@@ -14,14 +21,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey
+from kvtide.block import ALIGN, BlockKey, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.base import Held
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
-from kvtide.tiers.journal import FREED, HOLDS, PER_SLOT, RECORD, WRITING, Journal, entry, latest, replay
-from kvtide.tiers.record import Header, Rejected
+from kvtide.tiers.journal import FREED, HOLDS, KEEPS, PER_SLOT, RECORD, WRITING, Journal, entry, latest, replay
+from kvtide.tiers.record import Header, OtherVersion, Rejected
 from kvtide.tiers.sealing import NO_KEY
-from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
+from kvtide.tiers.segments import KEPT, OLD, Segment, Segments, by_segment, place_of, segment_of, slot_of
 
 __all__ = ["ANY", "Opening", "current"]
 
@@ -29,6 +36,21 @@ log = logging.getLogger("kvtide.nvme")
 
 ANY = BlockKey(b"")
 """What a header that could not be read may name: every drop overwrites it."""
+
+
+_NEVER = (1 << 63) - 1
+"""The "cut" of a segment that cannot be read: whatever the journal says of it is older."""
+
+
+def _worth(item: tuple[int, SegmentHeader | str]) -> tuple[int, int]:
+    """Of a segment: newer formats are worth more, then lower numbers."""
+    number, header = item
+    return header.version if isinstance(header, SegmentHeader) else FORMAT, -number
+
+
+def _holds(place: int, found: Header) -> bytes:
+    """The journal's record of what a header says."""
+    return entry(HOLDS, place, found.key, found.sequence, found.parent, found.depth, found.expiry, found.priority)
 
 
 def _unread(reason: str) -> bool:
@@ -61,6 +83,10 @@ class Opening:
         self.sequence = 1
         self.cuts: dict[int, int] = {}
         self.stale: dict[int, BlockKey] = {}
+        self.kept: dict[int, tuple[BlockKey, bool]] = {}
+        """Slots with records of other versions: which block each names, if that is known, and whether it is newer."""
+        self.unseen: dict[int, npt.NDArray[np.bool_]] = {}
+        """By segment: slots whose headers were not looked at, because the journal says what is in them."""
         self.reasons: Counter[str] = Counter()
 
     def run(self, journal: Journal) -> Held:
@@ -68,15 +94,19 @@ class Opening:
         numbers = list(self._directory.segments())
         # First look at all of them: if one is newer, nothing may be touched.
         headers = {number: self._look(number) for number in numbers}
-        for number, header in headers.items():
+        # If the budget does not suffice for all, the oldest go first, before them those that nobody can read.
+        for number, header in sorted(headers.items(), key=_worth, reverse=True):
             self._open_segment(number, header)
-        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing)
+        self._directory.upgrade()
+        slots = sum(header.slots for header in headers.values() if isinstance(header, SegmentHeader))
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing, slots)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
             records = self._from_headers()
         else:
             records = self._finish_writing(latest(records))
+            self._not_seen(records)
         return self._adopt(records, journal)
 
     def _look(self, number: int) -> SegmentHeader | str:
@@ -92,13 +122,14 @@ class Opening:
                 f"{path} cannot be read: {e.strerror or e}. Nothing was touched. Mend the disk, or take that file away "
                 "if its blocks may be lost"
             ) from e
-        except Rejected as e:
-            kind, _, version = str(e).partition(" ")
-            if kind == "version" and int(version) > FORMAT:
+        except OtherVersion as e:
+            if e.newer:
                 raise TierVersionError(
-                    f"{path} has format {version}, newer than this kvtide's {FORMAT}; nothing was touched. "
+                    f"{path} has format {str(e).split()[-1]}, newer than this kvtide's {FORMAT}; nothing was touched. "
                     "Upgrade kvtide, or give another directory"
                 ) from None
+            return SegmentHeader(max(ALIGN, padded(os.fstat(fd).st_size) - ALIGN), 1, _NEVER, version=-1)
+        except Rejected as e:
             return str(e)
 
     def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
@@ -109,16 +140,25 @@ class Opening:
             problem = ""
             if header.nbytes + header.slots * PER_SLOT > self._segments.budget - self._segments.taken:
                 problem = "over budget"
-            elif os.fstat(fd).st_size != header.nbytes:
+            elif header.version == FORMAT and os.fstat(fd).st_size != header.nbytes:
                 try:
                     self._disk.resize(fd, header.nbytes)
                 except OSError as e:
-                    problem = e.strerror or str(e)
+                    # What is there can be read. Slots behind its end are empty; a write there may find room one day.
+                    log.warning("%s is shorter than it was, and stays so: %s", path, e.strerror or e)
+                    self.reasons[f"segment: {e.strerror or e}"] += 1
             if not problem:
                 self.sequences[number] = np.zeros(header.slots, np.int64)
-                self._segments.add(header.size, header.slots, number)
-                self.sequence = max(self.sequence, header.cut + 1)
+                segment = self._segments.add(
+                    header.size | (OLD if header.version < FORMAT else 0), header.slots, number
+                )
                 self.cuts[number] = header.cut
+                if header.readable:
+                    self.sequence = max(self.sequence, header.cut + 1)
+                else:
+                    log.warning("%s has a format that cannot be read any more; it stays until room is needed", path)
+                    self._segments.claim(segment, np.zeros(1, np.int64), KEPT)
+                    self.kept[place_of(number, 0)] = ANY, False
                 return
         if problem:
             log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
@@ -130,24 +170,20 @@ class Opening:
         """Journal records made from what the slots' headers say."""
         parts: list[bytes] = []
         for segment in self._segments:
+            if self.cuts[segment.number] == _NEVER:
+                continue
             for slot, found in self._records(segment):
+                if isinstance(found, OtherVersion):
+                    place = place_of(segment.number, slot)
+                    parts.append(entry(KEEPS, place, ANY, self.cuts[segment.number]))
+                    self._keep(place, ANY, found)
+                    continue
                 if isinstance(found, str):
                     self.reasons[found] += 1
                     if _unread(found):
                         parts.append(entry(FREED, place_of(segment.number, slot), ANY, self.cuts[segment.number]))
                     continue
-                parts.append(
-                    entry(
-                        HOLDS,
-                        place_of(segment.number, slot),
-                        found.key,
-                        found.sequence,
-                        found.parent,
-                        found.depth,
-                        found.expiry,
-                        found.priority,
-                    )
-                )
+                parts.append(_holds(place_of(segment.number, slot), found))
         if sealed := {why: count for why, count in self.reasons.items() if why.startswith(NO_KEY)}:
             said = ", ".join(f"{count} {why}" for why, count in sealed.items())
             log.warning(
@@ -158,13 +194,39 @@ class Opening:
             )
         return np.frombuffer(b"".join(parts), RECORD)
 
-    def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | str]]:
+    def _keep(self, place: int, key: BlockKey, why: OtherVersion) -> None:
+        self.kept[place] = key, why.newer
+        self.reasons[str(why)] += 1
+
+    def _not_seen(self, records: npt.NDArray[np.void]) -> None:
+        """Which slots hold something by the journal's word alone."""
+        places = records["place"][records["kind"] == HOLDS].astype(np.int64)
+        for number, mine in by_segment(places):
+            self.unseen[number] = np.zeros(self._segments[number].slots, np.bool_)
+            self.unseen[number][places[mine] & 0xFFFFFFFF] = True
+
+    def _records(
+        self, segment: Segment, slots: range | None = None
+    ) -> Iterator[tuple[int, Header | OtherVersion | str]]:
         header = SegmentHeader(segment.size, segment.slots, self.cuts[segment.number])
         return self._directory.records(self.files[segment.number], header, slots)
 
     def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?"""
+        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?
+
+        Those that were kept are looked at too: this kvtide may be the one that can read them.
+        """
         records = records[current(records, self._segments, self.cuts)]
+        for i in np.flatnonzero(records["kind"] == KEEPS).tolist():
+            place = int(records["place"][i])
+            key, slot = BlockKey(records["key"][i].tobytes().rstrip(b"\0")), slot_of(place)
+            records["kind"][i], records["key"][i] = FREED, ANY
+            for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
+                if isinstance(found, OtherVersion):
+                    records["kind"][i], records["key"][i] = KEEPS, key
+                    self._keep(place, key, found)
+                elif isinstance(found, Header):
+                    records[i : i + 1] = np.frombuffer(_holds(place, found), RECORD)
         for i in np.flatnonzero(records["kind"] == WRITING).tolist():
             place = int(records["place"][i])
             slot = slot_of(place)
@@ -172,7 +234,7 @@ class Opening:
             for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
                 if isinstance(found, Header):
                     records["key"][i] = found.key
-                elif _unread(found):
+                elif isinstance(found, str) and _unread(found):
                     records["key"][i] = ANY
         return records
 
@@ -181,6 +243,11 @@ class Opening:
         records = records[current(records, self._segments, self.cuts)]
         places = records["place"].astype(np.int64)
         self.sequence = max(self.sequence, int(records["sequence"].max(initial=0)) + 1)
+        kept = records[records["kind"] == KEEPS]
+        records, places = records[records["kind"] != KEEPS], places[records["kind"] != KEEPS]
+        for number, mine in by_segment(kept["place"].astype(np.int64)):
+            slots = kept["place"][mine].astype(np.int64) & 0xFFFFFFFF
+            self._segments.claim(self._segments[number], slots, KEPT)
         keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
         live = records["kind"] == HOLDS
         if not live.all() or len(keys) != len(set(keys)):
@@ -200,7 +267,7 @@ class Opening:
             taken = places[mine] & 0xFFFFFFFF
             self.sequences[number][taken] = records["sequence"][mine]
             self._segments.claim(self._segments[number], taken)
-        journal.rewrite(np.concatenate([records, stale]))
+        journal.rewrite(np.concatenate([records, stale, kept]))
         return Held(
             keys=keys,
             parents=np.ascontiguousarray(records["parent"]),

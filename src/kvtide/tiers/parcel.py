@@ -29,6 +29,7 @@ from kvtide.tiers.record import (
     BODY,
     FLAG_SEALED,
     Header,
+    NotForAsker,
     Rejected,
     check_table,
     header_bytes,
@@ -38,6 +39,7 @@ from kvtide.tiers.record import (
     sound,
     verify,
 )
+from kvtide.tiers.scratch import Pool, Scratch, Workspace
 from kvtide.tiers.sealing import OPEN, TAG, Aside, Seal, Sealing, turn
 
 __all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
@@ -143,19 +145,63 @@ class _Turn:
 class Packer:
     """Makes records of blocks and blocks of records. For one thread at a time."""
 
-    __slots__ = ("_asides", "_codec", "_decoder", "_payload", "_sealed", "_sealing", "_shared", "_turn", "header")
+    __slots__ = (
+        "_asides",
+        "_codec",
+        "_decoder",
+        "_longer",
+        "_payload",
+        "_sealed",
+        "_sealing",
+        "_shared",
+        "_turn",
+        "header",
+        "workspace",
+    )
 
-    def __init__(self, compression: str, sealing: Sealing = OPEN) -> None:
-        self.header = codec.Scratch()
+    def __init__(self, compression: str, sealing: Sealing = OPEN, pool: Pool | None = None) -> None:
+        self.header = Scratch()
         """For headers, the thread's own."""
-        self._payload = codec.Scratch()
-        self._sealed = [codec.Scratch()]
+        self._longer = Scratch()
+        """For one that is longer than usual."""
+        self.workspace = Workspace(pool)
+        """The rest of its memory, which is used between its ``begin`` and ``end``."""
+        self._payload = Scratch()
+        self._sealed = [Scratch()]
+        self.workspace.keep(self._payload)
+        self.workspace.keep(self._sealed[0])
         self._asides: list[Aside] = []
         self._sealing = sealing
         self._shared = turn()
         self._turn: _Turn | None = None
         self._codec = codec.make(compression)
         self._decoder = self._codec
+        if self._codec is not None:
+            self.workspace.keep(self._codec.work)
+
+    def to_write(self, items: Sequence[Write]) -> int:
+        """Bytes of memory that it takes to pack blocks together."""
+        total = 0
+        for item in items:
+            geometry = item.identity.geometry
+            if self._codec is not None:
+                total = max(total, geometry.footprint + codec.work_of(geometry.section))
+        if self._sealing.seals:
+            total += sum(padded(item.identity.geometry.footprint + TAG) for item in items)
+        return total
+
+    def to_read(self, items: Sequence[Read]) -> int:
+        """Bytes of memory that it takes to read blocks together to where ``into`` says.
+
+        What else a record needs is known when its header was read.
+        """
+        found = (item.identity.geometry for item in items)
+        return sum(Aside.needed(geometry) for geometry in found if self._sealing.aside(geometry))
+
+    def to_open(self, items: Sequence[Read]) -> int:
+        """Bytes of memory that it takes, at most, to open these blocks one after the other, whatever their records."""
+        found = (item.identity.geometry for item in items)
+        return max(g.footprint + codec.work_of(g.section) + padded(g.section + TAG) for g in found)
 
     def pack(self, item: Write, number: int = 0) -> Packed:
         """Make what will be the record of a block, all but the header.
@@ -169,7 +215,8 @@ class Packer:
         )
         if seal is not None:
             if number == len(self._sealed):
-                self._sealed.append(codec.Scratch())
+                self._sealed.append(Scratch())
+                self.workspace.keep(self._sealed[-1])
             room = self._sealed[number].get(len(payload) + TAG)
             with self._shared if self._sealing.turns(identity.geometry.section) else nullcontext():
                 payload = seal.close_sections(payload, table, item.key, room)
@@ -185,6 +232,7 @@ class Packer:
             return [item.span]
         if number == len(self._asides):
             self._asides.append(Aside())
+            self.workspace.keep(self._asides[-1])
         return self._asides[number].sections(item.identity.geometry)
 
     def unpack(
@@ -232,12 +280,18 @@ class Packer:
             mine.take()
             return count
 
+        def work(nbytes: int) -> None:
+            if not self.workspace.working:
+                mine.give()  # others may wait for their turn with memory that we wait for
+                self.workspace.begin(nbytes)
+                mine.take()
+
         mine.take()
         size = recognise(start[:got])
         if size > room:
             raise Rejected("corrupt header")
         if size != len(start):
-            start = self._payload.get(size)  # other records' headers may lie beside it
+            start = self._longer.get(size)  # other records' headers may lie beside it
             got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
             self._sealing.check(start)  # it need not be what came the first time
             aside = None
@@ -250,6 +304,7 @@ class Packer:
         else:
             table = header.sections[sections.start : sections.stop]
             nbytes = int(table["offset"][-1]) + padded(int(table["stored"][-1])) - int(table["offset"][0])
+            work(nbytes + codec.work_of(geometry.section) + padded(geometry.section + TAG))
             payload = self._payload.get(nbytes)
         if whole and header.codec == codec.RAW and (aside is None or header.sealed is not None):
             if got < size + nbytes:
@@ -263,6 +318,7 @@ class Packer:
         elif aside is not None:
             mine.seal(header.sealed).open_aside(aside, header.sections, geometry, item.key, payload)
         else:
+            work(padded(geometry.section + TAG))
             room_for_one = self._sealed[0].get(geometry.section + TAG)
             seal = mine.seal(header.sealed)
             seal.open_sections(payload, header.sections, sections, item.key, room_for_one)
@@ -291,6 +347,7 @@ class Packer:
             except ConfigError as e:
                 raise Rejected("its codec is not installed") from e
             assert self._decoder is not None
+            self.workspace.keep(self._decoder.work)
         return self._decoder
 
 
@@ -303,7 +360,7 @@ def check_sections(header: Header, payload: Span, sealing: Sealing) -> None:
     if header.sealed is None:
         verify(header, sections, payload)
     else:
-        room = codec.Scratch().get(int(header.sections["stored"].max()) + TAG)
+        room = Scratch().get(int(header.sections["stored"].max()) + TAG)
         sealing.old(*header.sealed).open_sections(payload, header.sections, sections, header.key, room)
 
 
@@ -312,4 +369,4 @@ def _check_names(header: Header, item: Read, sequence: int) -> None:
     if header.key != item.key or header.sequence != sequence:
         raise Rejected("another block")
     if (header.namespace, header.tenant, header.layout) != (identity.namespace, identity.tenant, identity.layout):
-        raise Rejected("another model or tenant")
+        raise NotForAsker("another model or tenant")

@@ -1,8 +1,18 @@
 """What a node may write into shared storage: the credits that it has got of the steward; see steward.py.
 
-It asks before it is in need, so that stores need not wait, it tells the steward what it has used, and it hears what the
-steward has removed. All that talks to storage is in ``step``, on the thread of a ``Keeper``; a storage that hangs holds
-up that thread and no other.
+*It asks for what it wants to write.* Storage may be full, and then every byte that is asked for costs another block. So
+a node asks only when a block found no credit, and for the bytes of such blocks that could still be written. While it
+writes it asks for a little more, at most what it wrote between two looks and a small part of the budget, so that not
+every block has to be tried twice.
+
+*It gives back what it does not use.* When nothing was written for a third of a lease, or a credit is too old to begin
+a write with, the rest is given back by a paper (``back.``) as soon as the last write under it has ended. The steward
+then knows what was used, and gives the rest to others. A credit under which a write failed is never given back: a part
+of the block may be there, or still come. It counts as used until its lifetime has passed, and while much was lost in
+this way the node asks for no more, or a node whose writes all fail would have all blocks of the others removed.
+
+It also tells the steward what it has used, and hears what the steward has removed. All that talks to storage is in
+``step``, on the thread of a ``Keeper``; a storage that hangs holds up that thread and no other.
 """
 
 from __future__ import annotations
@@ -13,54 +23,104 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.removals import Hearing, packed
-from kvtide.tiers.steward import RESIGNED, Paper, Papers, Steward, StewardStatistics
+from kvtide.tiers.shared import Permit
+from kvtide.tiers.steward import (
+    LOGS,
+    RESIGNED,
+    Paper,
+    Papers,
+    Steward,
+    StewardStatistics,
+    largest_block,
+    largest_credit,
+    paper_reserve,
+)
 
 __all__ = ["BudgetStatistics", "Keeper", "Purse"]
 
 log = logging.getLogger("kvtide.steward")
 
-_LEAST = 64 << 20
-"""Bytes that are asked for at least."""
+_AHEAD = 64
+"""At most so large a part of the budget is asked for before a block needs it, by a node that is writing."""
 _REMEMBERED = 1 << 16
-"""Blobs in use that are remembered until the steward is told."""
+"""Blobs in use that are remembered until the steward is told, and blocks that wait for credit."""
+_PATIENCE = 3.0
+"""Seconds that the end of a store waits for credit at most."""
+_FEWEST = 64
+"""Blobs in use that are told at a time even where the budget is small."""
+_NAME = 32
+"""Bytes of a blob's name in what is told."""
+
+
+@dataclass(slots=True, eq=False)
+class _Credit:
+    term: int
+    number: int
+    left: int
+    until: float
+    writing: int = 0
+    """Writes under it that have not ended."""
+    closing: bool = False
+    """No write begins under it any more."""
+    in_doubt: bool = False
+    """A write under it failed: some of its bytes may be there, or still come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken(Permit):
+    credits: tuple[_Credit, ...] = field(default=(), compare=False)
 
 
 class Purse:
-    """Credits. ``take`` and ``used`` from any thread, ``step`` from one.
+    """Credits. ``take``, ``end`` and ``used`` from any thread, ``step`` and ``close`` from one.
 
-    ``filled`` is called when some has come, and ``removed`` with the names of blocks that the steward has removed; with
-    None if it cannot be said which.
+    ``filled`` is called when credit has come that blocks wait for, and ``removed`` with the names of blocks that the
+    steward has removed; with None if it cannot be said which. ``waiting`` answers how many bytes of blocks that were
+    refused could still be written. ``budget`` is that of this process; where the steward has another one, that counts.
     """
 
     def __init__(
         self,
         papers: Papers,
+        budget: int,
         filled: Callable[[], None] = lambda: None,
         removed: Callable[[list[str] | None], None] = lambda _: None,
+        waiting: Callable[[], int] = lambda: sys.maxsize,
         clock: Clock | None = None,
     ) -> None:
         self._papers = papers
+        self._budget = budget
         self._filled = filled
         self._removed = removed
+        self._waiting = waiting
         self._hearing = Hearing(papers.blobs, papers.timeout)
         self._clock = clock or SystemClock()
         self._me = secrets.token_hex(6)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._credits: list[list[float]] = []
-        """Bytes left, and until when; the first to end first."""
+        self._credits: list[_Credit] = []
+        """The first to end first."""
         self._asked: dict[int, tuple[float, Paper]] = {}
         """What was asked for, and when it was looked who is steward."""
+        self._given_back: list[tuple[float, Paper]] = []
+        """What was given back, and when."""
+        self._wanted: dict[str, int] = {}
+        """Bytes of blocks that found no credit, by name; what has left memory since may be among them."""
         self._spent = 0
-        """Bytes since the last question."""
-        self._most = sys.maxsize
-        """Bytes that the steward gives at a time, if that is less than what it was asked for."""
-        self._refused = False
+        """Bytes that were taken since the last step."""
+        self._active = self._clock.monotonic()
+        """When credit was last taken, or came."""
+        self._lost: list[tuple[float, int]] = []
+        """Bytes of writes that failed, and until when they count."""
+        self._looked = self._served = False
+        """Whether there was a steward at the last step."""
+        self._alive = False
+        """Whether it has said so while this process looked: the beat that is found first may be of one that died."""
         self._used: dict[str, None] = {}
         self._told = StewardStatistics()
         self._beat: tuple[int, int] = (0, 0)
@@ -68,23 +128,54 @@ class Purse:
         self.low = threading.Event()
         """Set when it is time for a step."""
 
-    def take(self, nbytes: int) -> float | None:
+    @property
+    def largest(self) -> int:
+        """The most bytes that a block may have."""
+        return largest_block(self._told.budget or self._budget)
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
         # What is begun must be done before the credit ends.
-        now = self._clock.monotonic() + self._papers.lifetime / 3
+        now = self._clock.monotonic()
+        least = now + self._papers.lifetime / 3
         with self._lock:
-            self._spent += nbytes
-            for credit in self._credits:
-                if credit[1] > now and credit[0] >= nbytes:
-                    credit[0] -= nbytes
-                    return credit[1]
-            self._refused = True
-        if not self._asked:
+            usable = [credit for credit in self._credits if credit.left and credit.until > least and not credit.closing]
+            if sum(credit.left for credit in usable) >= nbytes:
+                return self._take(name, nbytes, usable, now)
+            if nbytes <= self.largest and len(self._wanted) < _REMEMBERED:
+                self._wanted[name] = nbytes
+        if self._served and not self._asked:
             self.low.set()
         return None
 
-    def used(self, names: Sequence[str]) -> None:
+    def _take(self, name: str, nbytes: int, usable: Sequence[_Credit], now: float) -> Permit:
+        from_these, short = [], nbytes
+        for credit in usable:
+            part = min(short, credit.left)
+            credit.left -= part
+            credit.writing += 1
+            short -= part
+            from_these.append(credit)
+            if not short:
+                break
+        self._wanted.pop(name, None)
+        self._spent += nbytes
+        self._active = now
+        return _Taken(min(credit.until for credit in from_these), nbytes, tuple(from_these))
+
+    def end(self, permit: Permit, *, failed: bool) -> None:
+        assert isinstance(permit, _Taken)
         with self._lock:
-            if len(self._used) < _REMEMBERED:
+            for credit in permit.credits:
+                credit.writing -= 1
+                credit.in_doubt |= failed
+            if failed:
+                # The steward made the grant at most half a lifetime after this node looked, from when ``until`` counts.
+                self._lost.append((permit.until + self._papers.lifetime / 2, permit.nbytes))
+
+    def used(self, names: Sequence[str]) -> None:
+        most = min(_REMEMBERED, max(_FEWEST, paper_reserve(self._budget) // LOGS // _NAME))
+        with self._lock:
+            if len(self._used) < most:
                 self._used.update(dict.fromkeys(names))
 
     def told(self) -> StewardStatistics:
@@ -101,10 +192,15 @@ class Purse:
         """Bytes that may be written now."""
         now = self._clock.monotonic()
         with self._lock:
-            return int(sum(nbytes for nbytes, until in self._credits if until > now))
+            return sum(credit.left for credit in self._credits if credit.until > now and not credit.closing)
+
+    @property
+    def asks(self) -> bool:
+        """Whether blocks wait for credit and a steward is there who may give it."""
+        return self._served and self._alive and bool(self._wanted or self._asked)
 
     def step(self) -> None:
-        """Ask for credit, take what was given, tell what was used, hear what is gone.
+        """Ask for credit, take what was given, give back what is not used, tell what was used, hear what is gone.
 
         Raises OSError where storage refuses.
         """
@@ -115,40 +211,44 @@ class Purse:
             self._removed(removed)
         last = beats[-1] if beats else (0, 0)
         if last != self._beat:
+            self._alive = self._looked
             self._beat, self._beat_at = last, looked
             self._told = self._papers.told(*last) or self._told
-        if not last[0] or last[1] == RESIGNED or looked - self._beat_at > self._papers.lease:
+        self._looked = True
+        self._served = bool(last[0]) and last[1] != RESIGNED and looked - self._beat_at <= self._papers.lease
+        if not self._served:
             return  # nobody would answer
         self._collect(last[0])
         self._tell()
+        self._give_back(last[0])
+        self._ask(last[0], looked)
+
+    def close(self) -> None:
+        """Give everything back: nothing is written any more. Raises OSError where storage refuses."""
+        asked, self._asked = self._asked, {}
+        self._papers.burn([paper for _, paper in asked.values()])
         with self._lock:
-            now = self._clock.monotonic()
-            self._credits = [credit for credit in self._credits if credit[1] > now]
-            left = sum(nbytes for nbytes, until in self._credits if until > now + self._papers.lifetime / 2)
-            wanted = max(_LEAST, 2 * self._spent)
-            if self._asked or left > min(wanted, self._most) // 2:
-                return
-            self._spent = 0
-        number = next(self._numbers)
-        self._asked[number] = looked, self._papers.say("ask", last[0], self._me, number, wanted)
+            self._wanted.clear()
+            for credit in self._credits:
+                credit.closing = True
+        if self._served:
+            self._give_back(self._beat[0])
 
     def _collect(self, term: int) -> None:
         if not self._asked:
             return
-        came = False
         for grant in self._papers.find("grant", term, self._me):
             asked = self._asked.pop(grant.number, None)
             if asked is not None:
-                self._most = grant.nbytes if grant.nbytes < asked[1].nbytes else sys.maxsize
                 with self._lock:
-                    self._credits.append([grant.nbytes, asked[0] + self._papers.lifetime])
-                    came, self._refused = came or self._refused, False
+                    until = asked[0] + self._papers.lifetime
+                    self._credits.append(_Credit(term, grant.number, grant.nbytes, until))
+                    self._credits.sort(key=lambda credit: credit.until)
+                    self._active = self._clock.monotonic()
             self._papers.burn([grant])
         over = self._clock.monotonic() - self._papers.lifetime / 2
         stale = [number for number, (when, paper) in self._asked.items() if when < over or paper.term != term]
         self._papers.burn([self._asked.pop(number)[1] for number in stale])
-        if came:
-            self._filled()
 
     def _tell(self) -> None:
         with self._lock:
@@ -156,6 +256,68 @@ class Purse:
         if used:
             name = f"used.{self._me}.{next(self._numbers):010d}"
             self._papers.blobs.create(name, packed(used), self._papers.timeout)
+
+    def _give_back(self, term: int) -> None:
+        now = self._clock.monotonic()
+        ended: list[_Credit] = []
+        with self._lock:
+            idle = not self._wanted and now - self._active >= self._papers.lease / 3
+            kept = []
+            for credit in self._credits:
+                credit.closing |= idle or not credit.left or credit.until <= now + self._papers.lifetime / 3
+                if credit.until <= now:
+                    continue  # the steward knows that without us
+                if not credit.closing or credit.writing or credit.in_doubt:
+                    kept.append(credit)
+                elif credit.term == term:
+                    ended.append(credit)
+            self._credits = kept
+        for credit in ended:
+            self._given_back.append((now, self._papers.say("back", term, self._me, credit.number, credit.left)))
+        # A steward of an earlier version does not read these papers, and leaves them.
+        old = [paper for when, paper in self._given_back if when < now - self._papers.lifetime]
+        self._papers.burn(old)
+        del self._given_back[: len(old)]
+
+    def _ask(self, term: int, looked: float) -> None:
+        now = self._clock.monotonic()
+        with self._lock:
+            spent, self._spent = self._spent, 0
+            wanted = dict(self._wanted)
+            least = now + self._papers.lifetime / 3
+            left = sum(credit.left for credit in self._credits if credit.until > least and not credit.closing)
+            self._lost = [(until, nbytes) for until, nbytes in self._lost if until > now]
+            lost = sum(nbytes for _, nbytes in self._lost)
+            quiet = now - self._active
+        need = min(sum(wanted.values()), self._waiting()) if wanted else 0
+        if not need:  # what was refused is not in memory any more
+            self._forget(wanted)
+        elif min(wanted.values()) <= left:
+            if quiet < self._papers.lease:
+                # At each step: a block is known to wait only when its whole batch has ended.
+                self._filled()
+            else:  # they have left memory, though others are still there
+                self._forget(name for name, nbytes in wanted.items() if nbytes <= left)
+        if self._asked:
+            if not need and quiet >= self._papers.lease / 3:
+                asked, self._asked = self._asked, {}
+                self._papers.burn([paper for _, paper in asked.values()])
+            return
+        budget = self._told.budget or self._budget
+        ahead = min(spent, budget // _AHEAD)
+        if lost > budget // _AHEAD or (need <= left and left >= ahead / 2):
+            return
+        most = largest_credit(budget)
+        large = max((nbytes for nbytes in wanted.values() if most < nbytes <= need), default=0)
+        nbytes = max(large, min(need + ahead, most)) - left
+        if nbytes > 0:
+            number = next(self._numbers)
+            self._asked[number] = looked, self._papers.say("ask", term, self._me, number, nbytes)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._wanted.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +342,7 @@ class Keeper:
         self.steward = steward
         self._purse = purse
         self._wake = purse.low if purse is not None else threading.Event()
+        self._stepped = threading.Condition()
         self._over = False
         self._failed = False
         self._thread = threading.Thread(target=self.run, name="kvtide-keeper", daemon=True)
@@ -205,10 +368,25 @@ class Keeper:
                 if not self._failed:
                     log.warning("the byte budget of shared storage cannot be kept: %s; nothing is stored until then", e)
                 self._failed = True
-            self._wake.wait(self._period)
+            with self._stepped:
+                self._stepped.notify_all()
+            # Blocks wait in memory for an answer to what was asked: look for it sooner.
+            self._wake.wait(self._period / 4 if self._purse is not None and self._purse.asks else self._period)
             self._wake.clear()
+        if self._purse is not None:
+            with contextlib.suppress(OSError):
+                self._purse.close()
         with contextlib.suppress(OSError):
             self.steward.resign()
+
+    def wait_for_credit(self, timeout: float | None = None) -> None:
+        """Wait while blocks wait for credit that may come: half a lease, in which a steward answers, or 3 seconds."""
+        purse = self._purse
+        if purse is None or not self._thread.is_alive():
+            return
+        most = min(3 * self._period, _PATIENCE, *() if timeout is None else (timeout,))
+        with self._stepped:
+            self._stepped.wait_for(lambda: not purse.asks, most)
 
     def close(self) -> None:
         """End, unless storage hangs: then it is left alone."""

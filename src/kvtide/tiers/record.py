@@ -37,8 +37,9 @@
                    length (u32), bytes
 
 All numbers are little-endian. A reader that meets an unknown field below 0x8000 skips it; what it must not
-misread is either such a field, a flag, a codec, or a new version. Headers are the truth: whoever reads a record checks
-its key, sequence and checksums, and whatever does not agree is a miss.
+misread is either such a field, a flag, a codec, or a new version. Magic, version, header pages and checksum lie where
+they are, and mean what they mean, in every version: so what another version wrote is told from damage. Headers are the
+truth: whoever reads a record checks its key, sequence and checksums, and whatever does not agree is a miss.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ __all__ = [
     "SECTION",
     "VERSION",
     "Header",
+    "NotForAsker",
+    "OtherVersion",
     "Rejected",
     "belongs",
     "check_table",
     "cuts_of",
+    "expire_at",
     "header_bytes",
     "mark_of",
     "parse",
@@ -96,6 +100,8 @@ FIELD_TOKENS = 1
 REQUIRED = 0x8000
 
 _ZEROS = bytes(16)
+_EXPIRY = struct.Struct("<d")
+_EXPIRY_AT = BODY + 16
 
 _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 """Of the body: sequence, codec, number of sections, length of fields, key, namespace, tenant, layout."""
@@ -103,6 +109,22 @@ _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
     """A record that is not what was asked for. Never leaves the tiers: there it becomes a miss with a reason."""
+
+
+class NotForAsker(Rejected):
+    """A record that may be sound, but that this asker cannot have: another's, or its key cannot be had now."""
+
+
+class OtherVersion(Rejected):
+    """A whole record that another version of kvtide wrote, and that this one cannot read.
+
+    It is a miss, but not rubbish: if it is ``newer``, nobody overwrites it before somebody asks for that; if it is
+    older, nobody does before its room is needed.
+    """
+
+    def __init__(self, reason: str, *, newer: bool = True) -> None:
+        super().__init__(reason)
+        self.newer = newer
 
 
 @dataclass(slots=True)
@@ -179,16 +201,12 @@ def header_bytes(sections: int, tokens: int = 0) -> int:
 
 
 def recognise(data: Span) -> int:
-    """How many bytes of header start at ``data``. Raises Rejected for what is no record of this version."""
+    """How many bytes of header start at ``data``. Raises Rejected for what is no record of any version."""
     if len(data) < ALIGN:
         raise Rejected("torn")
-    magic, version, pages, flags, *_ = _CLEAR.unpack_from(data)
+    magic, _, pages, *_ = _CLEAR.unpack_from(data)
     if magic != MAGIC:
         raise Rejected("no record")
-    if version != VERSION:
-        raise Rejected(f"version {version}")
-    if flags & ~FLAG_SEALED:
-        raise Rejected("unknown flags")
     if not pages:
         raise Rejected("corrupt header")
     return int(pages) * ALIGN
@@ -214,6 +232,13 @@ def mark_of(page: Span) -> bytes:
     return bytes(page[32:48] if page[12] & FLAG_SEALED else page[272:288])
 
 
+def expire_at(header: Span, when: float) -> None:
+    """Let a header, all of it and in the open, say when its block expires."""
+    _EXPIRY.pack_into(header, _EXPIRY_AT, when)
+    header[16:32] = _ZEROS
+    header[16:32] = xxh3_128_digest(header)
+
+
 def sealed_by(page: Span | bytearray) -> tuple[bytes, bytes]:
     """The id of the key, and the salt, of a sealed record that begins with this page."""
     return bytes(page[32:48]), bytes(page[48:80])
@@ -231,7 +256,18 @@ def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
     whole[16:32] = _ZEROS
     if xxh3_128_digest(whole) != data[16:32]:
         raise Rejected("corrupt header")
-    sealed = None
+    version = int.from_bytes(whole[8:10], "little")
+    reader = _READERS.get(version)
+    if reader is None:
+        raise OtherVersion(f"version {version}", newer=version > VERSION)
+    return reader(whole, unseal)
+
+
+def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
+    """A header of version 1, whose checksum is right."""
+    size, sealed = len(whole), None
+    if int.from_bytes(whole[12:16], "little") & ~FLAG_SEALED:
+        raise OtherVersion("unknown flags")
     if whole[12]:
         sealed = sealed_by(whole)
         unseal(whole)
@@ -279,6 +315,10 @@ def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
     )
 
 
+_READERS: dict[int, Callable[[bytearray, Callable[[bytearray], None]], Header]] = {VERSION: _read_1}
+"""What reads the headers of each version. When a version is added, the reader of the one before stays."""
+
+
 def _tokens(fields: Span) -> bytes:
     tokens = b""
     while fields:
@@ -290,7 +330,7 @@ def _tokens(fields: Span) -> bytes:
         if tag == FIELD_TOKENS:
             tokens = bytes(fields[FIELD.size : FIELD.size + size])
         elif tag >= REQUIRED:
-            raise Rejected(f"required field {tag:#x} is not known here")
+            raise OtherVersion(f"required field {tag:#x} is not known here")
         fields = fields[FIELD.size + size :]
     return tokens
 
@@ -385,7 +425,7 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     if header.codec == 0 and places == b"".join(usual.table) and first + geometry.footprint <= room:
         return
     if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
-        raise Rejected("another layout")
+        raise NotForAsker("another layout")
     offsets, stored = table["offset"], table["stored"]
     ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN
     inside = (stored <= table["raw"]).all() and (offsets <= room).all() and offsets[0] >= first and ends[-1] <= room

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.codec import Scratch
+from kvtide.tiers.scratch import Scratch
 
 __all__ = ["PAGE", "PAGES", "PAGE_BYTES", "Hearing", "names_in", "packed", "tell"]
 

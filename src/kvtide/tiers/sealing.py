@@ -32,11 +32,11 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
-from kvtide.security.ring import OWN, DataKey, Ring
+from kvtide.security.ring import DESTROYED, OWN, DataKey, Ring
 from kvtide.security.wrapping import Unavailable, aead
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.disk import VECTORS
-from kvtide.tiers.record import BODY, FLAG_SEALED, Rejected, cuts_of, plain, sealed_by
+from kvtide.tiers.record import BODY, FLAG_SEALED, NotForAsker, Rejected, cuts_of, plain, sealed_by
+from kvtide.tiers.scratch import Scratch
 
 __all__ = ["NO_KEY", "OPEN", "TAG", "Aside", "Paper", "Seal", "Sealing"]
 
@@ -89,11 +89,29 @@ class Aside:
         """Sections with their tags."""
         self.tags: npt.NDArray[np.uint8] = np.empty((0, TAG), np.uint8)
 
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def drop(self) -> None:
+        """Let go of the memory."""
+        self._forget()
+        self._memory.drop()
+
+    def _forget(self) -> None:
+        self._geometry, self._sections, self.tagged = None, [], []
+        self.tags = np.empty((0, TAG), np.uint8)
+
+    @staticmethod
+    def needed(geometry: Geometry) -> int:
+        """Bytes for a block of that geometry."""
+        return geometry.sections * padded(geometry.section + TAG)
+
     def sections(self, geometry: Geometry) -> Sequence[Span]:
         """Where the sections of a block of that geometry go, each at the start of a page."""
         if geometry != self._geometry:
             size, count = geometry.section, geometry.sections
             each = padded(size + TAG)
+            self._forget()
             memory = self._memory.get(count * each)
             self._sections = [memory[i : i + size] for i in range(0, count * each, each)]
             self.tagged = [memory[i : i + size + TAG] for i in range(0, count * each, each)]
@@ -250,13 +268,16 @@ class Sealing:
         return self.seals and geometry.section < _SHORT and even
 
     def old(self, number: bytes, salt: bytes) -> Seal:
-        """What opens a record that was sealed with that key and salt. Raises Rejected."""
+        """What opens a record that was sealed with that key and salt. Raises Rejected.
+
+        A key that cannot be had now may be there later, so its record is kept; one that was destroyed never comes back.
+        """
         if self._ring is None:
-            raise Rejected("its key is not here")
+            raise NotForAsker("its key is not here")
         try:
             return Seal(self._ring.find(number), salt)
         except Unavailable as e:
-            raise Rejected(str(e)) from e
+            raise Rejected(DESTROYED) if str(e) == DESTROYED else NotForAsker(str(e)) from e
 
     def name(self, key: BlockKey) -> str:
         """The name of a block in storage that others see too. Raises Rejected.

@@ -20,6 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -28,17 +29,18 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.tiers.base import NOWHERE, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.codec import Scratch
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.blobs import Blobs, LastingBlobs
+from kvtide.tiers.calls import Calls
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
-from kvtide.tiers.record import Rejected, header_bytes, parse, recognise
+from kvtide.tiers.record import NotForAsker, Rejected, header_bytes, parse, recognise
+from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.steward import StewardStatistics
-from kvtide.tiers.tally import Tally
+from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 
-__all__ = ["Credit", "Entry", "Shared", "Wish", "place_of"]
+__all__ = ["Credit", "Entry", "Permit", "Shared", "Wish", "place_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,11 +65,27 @@ def place_of(name: str) -> int:
     return int(name[:15], 16)
 
 
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The right to write one block."""
+
+    until: float
+    """When it ends, on the clock's monotonic time."""
+    nbytes: int
+
+
 class Credit(Protocol):
     """What a process may write into a storage with a byte budget, and what it tells and hears of it."""
 
-    def take(self, nbytes: int) -> float | None:
-        """Until when so many bytes may be written, on the clock's monotonic time; None: not now."""
+    @property
+    def largest(self) -> int:
+        """The most bytes that a block may have so that it fits into the budget at all."""
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
+        """The right to write a blob of so many bytes; None: not now. It is to be ended."""
+
+    def end(self, permit: Permit, *, failed: bool) -> None:
+        """The write has ended. If it failed, some of its bytes may be there, or still come."""
 
     def used(self, names: Sequence[str]) -> None:
         """These blobs were read or written."""
@@ -89,6 +107,15 @@ class Entry(NamedTuple):
 Wish = tuple[BlockKey, Identity]
 
 
+class _Ready(NamedTuple):
+    """A record that may be written."""
+
+    name: str
+    spans: list[Span]
+    permit: Permit | None
+    """None where there is no byte budget."""
+
+
 class Shared:
     """A tier over ``blobs``, which it closes in the end. See the module's text.
 
@@ -108,8 +135,11 @@ class Shared:
         credit: Credit | None = None,
         late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         clock: Clock | None = None,
+        scratch: Pool | None = None,
     ) -> None:
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
         self._blobs = blobs
+        self._copied = bool(getattr(blobs, "copies", False))
         self._timeout = timeout
         self._sealing = sealing
         self._credit = credit
@@ -123,9 +153,20 @@ class Shared:
         self._evicted = Trickle(self.drop, lambda items: self._leaving.difference_update(key for key, _ in items))
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
-        self._jobs = Jobs(
-            "shared", [Packer(compression, sealing) for _ in range(2 * threads)], timeout, self._no_answer, self._clock
-        )
+        self._calls = Calls("kvtide-shared-start")
+        self.call_soon = self._calls.put
+        """Call something on a thread that no storage can hold up."""
+        try:
+            self._jobs = Jobs(
+                "shared",
+                [Packer(compression, sealing, scratch) for _ in range(2 * threads)],
+                timeout,
+                self._no_answer,
+                self._clock,
+            )
+        except BaseException:
+            self._calls.close(0)
+            raise
 
     def __repr__(self) -> str:
         return f"<Shared over {self._blobs!r}{', which hangs' if self._jobs.hangs else ''}>"
@@ -134,21 +175,21 @@ class Shared:
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
-            if any(sizes):
-                self._tally.moved(read=sum(sizes))
-            done([size > 0 for size in sizes])
+            if total := bytes_read(sizes):
+                self._tally.moved(read=total)
+            done(read_results(sizes))
 
         def late(items: Sequence[Read]) -> None:
             self._late([item.key for item in items])
 
-        self._jobs.submit(Batch("read", batch, self._read, 0, finish, late), _together(batch))
+        self._jobs.submit(Batch("read", batch, self._read_job, 0, finish, late), _together(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         # A write that hangs is late to nobody: its block is in DRAM, and held there until the answer comes.
-        job = Batch("write", batch, self._write, NOWHERE, done, late=lambda _: None)
+        job = Batch("write", batch, self._write_job, NOWHERE, done, late=lambda _: None)
         self._jobs.submit(job, _together(batch))
 
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: ReadDone) -> None:
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         keys = [key for key, _ in items]
 
         def gone(results: list[bool]) -> None:
@@ -158,6 +199,10 @@ class Shared:
 
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
+
+    def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        """See ``tiers.base.Sync``. Only over storage that is a ``LastingBlobs``."""
+        self._jobs.submit(Batch("sync", [key for key, _ in items], self._sync, False, done))
 
     def evict(self, key: BlockKey, place: int) -> None:
         self._leaving.add(key)
@@ -189,6 +234,7 @@ class Shared:
 
     def close(self) -> None:
         self._evicted.wait(2 * self._timeout)  # else nobody would ever remove the rest
+        self._calls.close(self._timeout)
         self._jobs.close()
         self._blobs.close()
 
@@ -198,10 +244,10 @@ class Shared:
         """Where blocks are that others may have written; None for those that are not there, or are not sound."""
         self._jobs.submit(Batch("find", wishes, self._find, None, done))
 
-    def absent(self, key: BlockKey) -> bool:
-        """Whether a block was asked for a moment ago, and was not there."""
-        until = self._absent.get(key)
-        return until is not None and until > self._clock.monotonic()
+    def absent(self, key: BlockKey, who: Identity) -> bool:
+        """Whether a block was asked for a moment ago, and was not there, or not for blocks of such an identity."""
+        until = max(self._absent.get(key, 0.0), self._absent.get(_refused(key, who), 0.0))
+        return until > self._clock.monotonic()
 
     def _miss(self, key: BlockKey) -> None:
         if len(self._absent) >= _REMEMBERED:
@@ -210,8 +256,23 @@ class Shared:
 
     # -- the I/O threads ----------------------------------------------------------------------------------
 
+    def _read_job(self, run: Sequence[Read], packer: Packer) -> list[int]:
+        try:
+            if self._copied:
+                packer.workspace.begin(sum(len(item.span) for item in run) + packer.to_open(run))
+            return self._read(run, packer)
+        finally:
+            packer.workspace.end()
+
+    def _write_job(self, run: Sequence[Write], packer: Packer) -> list[int]:
+        try:
+            packer.workspace.begin(max(packer.to_write([item]) for item in run))
+            return self._write(run, packer)
+        finally:
+            packer.workspace.end()
+
     def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; 0 if not all was."""
+        """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` a refused asker."""
         starts = _starts([item.identity for item in run], packer)
         try:
             names = [self._sealing.name(item.key) for item in run]
@@ -227,7 +288,7 @@ class Shared:
             for item, name, start, count in zip(run, names, starts, got, strict=True)
         ]
         if self._credit is not None:
-            self._credit.used([name for name, size in zip(names, sizes, strict=True) if size])
+            self._credit.used([name for name, size in zip(names, sizes, strict=True) if size > 0])
         return sizes
 
     def _unpack(self, item: Read, name: str, start: Span, got: int, packer: Packer) -> int:
@@ -245,16 +306,17 @@ class Shared:
             return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
         except Exception as e:  # noqa: BLE001 - see Tally
             self._failed("read", e)
-            self._unsound(item.key, e)
-            return 0
+            self._unsound(item.key, item.identity, e)
+            if isinstance(e, NotForAsker):
+                return size_for(e)
+            return 0  # whatever it is: the blob stays, and whoever asks again finds it
 
     def _write(self, run: Sequence[Write], packer: Packer) -> list[int]:
         """Together, where they are written as they lie: a packed one is in the packer's memory until the next."""
         sizes = [header_of(item) for item in run]
         pages = packer.header.get(sum(sizes))
         kept: set[str] = set()
-        ready: list[tuple[str, list[Span]]] = []
-        until = math.inf
+        ready: list[_Ready] = []
         try:
             names = [self._sealing.name(item.key) for item in run]
             there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
@@ -270,31 +332,38 @@ class Shared:
                     kept.add(name)
                     continue
                 packed = packer.pack(item)
-                if self._credit is not None:
-                    credit = self._credit.take(packed.nbytes)
-                    if credit is None:
-                        raise Rejected("no credit to write")
-                    until = min(until, credit)
                 page = pages[end - size : end]
                 packed.name(page, _SEQUENCE, self._clock.time())
+                ready.append(_Ready(name, [page, packed.payload], self._permit(name, packed.nbytes)))
             except Exception as e:  # noqa: BLE001 - see Tally
                 self._failed("write", e)
                 continue
-            ready.append((name, [page, packed.payload]))
             if packed.payload is not item.span:
-                kept.update(self._send(ready, until))
-                ready, until = [], math.inf
-        kept.update(self._send(ready, until))
+                kept.update(self._send(ready))
+                ready = []
+        kept.update(self._send(ready))
         for key in [item.key for item, name in zip(run, names, strict=True) if name in kept]:
             self._absent.pop(key, None)
         if self._credit is not None:
             self._credit.used(list(kept))
         return [place_of(name) if name in kept else NOWHERE for name in names]
 
-    def _send(self, batch: Sequence[tuple[str, list[Span]]], until: float) -> list[str]:
-        """Write records, for which there is credit until then; the names of those that are there now."""
+    def _permit(self, name: str, nbytes: int) -> Permit | None:
+        """The right to write a blob; None where there is no byte budget. Raises Rejected where there is no right."""
+        if self._credit is None:
+            return None
+        if nbytes > self._credit.largest:
+            raise Rejected("larger than the budget of the storage")
+        permit = self._credit.take(name, nbytes)
+        if permit is None:
+            raise Rejected("no credit to write")
+        return permit
+
+    def _send(self, batch: Sequence[_Ready]) -> list[str]:
+        """Write records; the names of those that are there now."""
         if not batch:
             return []
+        until = min((one.permit.until for one in batch if one.permit is not None), default=math.inf)
 
         @contextmanager
         def turn() -> Iterator[None]:
@@ -304,14 +373,22 @@ class Shared:
                 yield
 
         try:
-            self._blobs.write(batch, self._timeout, turn)
+            self._blobs.write([(one.name, one.spans) for one in batch], self._timeout, turn)
         except Exception as e:  # noqa: BLE001 - see Tally
             if len(batch) > 1 and not isinstance(e, TimeoutError):
-                return [name for one in batch for name in self._send([one], until)]
+                return [name for one in batch for name in self._send([one])]
             self._failed("write", e, len(batch))
+            self._end(batch, failed=not isinstance(e, Rejected))
             return []
-        self._tally.moved(written=sum(len(span) for _, spans in batch for span in spans))
-        return [name for name, _ in batch]
+        self._end(batch, failed=False)
+        self._tally.moved(written=sum(len(span) for one in batch for span in one.spans))
+        return [one.name for one in batch]
+
+    def _end(self, batch: Sequence[_Ready], *, failed: bool) -> None:
+        if self._credit is not None:
+            for one in batch:
+                if one.permit is not None:
+                    self._credit.end(one.permit, failed=failed)
 
     def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
         try:
@@ -320,6 +397,14 @@ class Shared:
             self._failed("drop", e)
             return [False] * len(run)
         return [True] * len(run)
+
+    def _sync(self, run: Sequence[BlockKey], packer: Packer) -> list[bool]:
+        assert isinstance(self._blobs, LastingBlobs)
+        try:
+            good = self._blobs.sync([self._sealing.name(key) for key in run], self._timeout)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            return self._apart(self._sync, run, packer, "sync", e, failed=False)
+        return [fine and not self._goes(key) for key, fine in zip(run, good, strict=True)]
 
     def _find(self, run: Sequence[Wish], packer: Packer) -> list[Entry | None]:
         """By their headers: only they say whether a blob is that block, and how long it lives."""
@@ -344,22 +429,27 @@ class Shared:
                 got = self._blobs.read_part(name, start, 0, self._timeout)
             self._sealing.check(start)
             header = parse(start[:got], self._sealing.open_header)
-            if (header.key, header.namespace, header.tenant) != (key, who.namespace, who.tenant):
+            if header.key != key:
                 raise Rejected("another block")
+            if (header.namespace, header.tenant) != (who.namespace, who.tenant):
+                raise NotForAsker("another model or tenant")
             if header.expiry <= self._clock.time():
                 raise Rejected("expired")  # whoever finds it makes room for the next
             return Entry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
         except Exception as e:  # noqa: BLE001 - see Tally
             if str(e) != _GONE:
                 self._failed("find", e)
-            self._unsound(key, e)
+            self._unsound(key, who, e)
             return None
 
     def _goes(self, key: BlockKey) -> bool:
         return key in self._leaving or key in self._undead
 
-    def _unsound(self, key: BlockKey, e: Exception) -> None:
-        """There is no such block, or none that can be read: for a moment, or for good."""
+    def _unsound(self, key: BlockKey, who: Identity, e: Exception) -> None:
+        """There is no such block, or none that can be read: for a moment, or for good; or not for this asker."""
+        if isinstance(e, NotForAsker):
+            self._miss(_refused(key, who))  # whose it is must find it at once
+            return
         self._miss(key)
         if isinstance(e, Rejected) and str(e) in _RUBBISH:
             self._delete([key])
@@ -386,6 +476,11 @@ class Shared:
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._tally.failed(verb, TimeoutError(errno.ETIMEDOUT, "storage does not answer"), count)
+
+
+def _refused(key: BlockKey, who: Identity) -> BlockKey:
+    """Under which it is remembered that a block is not for an asker."""
+    return BlockKey(key + who.namespace + who.tenant)
 
 
 def _together(batch: Sequence[Read] | Sequence[Write]) -> int:

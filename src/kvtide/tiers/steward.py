@@ -5,11 +5,17 @@ storage by listing it, and what may come by the credits that it has given; the s
 give more it first removes what was used longest ago. Without a steward there is no credit: nothing is stored, and all
 is loaded as ever.
 
+*When blocks are removed.* A node asks for the bytes of blocks that it has and could not write, and gives back what it
+did not use (purse.py). The steward removes blocks only for such asks, and only as many bytes as are short after what
+was given back, and what has expired, is counted as free. Nobody asks: nothing is removed, unless storage holds more
+than its budget. An ask that cannot be met even by removing everything removes nothing.
+
 All that is said is said by the names of small blobs in the storage itself (``Papers``)::
 
     evictor.TERM.BEAT          somebody is steward, and alive: a new one every few seconds; holds its statistics
     ask.TERM.WHO.N.BYTES       a node asks this steward for credit
     grant.TERM.WHO.N.BYTES     and gets it
+    back.TERM.WHO.N.BYTES      a node has ended all writes under grant N, begins no more, and has not used these bytes
     used.WHO.N                 holds the names of blobs that a node has read or written
     evicted.TERM.N             and this of blobs that the steward removes; see removals.py
 
@@ -22,9 +28,12 @@ one. So a lifetime after its election all credits of its predecessors are over, 
 until then the new steward gives none, and then it lists what there is.
 
 *Which bytes are counted.* What a listing finds, and every credit that was not over when the listing began, in full: a
-part of it may be in the listing already, and is then counted twice until the next. Small papers and unfinished files
-count too. A write that was begun under a credit and takes longer than its lifetime, on a storage that hangs, is not
-covered: so many blocks as a node writes at a time.
+part of it may be in the listing already, and is then counted twice until the next. A credit is over when its lifetime
+has passed, or a third of a lifetime after its node said ``back`` (a filesystem's client may show the writes of another
+host that much later); after ``back`` and until it is over only the bytes that were used are counted. The credit of a
+node that died counts in full until its lifetime has passed. Small papers and unfinished files count too, and a part of
+the budget is kept free for those of which the steward does not know yet. A write that was begun under a credit and
+takes longer than its lifetime, on a storage that hangs, is not covered: so many blocks as a node writes at a time.
 """
 
 from __future__ import annotations
@@ -42,24 +51,35 @@ import msgspec
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.codec import Scratch
 from kvtide.tiers.removals import PAGE, PAGE_BYTES, PAGES, names_in, tell
+from kvtide.tiers.scratch import Scratch
 
-__all__ = ["RESIGNED", "Paper", "Papers", "Steward", "StewardStatistics", "is_block"]
+__all__ = [
+    "LOGS",
+    "RESIGNED",
+    "Paper",
+    "Papers",
+    "Steward",
+    "StewardStatistics",
+    "is_block",
+    "largest_block",
+    "largest_credit",
+    "paper_reserve",
+]
 
 log = logging.getLogger("kvtide.steward")
 
 _PATIENCE = 3600.0
 """Seconds that a listing may take: storage may be large."""
 _PART = 16
-"""At most so large a part of the budget is given as one credit."""
-_SLACK = 64
-"""And so large a part is removed more than is needed, so that not every credit waits for a listing."""
+"""At most so large a part of the budget is given as one credit for several blocks."""
+_RESERVE = 64
+"""So large a part of the budget is never given: papers that were written since the last listing have room there."""
 _LOOK = 60.0
 """Seconds after which storage is listed though nobody asks, in case that the budget was lowered."""
 _LITTER = 3600.0
 """Age in seconds at which what a writer left unfinished is taken for left for ever."""
-_LOGS = 256
+LOGS = 256
 """Of what was used, the last that are kept for a successor."""
 _TOGETHER = 32
 """Blobs that are deleted between two looks at the clock: slow storage must not make a steward seem dead."""
@@ -75,6 +95,22 @@ _DIGEST = 64
 def is_block(name: str) -> bool:
     """Whether a blob is a block, not a paper."""
     return len(name) == _DIGEST and "." not in name
+
+
+def largest_credit(budget: int) -> int:
+    """The most bytes that one credit for several blocks has. A credit for more is for one large block."""
+    return budget // _PART
+
+
+def paper_reserve(budget: int) -> int:
+    """The bytes of a budget that are kept for papers."""
+    return budget // _RESERVE
+
+
+def largest_block(budget: int) -> int:
+    """The most bytes that a block may have, so that it can be written at all."""
+    # A page, and a beat, must have room before anything is removed.
+    return budget - paper_reserve(budget) - PAGE_BYTES - _TOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +154,17 @@ def _beats(names: Iterable[str]) -> list[tuple[int, int]]:
     return sorted((int(term), int(beat)) for _, term, beat in parts)
 
 
+@dataclass(slots=True)
+class _Grant:
+    """A credit that may still be used, or was not yet over at the last listing."""
+
+    made: float
+    nbytes: int
+    """Bytes that may be written under it or, once it was given back, that were."""
+    given_back: float | None = None
+    """When its node was seen to have said that nothing more is written under it."""
+
+
 class Papers:
     """Reads and writes them. A steward may be silent for ``lease`` seconds, and a credit lasts for ``lifetime``."""
 
@@ -157,7 +204,7 @@ class Papers:
         return None
 
     def find(self, kind: str, term: int | None = None, who: str = "") -> list[Paper]:
-        """Asks or grants: of a term, or all; of one node, or all."""
+        """Asks, grants or what was given back: of a term, or all; of one node, or all."""
         prefix = f"{kind}." if term is None else f"{kind}.{term:010d}.{who}"
         found = []
         for name, _, _ in self.blobs.list(self.timeout, prefix):
@@ -196,8 +243,12 @@ class Steward:
         """Of all that there is."""
         self._listed = -1.0
         """When the last listing began; negative: there was none in this term."""
-        self._grants: list[tuple[float, int]] = []
-        """When they were made, and their bytes; only those that were not over at the last listing."""
+        self._grants: dict[tuple[str, int], _Grant] = {}
+        """By node and number; only those that were not over at the last listing."""
+        self._asked: dict[str, float] = {}
+        """When asks were first seen, by the names of their papers."""
+        self._order: list[tuple[tuple[float, float], str]] = []
+        """Blocks by their rank when they were sorted, that to remove first last; empty: to be sorted again."""
         self._took = 0.0
         """Seconds that the last listing took."""
         self._used: dict[str, float] = {}
@@ -223,7 +274,7 @@ class Steward:
             blocks=len(self._blocks),
             bytes_used=self._bytes,
             bytes_unfinished=self._unfinished,
-            bytes_granted=sum(nbytes for _, nbytes in self._grants),
+            bytes_granted=self._granted,
         )
 
     def step(self) -> None:
@@ -257,7 +308,8 @@ class Steward:
         log.info("this process keeps the byte budget of %r, term %d", self._blobs, term)
         self._term, self._beat, self._pages, self._beaten = term, 0, 0, now
         self._gives_from = now + (self._papers.lifetime if beats else 0.0)
-        self._listed, self._grants, self._blocks, self._bytes = -1.0, [], {}, 0
+        self._listed, self._grants, self._blocks, self._bytes = -1.0, {}, {}, 0
+        self._asked, self._order = {}, []
         self._served += 1
         self._papers.forget_beats(beats)
 
@@ -273,30 +325,92 @@ class Steward:
 
     def _serve(self) -> None:
         self._fold()
-        asks = self._papers.find("ask")
-        self._papers.burn([ask for ask in asks if ask.term < self._term])
-        asks = [ask for ask in asks if ask.term == self._term]
+        self._take_back()
+        asks = self._asks()
         now = self._clock.monotonic()
         if now < self._gives_from:
             return
-        wanted = sum(min(ask.nbytes, self._budget // _PART) for ask in asks)
-        old = max(self._papers.lifetime / 2, 10 * self._took) if self._free < wanted else _LOOK
-        if self._listed < 0 or now - self._listed > old:
+        most = largest_credit(self._budget)
+        wanted = sum(ask.nbytes for ask in asks)
+        if self._listed < 0 or now - self._listed > self._listing_age(now, self._free < wanted):
             self._list()
-        if self._free < wanted:
-            self._remove(wanted - self._free + self._budget // _SLACK)
-        for n, ask in enumerate(asks):
-            nbytes = min(ask.nbytes, self._budget // _PART, self._free // (len(asks) - n))
+        # An ask for more than a usual credit is for one block, which a part of it does not help.
+        room = self._free + sum(nbytes for nbytes, _ in self._blocks.values())
+        served: list[Paper] = []
+        for ask in asks:
+            if ask.nbytes <= most or ask.nbytes <= room:
+                served.append(ask)
+                room -= ask.nbytes
+        if served:
+            # What credits are counted twice, beyond a part of the budget, is not made up for by removing blocks: the
+            # next listing ends that.
+            twice = sum(grant.nbytes for grant in self._grants.values() if grant.made < self._listed)
+            self._remove(sum(ask.nbytes for ask in served) - self._free - max(0, twice - most))
+        # Credits may be in the listing already, so only what surely lies there is removed without an ask.
+        self._remove(self._bytes + PAGE_BYTES + _TOLD - self._budget)
+        for n, ask in enumerate(served):
+            nbytes = ask.nbytes if ask.nbytes <= self._free else 0
+            if ask.nbytes <= most:
+                nbytes = min(ask.nbytes, self._free // (len(served) - n))
             if nbytes > 0:
-                self._grants.append((self._clock.monotonic(), nbytes))
+                self._grants[ask.who, ask.number] = _Grant(self._clock.monotonic(), nbytes)
                 self._papers.say("grant", self._term, ask.who, ask.number, nbytes)
                 self._papers.burn([ask])
             self._live()
 
+    def _asks(self) -> list[Paper]:
+        """The asks that are to be served.
+
+        A node takes an ask back when it was not answered for half a lifetime, or when what it wanted to write is gone.
+        One that was seen for longer is of a node that died.
+        """
+        asks, now = self._papers.find("ask"), self._clock.monotonic()
+        self._asked = {ask.name: self._asked.get(ask.name, now) for ask in asks if ask.term == self._term}
+        since = now - self._papers.lifetime / 2
+        largest = largest_block(self._budget)
+        good: list[Paper] = []
+        bad: list[Paper] = []
+        for ask in asks:
+            if ask.term > self._term:
+                continue  # for a successor that this process has not seen yet
+            fine = self._asked.get(ask.name, 0.0) >= since and 0 < ask.nbytes <= largest and ask.term == self._term
+            (good if fine else bad).append(ask)
+        self._papers.burn(bad)
+        return good
+
+    def _take_back(self) -> None:
+        """Count as free what nodes have not used of their credits."""
+        papers = [paper for paper in self._papers.find("back") if paper.term <= self._term]
+        for paper in papers:
+            grant = self._grants.get((paper.who, paper.number))
+            if paper.term == self._term and grant is not None and grant.given_back is None:
+                grant.nbytes = max(0, grant.nbytes - paper.nbytes)
+                grant.given_back = self._clock.monotonic()
+        self._papers.burn(papers)
+
+    def _listing_age(self, now: float, short: bool) -> float:
+        """Seconds that the last listing must be old before there is another."""
+        if not short:
+            return _LOOK
+        often = 10 * self._took
+        if any(grant.given_back is None and self._over(grant, now) for grant in self._grants.values()):
+            return often  # a credit has expired: it is free, if nothing was written under it
+        return max(self._papers.lifetime / 2, often)
+
+    def _over(self, grant: _Grant, when: float) -> bool:
+        """Whether all that was written under a credit before ``when`` is in a listing that begins then."""
+        if grant.given_back is not None and grant.given_back + self._papers.lifetime / 3 <= when:
+            return True
+        return grant.made + self._papers.lifetime <= when
+
+    @property
+    def _granted(self) -> int:
+        return sum(grant.nbytes for grant in list(self._grants.values()))
+
     @property
     def _free(self) -> int:
-        # A page, and a beat, must have room before anything is removed.
-        return self._budget - PAGE_BYTES - _TOLD - self._bytes - sum(nbytes for _, nbytes in self._grants)
+        """Bytes that may be given; negative, if what lies there and what was given are more than the budget."""
+        return largest_block(self._budget) - self._bytes - self._granted
 
     def _list(self) -> None:
         """Look what there is."""
@@ -312,23 +426,44 @@ class Steward:
         self._blocks, self._bytes, self._unfinished = blocks, total, unfinished
         self._leftovers += leftovers
         self._took = self._clock.monotonic() - self._listed
-        self._grants = [grant for grant in self._grants if grant[0] + self._papers.lifetime > self._listed]
-        self._papers.burn([p for p in self._papers.find("grant") if p.term < self._term])
+        self._grants = {whose: grant for whose, grant in self._grants.items() if not self._over(grant, self._listed)}
+        self._order = []
+        # Nodes remove the papers of what they were granted, but for those that died.
+        grants = [paper for paper in self._papers.find("grant") if paper.term <= self._term]
+        self._papers.burn([p for p in grants if p.term < self._term or (p.who, p.number) not in self._grants])
         self._used = {name: when for name, when in self._used.items() if name in blocks}
 
     def _remove(self, nbytes: int) -> None:
         """Remove blocks that were used longest ago, of so many bytes together."""
-        blocks, used = self._blocks, self._used
-        # Of those used together the last written first: it may be a child of the others.
-        order = sorted(blocks, key=lambda name: (max(used.get(name, 0.0), blocks[name][1]), -blocks[name][1]))
-        victims: list[str] = []
-        for name in order:
-            if nbytes <= 0:
-                break
-            victims.append(name)
-            nbytes -= blocks[name][0]
+        victims = self._victims(nbytes)
         for i in range(0, len(victims), PAGE):
             self._delete(victims[i : i + PAGE])
+
+    def _victims(self, nbytes: int) -> list[str]:
+        victims: dict[str, None] = {}
+        is_sorted = False
+        while nbytes > 0:
+            if not self._order:
+                if is_sorted:
+                    break
+                self._order = sorted(
+                    ((self._rank(name), name) for name in self._blocks if name not in victims), reverse=True
+                )
+                is_sorted = True
+                continue
+            rank, name = self._order.pop()
+            if (
+                name in self._blocks and self._rank(name) == rank
+            ):  # else it was removed, or used, since they were sorted
+                victims[name] = None
+                nbytes -= self._blocks[name][0]
+        return list(victims)
+
+    def _rank(self, name: str) -> tuple[float, float]:
+        """The lowest is removed first."""
+        written = self._blocks[name][1]
+        # Of those used together the last written first: it may be a child of the others.
+        return max(self._used.get(name, 0.0), written), -written
 
     def _delete(self, names: Sequence[str]) -> None:
         with contextlib.suppress(OSError):  # a full storage takes no page: that is no reason to leave it full
@@ -353,5 +488,5 @@ class Steward:
                 self._folded.add(name)
                 self._live()
         self._folded &= {name for name, _, _ in logs}
-        if len(logs) > _LOGS:
-            self._blobs.delete([name for name, _, _ in logs[:-_LOGS]], self._papers.timeout)
+        if len(logs) > LOGS:
+            self._blobs.delete([name for name, _, _ in logs[:-LOGS]], self._papers.timeout)

@@ -6,11 +6,36 @@ import logging
 import threading
 from collections import Counter
 
-from kvtide.tiers.record import Rejected
+from kvtide.tiers.base import Miss, ReadResult
+from kvtide.tiers.record import NotForAsker, Rejected
 
-__all__ = ["Tally"]
+__all__ = ["Tally", "bytes_read", "read_results", "size_for"]
 
 log = logging.getLogger("kvtide.nvme")
+
+
+_REFUSED, _FAILED = -1, -2
+"""In place of the bytes that were read: why there are none. 0: the record is damaged or gone."""
+_MISSES: dict[int, ReadResult] = {0: False, _REFUSED: Miss.REFUSED, _FAILED: Miss.FAILED}
+
+
+def size_for(e: Exception) -> int:
+    """What stands in place of a block's bytes when reading it failed; see ``read_results``."""
+    if isinstance(e, NotForAsker):
+        return _REFUSED
+    return 0 if isinstance(e, Rejected) else _FAILED
+
+
+def bytes_read(sizes: list[int]) -> int:
+    """How many bytes such reads brought together."""
+    return sum(sizes) if min(sizes, default=0) > 0 else sum(size for size in sizes if size > 0)
+
+
+def read_results(sizes: list[int]) -> list[ReadResult]:
+    """The answers to reads that brought so many bytes each, or failed."""
+    if min(sizes, default=1) > 0:
+        return [True] * len(sizes)
+    return [True if size > 0 else _MISSES[size] for size in sizes]
 
 
 class Tally:
@@ -37,7 +62,8 @@ class Tally:
         """So many blocks could not be moved."""
         reason = _reason(verb, e)
         with self.lock:
-            self.failures[verb] += count
+            # An asker who is refused says nothing of the tier: it has a reason of its own, but is no failure.
+            self.failures[verb] += 0 if isinstance(e, NotForAsker) else count
             self.reasons[reason] += count
             self.errors += isinstance(e, OSError)
 

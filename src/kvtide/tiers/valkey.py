@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
+from kvtide import forks
 from kvtide.block import Span
 from kvtide.errors import ConfigError, TierError
 from kvtide.tiers.blobs import Turn
@@ -79,6 +80,7 @@ class Valkey:
         self._ttl = ttl
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = {}
+        forks.tell(self)
         self._slots: list[Address] | None = None
         """Who has which slot; None: not a cluster, or not known yet."""
         try:
@@ -152,6 +154,11 @@ class Valkey:
             idle, self._idle = self._idle, {}
         for connection in (c for several in idle.values() for c in several):
             connection.close()
+
+    def forked(self) -> None:
+        idle, self._idle = self._idle, {}
+        for connection in (c for several in idle.values() for c in several):
+            connection.close()  # our copy; nothing is sent
 
     # -- who is asked -------------------------------------------------------------------------------------
 

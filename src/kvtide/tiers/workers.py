@@ -11,7 +11,7 @@ from kvtide.tiers.base import Read
 from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.shelves import Location
 
-__all__ = ["Batch", "Wanted", "runs_of"]
+__all__ = ["Batch", "Wanted", "join_all", "runs_of"]
 
 T = TypeVar("T")
 
@@ -68,3 +68,16 @@ def runs_of(batch: Sequence[Wanted], most: int) -> list[list[Wanted]]:
             runs.append([(item, location)])
         following = item.place + 1 if fits else None
     return runs
+
+
+def join_all(threads: Sequence[threading.Thread]) -> None:
+    """Wait until all threads have ended, however often that is interrupted: they use what is then let go of."""
+    interrupted: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as e:  # noqa: BLE001 - raised below
+                interrupted = e
+    if interrupted is not None:
+        raise interrupted

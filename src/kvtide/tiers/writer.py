@@ -38,7 +38,7 @@ from kvtide.tiers.segments import ladder
 from kvtide.tiers.shelves import Shelves
 from kvtide.tiers.tally import Tally
 
-__all__ = ["Writer"]
+__all__ = ["Run", "Writer"]
 
 _RUN = 4
 """The most blocks of a run: five calls instead of eight. Longer ones gain little, and leave other threads idle."""
@@ -131,8 +131,10 @@ class Writer:
         """The places of the blocks; NOWHERE for those that could not be written."""
         named: list[int] = []
         slots = [slot for _, slot in run]
+        writing = False
         try:
             records = self._records(run, slots, packer)
+            writing = True
             last = records[-1]
             self._shelves.write(last.slot.fd, [last.payload], last.slot.offset + len(last.page))
             for behind, record in pairwise(reversed(records)):
@@ -145,7 +147,7 @@ class Writer:
                 return [self.write([one], packer)[0] for one in left] + named[::-1]
             for slot in slots:
                 if slot is not None and slot is not _NO_SLOT:
-                    self._shelves.failed(slot.place)
+                    self._shelves.failed(slot.place, e if writing else None)
             self._tally.failed("write", e)
             return [NOWHERE]
         return [record.slot.place for record in records]
@@ -162,6 +164,8 @@ class Writer:
             packed = packer.pack(item, i)
             slot = slots[i] = slots[i] or self._slots([(item, ladder(packed.nbytes))])[0]
             if slot is _NO_SLOT:
+                if not self._shelves.segments.possible(packed.nbytes):
+                    raise Rejected("too large")
                 code = self._shelves.refused
                 raise OSError(code, os.strerror(code)) if code else Rejected("full")
             page, pages = pages[: packed.header], pages[packed.header :]

@@ -2,16 +2,25 @@
 
 A row in a colder tier gets a slot in DRAM, PENDING there, and a read. Whoever asks for it meanwhile joins: ``_flights``
 has, for each pending row, the transfers that wait for it. When the read is verified the row is SEALED in DRAM; if it
-fails, the bad copy is dropped and the row is a miss.
+fails, the row is a miss.
+
+Why it failed decides what becomes of the copy in the colder tier. A copy that is damaged, or not there, is dropped. One
+that is not for this asker (another tenant, model or layout; a key that cannot be had now) stays for those whose it is.
+One that the medium did not read this time stays too, until that has happened ``_TRIES`` times in a row.
+
+Who asks for a row that is on its way for another identity does not join: what comes, or fails, is not his. He waits
+(``_parked``) until it has landed, and then begins anew.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +28,14 @@ import numpy.typing as npt
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.histogram import Histogram, HistogramStatistics
-from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Rows, at
-from kvtide.tiers.base import Identity, Read
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
+from kvtide.index.lease import Lease
+from kvtide.interrupts import to_the_end
+from kvtide.tiers.base import Identity, Miss, Read, ReadResult
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.eraser import Eraser
-from kvtide.transfer.residents import Residents
+from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 from kvtide.transfer.transfer import Transfer
 
@@ -32,6 +43,12 @@ __all__ = ["Ascent", "LoadStatistics"]
 
 _CHUNK = 64 << 20
 """A read is cut into jobs of this many bytes, so that deadlines and cancellation bite."""
+
+_TRIES = 3
+"""Reads of a block that may fail one after another before its copy is given up: one error of a disk, or a moment
+without memory, must not cost a good record."""
+_REMEMBERED = 10_000
+"""Blocks whose failed reads are counted."""
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds of a load that are told apart."""
@@ -45,6 +62,16 @@ class LoadStatistics:
     outcomes: dict[str, int] = field(default_factory=dict)
     """See ``Transfer.outcome``."""
     seconds: HistogramStatistics = field(default_factory=HistogramStatistics)
+
+
+class _Job(NamedTuple):
+    """Reads of one tier that are made together."""
+
+    cold: Cold
+    rows: Rows
+    reads: list[Read]
+    tenants: npt.NDArray[np.uint16]
+    """Whose the rows were before."""
 
 
 _NONE: Rows = np.empty(0, np.int64)
@@ -82,6 +109,16 @@ class Ascent:
         self._feed = feed
         self._counts = counts
         self._flights: dict[int, tuple[Transfer, ...]] = {}
+        self._jobs: dict[int, _Job] = {}
+        """Reads that have not ended, by the identity of the batch that the lane was given."""
+        self._ready: dict[Callable[[], None], None] = {}
+        """What is to be called outside the lock, for those who wait for rows."""
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        self._parked: dict[int, list[tuple[Lease, Identity, Transfer]]] = {}
+        """By row: who waits until it has landed for another identity, with a lease of that row."""
+        self._failures: dict[tuple[int, BlockKey], int] = {}
+        """By tier and block: reads that failed since the last good one."""
         self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
         self._seconds = Histogram(_LATENCIES)
 
@@ -94,6 +131,10 @@ class Ascent:
         under_way = {t for waiting in self._flights.values() for t in waiting if not t.ended}
         return LoadStatistics(len(under_way), dict(self._outcomes), self._seconds.statistics())
 
+    def join(self, row: int, transfer: Transfer) -> None:
+        """Tell ``transfer`` when a row that is PENDING in DRAM is there, or will not come. Under the lock."""
+        self._flights[row] = (*self._flights.get(row, ()), transfer)
+
     def _ended(self, transfer: Transfer) -> None:
         self._seconds.add_one(transfer.age)
         with self._index.lock:
@@ -101,99 +142,185 @@ class Ascent:
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        for _ in self.load_in_slices(wanted, transfer, sys.maxsize):
+            pass
+
+    def load_in_slices(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int) -> Iterator[int]:
+        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were."""
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
         for rows, identity in wanted:
-            left = rows
-            while len(left):
-                left = self._start(left, identity, transfer)
-                if len(left) and not self._room.grow(identity):
-                    self._counts["loads dropped: no room in DRAM"] += len(left)
-                    transfer.finish(left.tolist(), [False] * len(left))
-                    break
+            for first in range(0, len(rows), blocks):
+                part = rows[first : first + blocks]
+                self._bring(part, identity, transfer)
+                yield len(part)
         transfer.started()
+
+    def _bring(self, rows: Rows, identity: Identity, transfer: Transfer) -> None:
+        left = rows
+        while len(left):
+            left = self._start(left, identity, transfer)
+            if len(left) and not self._room.grow(identity):
+                self._counts["loads dropped: no room in DRAM"] += len(left)
+                transfer.finish(left.tolist(), [False] * len(left))
+                break
 
     def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:
         """Start or join a read for each row. Answers those for which DRAM must grow first."""
-        index = self._index
         events: list[Event] = []
-        jobs: list[tuple[Cold, Rows, list[Read]]] = []
-        with index.lock:
-            left = _NONE
-            away, here = _part(rows, index.state[DRAM], ABSENT)
-            if len(here):
-                here, coming = _part(here, index.state[DRAM], SEALED)
-                if self._residents.doomed:  # they will not come, or nobody knows when
-                    lost = self._residents.are_doomed(coming)
-                    away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
-                for row in coming.tolist():
-                    self._flights[row] = (*self._flights.get(row, ()), transfer)
-            for cold in self._colds:
-                mine, away = _part(away, index.state[cold.number], SEALED)
-                allowed = self._room.allow(identity, len(mine), events)
-                if allowed < len(mine):
-                    self._room.refuse(identity, "load", len(mine) - allowed)
-                    mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
-                places = self._room.take(identity, len(mine), events, mine)
-                if len(places) < len(mine):
-                    mine, rest = mine[: len(places)], mine[len(places) :]
-                    if self._dram.growable(identity.geometry.footprint, identity.domain):
-                        left = np.concatenate([left, rest])
-                    else:
-                        self._counts["loads dropped: no room in DRAM"] += len(rest)
-                        away = np.concatenate([away, rest])
-                if len(mine):
-                    jobs += self._fly(cold, mine, places, identity, transfer)
+        try:
+            with self._index.lock:
+                try:
+                    here, refused, away, left = self._begin(rows, identity, transfer, events)
+                except BaseException:
+                    self.interrupted()
+                    raise
+        finally:
+            self.call_ready()
         if events:
             self._feed.publish(events)
         if len(here):
             transfer.finish(here.tolist(), [True] * len(here))
+        if len(refused):
+            transfer.finish(refused.tolist(), [False] * len(refused))
         if len(away):
             transfer.finish(away.tolist(), [False] * len(away))
-        for cold, flying, reads in jobs:
-            cold.lane.read(
-                reads,
-                functools.partial(self._read_done, cold, flying, reads),
-                functools.partial(self._unwanted, cold, flying, reads),
-            )
         return left
 
-    def _fly(
-        self, cold: Cold, rows: Rows, places: list[int], identity: Identity, transfer: Transfer
-    ) -> list[tuple[Cold, Rows, list[Read]]]:
-        """Give rows their slots and make the reads that fill them."""
+    def _begin(
+        self, rows: Rows, identity: Identity, transfer: Transfer, events: list[Event]
+    ) -> tuple[Rows, Rows, Rows, Rows]:
+        """Start or join reads. Answers which rows are here, which are others', which will not come, and for which DRAM
+        must grow first."""
+        index = self._index
+        left = refused = _NONE
+        away, here = _part(rows, index.state[DRAM], ABSENT)
+        if len(here):
+            here, refused = self._of_others(here, identity, transfer)
+            here, coming = _part(here, index.state[DRAM], SEALED)
+            if self._residents.doomed:  # they will not come, or nobody knows when
+                lost = self._residents.are_doomed(coming)
+                away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
+            for row in coming.tolist():
+                self._flights[row] = (*self._flights.get(row, ()), transfer)
+        for cold in self._colds:
+            mine, away = _part(away, index.state[cold.number], SEALED)
+            allowed = self._room.allow(identity, len(mine), events)
+            if allowed < len(mine):
+                self._room.refuse(identity, "load", len(mine) - allowed)
+                mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
+            places = self._room.take(identity, len(mine), events, mine)
+            if len(places) < len(mine):
+                mine, rest = mine[: len(places)], mine[len(places) :]
+                if self._room.growable(identity):
+                    left = np.concatenate([left, rest])
+                else:
+                    self._counts["loads dropped: no room in DRAM"] += len(rest)
+                    away = np.concatenate([away, rest])
+            if len(mine):
+                self._fly(cold, mine, places, identity, transfer)
+        return here, refused, away, left
+
+    def _of_others(self, rows: Rows, identity: Identity, transfer: Transfer) -> tuple[Rows, Rows]:
+        """Of rows in DRAM, those of this identity, and those that others have. Under the lock.
+
+        What is on its way for others is neither: ``transfer`` waits for that.
+        """
+        others = self._residents.others(rows, identity)
+        refused = _NONE
+        if others is not None:
+            self._counts["loads dropped: the block in dram is not the asker's"] += int(np.count_nonzero(others))
+            rows, refused = rows[~others], rows[others]
+        coming = self._residents.others(rows, identity, PENDING)
+        if coming is not None:
+            if self._residents.doomed:
+                coming &= ~self._residents.are_doomed(rows)
+            for row in rows[coming].tolist():
+                waits = self._residents.lease(rows_of([row])), identity, transfer
+                self._parked.setdefault(row, []).append(waits)
+            rows = rows[~coming]
+        return rows, refused
+
+    def _fly(self, cold: Cold, rows: Rows, places: list[int], identity: Identity, transfer: Transfer) -> None:
+        """Give rows their slots, and the lane the reads that fill them.
+
+        Under the lock: whoever repairs what an interrupted caller left must know each row that is being read.
+        """
         index, size = self._index, identity.geometry.footprint
+        tenants = index.tenant[rows]
         self._residents.enter(rows, places, identity)
         self._flights.update(dict.fromkeys(rows.tolist(), (transfer,)))
         sources = index.place[cold.number].take(rows).tolist()
         reads = list(map(Read, index.keys(rows), repeat(identity), sources, self._dram.spans(places, size)))
         step = max(1, _CHUNK // size)
-        if len(reads) <= step:
-            return [(cold, rows, reads)]
-        return [(cold, rows[i : i + step], reads[i : i + step]) for i in range(0, len(rows), step)]
+        for i in range(0, len(rows), step):
+            cut = slice(i, i + step)
+            job = _Job(cold, rows[cut], reads[cut], tenants[cut])
+            self._jobs[id(job.reads)] = job
+            cold.lane.read(job.reads, functools.partial(self._read_done, job), functools.partial(self._unwanted, job))
 
-    def _unwanted(self, cold: Cold, rows: Rows, reads: list[Read]) -> bool:
+    def _unwanted(self, job: _Job) -> bool:
         """Whether a read that is about to start is wanted by nobody any more; then it has ended."""
         with self._index.lock:
-            if any(t.wanted for row in rows.tolist() for t in self._flights.get(row, ())):
+            if any(t.wanted for row in job.rows.tolist() for t in self._flights.get(row, ())):
                 return False
             # Under the same lock: nobody may join a read that will not be made.
-            ready = self._land(cold, rows, reads, None)
-        ready()
+            ready = self._land(job, None)
+        self._call(ready)
         return True
 
-    def _read_done(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool]) -> None:
+    def _read_done(self, job: _Job, results: Sequence[ReadResult]) -> None:
         with self._index.lock:
-            ready = self._land(cold, rows, reads, results)
-        ready()
+            ready = self._land(job, results)
+        self._call(ready)
 
-    def _land(self, cold: Cold, rows: Rows, reads: list[Read], results: Sequence[bool] | None) -> Callable[[], None]:
+    def _call(self, ready: Callable[[], None]) -> None:
+        """Tell those who wait for rows; a tier that answers at once does so under the lock: then later."""
+        if self._index.lock_is_mine():
+            self.later(ready)
+        else:
+            ready()
+
+    def later(self, ready: Callable[[], None]) -> None:
+        """Let ``ready`` be called by the next ``call_ready``, perhaps twice."""
+        self._ready[ready] = None
+
+    def call_ready(self) -> None:
+        """Call what was left for when nobody on this thread has the lock."""
+        if self._ready and not self._index.lock_is_mine():
+            to_the_end(self._call_all)  # others wait for it
+
+    def _call_all(self) -> None:
+        for ready in list(self._ready):
+            ready()
+            self._ready.pop(ready, None)
+
+    def repair(self, written: set[int]) -> None:
+        """Rows that are on their way to DRAM though nobody brings them will not come; ``written`` are somebody's to
+        fill. Their slots are in the book until it is made anew. Under the lock."""
+        index, brought = self._index, set(written)
+        for number, job in list(self._jobs.items()):
+            if job.cold.lane.reading(job.reads):
+                brought.update(job.rows.tolist())
+            else:
+                del self._jobs[number]
+        state = index.state[DRAM]
+        lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in brought]
+        state[lost] = ABSENT
+        index.place[DRAM][lost] = NOWHERE
+        over = [row for row in self._flights if state[row] != PENDING]
+        if over:
+            self.later(self.landed(over, [bool(state[row] == SEALED) for row in over]))
+
+    def _land(self, job: _Job, results: Sequence[ReadResult] | None) -> Callable[[], None]:
         """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
         index, doomed = self._index, self._residents.doomed
+        cold, rows, reads = job.cold, job.rows, job.reads
+        self._jobs.pop(id(reads), None)
         bad: list[tuple[BlockKey, int]] = []
         numbers = rows.tolist()
-        good = list(results) if results is not None else [False] * len(numbers)
+        good = list(map(bool, results)) if results is not None else [False] * len(numbers)
         if doomed:
             good = [fine and row not in doomed for row, fine in zip(numbers, good, strict=True)]
         arrived = rows if False not in good else rows[good]
@@ -203,9 +330,15 @@ class Ascent:
                 if good[i]:
                     continue
                 self._residents.leave(row)
+                index.tenant[row] = job.tenants[i]  # who asked in vain need not be whose it is
                 same = index.place[cold.number][row] == reads[i].place
-                if results is not None and not results[i] and same and row not in doomed:
+                if results is None or results[i] or not same or row in doomed:
+                    continue
+                if self._lost(cold, reads[i].key, results[i]):
                     bad.append((reads[i].key, index.remove(row, cold.number)))
+        if self._failures:
+            for row in arrived.tolist():
+                self._failures.pop((cold.number, index.key(row)), None)
         tell = self.landed(numbers, good)
         events: list[Event] = []
         if self._feed.followed and len(arrived):
@@ -223,20 +356,43 @@ class Ascent:
             return tell
 
         def ready() -> None:
-            if bad:
-                self._eraser.erase(cold, bad)
-            self._feed.publish(events)
+            if events:
+                self._feed.publish(events)
+                events.clear()
+                if bad:
+                    self._eraser.erase(cold, bad)
             tell()
 
         return ready
+
+    def _lost(self, cold: Cold, key: BlockKey, result: ReadResult) -> bool:
+        """Whether a block that could not be read from a tier is to be dropped there. Under the lock."""
+        if result is Miss.REFUSED:
+            self._counts[f"loads dropped: the block in {cold.name} is not the asker's"] += 1
+            return False
+        if result is Miss.FAILED:
+            if len(self._failures) >= _REMEMBERED:
+                self._failures.clear()
+            tries = self._failures[cold.number, key] = self._failures.get((cold.number, key), 0) + 1
+            if tries < _TRIES:
+                self._counts[f"loads dropped: a read from {cold.name} failed"] += 1
+                return False
+        self._failures.pop((cold.number, key), None)
+        return True
 
     def landed(self, rows: Sequence[int], good: Sequence[bool]) -> Callable[[], None]:
         """What to call, outside the lock, for those who wait for rows."""
         # Each transfer is told of all the rows; it knows which of them it waits for.
         waiting = set(chain.from_iterable(set(map(self._flights.pop, rows, repeat(())))))
+        parked = list(chain.from_iterable(map(self._parked.pop, rows, repeat(())))) if self._parked else []
 
         def tell() -> None:
             for transfer in waiting:
                 transfer.finish(rows, good)
+            while parked:
+                lease, identity, transfer = parked.pop()
+                with lease:
+                    if transfer.wanted:
+                        self._bring(lease.rows, identity, transfer)
 
         return tell

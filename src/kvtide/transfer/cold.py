@@ -8,7 +8,7 @@ from kvtide.plan.admit import Admission
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor
 from kvtide.plan.quota import Quota
-from kvtide.tiers.base import Tier
+from kvtide.tiers.base import Sync, Tier
 from kvtide.transfer.lane import Lane
 
 __all__ = ["Cold"]
@@ -33,3 +33,5 @@ class Cold:
     """Whether others use its storage too."""
     patience: float | None = None
     """Seconds that the end of the store waits for it; None: until it is done."""
+    sync: Sync | None = None
+    """Makes blocks durable; None for a tier that does not survive a restart or a power loss."""

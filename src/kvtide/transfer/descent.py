@@ -7,8 +7,9 @@ dropped, callers never wait.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
-from kvtide.tiers.base import Write
+from kvtide.tiers.base import Renewal, Renewing, Write
 from kvtide.tiers.record import header_bytes
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.eraser import Eraser
 from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Descent"]
 
@@ -30,6 +32,12 @@ _CHUNK = 64 << 20
 """A write is cut into jobs of so many blocks and bytes, so that a read that comes meanwhile need not wait for all."""
 _ENOUGH = 8 << 20
 """Small blocks are more to a job, so that it has these bytes."""
+_LOOK = 1 << 14
+"""Rows that are looked at in one turn of the index's lock, to tell what is not written."""
+
+
+_Watcher = tuple[Callable[[list[Any]], None], object]
+"""Whom to tell, and of what."""
 
 
 class Descent:
@@ -54,34 +62,46 @@ class Descent:
         self._counts = counts
         self._unsaid: list[Event] = []
         """What left a tier so that other blocks of its tenant could be written; told when one of those is."""
+        self.lost: Counter[Unwritten] = Counter()
+        """Blocks that have left DRAM and are in no tier, though one was to have them; and why it had not."""
+        self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
+        """Whom to tell when a write has ended, by tier and row."""
+        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in colds}
+        """Rows that are to be written on request, by tier."""
+        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
+        """Those of them that are being written, and their bytes."""
 
     def write(self, cold: Cold, rows: Rows) -> None:
         """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
-        if len(rows) and (refused := len(self._submit(cold, rows))):
-            self._counts[f"stores dropped: the queue of {cold.name} is full"] += refused
+        if len(rows) and len(refused := self._submit(cold, rows)):
+            self._counts[f"stores dropped: the queue of {cold.name} is full"] += len(refused)
+            if not cold.admission.keeps_leaving:  # else it is tried again before they leave
+                self._residents.note_unwritten(refused.tolist(), cold.number, Unwritten.QUEUE_FULL)
 
-    def _submit(self, cold: Cold, rows: Rows, *, last: bool = False) -> Rows:
+    def _submit(self, cold: Cold, rows: Rows, *, last: bool = False, requested: bool = False) -> Rows:
         """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock.
 
-        What its budget of writes does not allow is dropped, unless this is the ``last`` chance.
+        What its budget of writes does not allow is dropped, unless this is the ``last`` chance. There is always room
+        for what was ``requested``: who asks gives it little at a time.
         """
         index = self._index
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
         if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
             rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
+        beyond = rows[:0]
         if cold.quota is not None:
-            rows = self._within(cold, cold.quota, rows)
+            if cold.budget is not None and not last and cold.budget.statistics().bytes_left <= 0:
+                rows = self._over_budget(cold, rows)
+            rows, beyond = self._within(cold, cold.quota, rows)
         charged = rows
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
             if cold.budget is not None and not cold.budget.take(len(span), last):
-                over = rows[len(items) :]
-                self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(over)
-                self._residents.refused.update(over.tolist())
+                self._over_budget(cold, rows[len(items) :])
                 rows = rows[: len(items)]
                 break
-            if not cold.lane.room(len(span)):
+            if not cold.lane.room(len(span), requested):
                 if cold.budget is not None:
                     cold.budget.give_back(len(span))
                 break
@@ -97,7 +117,7 @@ class Descent:
                 self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
             )
             items.append(write)
-        rows, refused = rows[: len(items)], rows[len(items) :]
+        rows, refused = rows[: len(items)], np.concatenate([rows[len(items) :], beyond])
         if cold.quota is not None:
             for row in charged[len(items) :].tolist():
                 cold.quota.account.leave(row)
@@ -111,26 +131,42 @@ class Descent:
             cold.lane.write(part, functools.partial(self._written, cold, part))
         return refused
 
-    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> Rows:
-        """The rows that their tenants may have in a tier, and are charged for from now on. Under the lock."""
+    def _over_budget(self, cold: Cold, rows: Rows) -> Rows:
+        """A tier's budget of writes does not allow these rows; answers none. Under the lock."""
+        self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
+        self._residents.refused.update(rows.tolist())
+        self._residents.note_unwritten(rows.tolist(), cold.number, Unwritten.WRITE_BUDGET)
+        self._index.changes += 1  # they may leave DRAM now
+        return rows[:0]
+
+    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> tuple[Rows, Rows]:
+        """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
+        that its lane would not take: for them nothing need leave. Under the lock."""
         good = np.ones(len(rows), np.bool_)
         full: set[int] = set()
+        room, stop = cold.lane.write_room, len(rows)
         for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
+            identity = self._residents.identity(row)
+            room -= identity.geometry.footprint
+            if room < 0 and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+                stop = i
+                break
             if tenant not in quota.account.quotas:
                 continue
-            identity = self._residents.identity(row)
             tokens = 4 * identity.block_tokens if cold.keep_tokens else 0
             nbytes = header_bytes(identity.geometry.sections, tokens) + identity.geometry.footprint
-            while tenant not in full and (own := quota.victims(tenant, nbytes)):
+            allowed, own = (0, []) if tenant in full else quota.allow(tenant, 1, nbytes)
+            if own:
                 self.evict(cold, own, self._unsaid)
-            if quota.account.left(tenant) < nbytes:
+            if not allowed:
                 full.add(tenant)
                 good[i] = False
                 quota.refuse(tenant, "store", 1, self._counts)
                 self._residents.refused.add(row)
+                self._residents.note_unwritten([row], cold.number, Unwritten.QUOTA)
             else:
                 quota.account.enter(rows[i : i + 1], nbytes)
-        return rows[good]
+        return rows[:stop][good[:stop]], rows[stop:]
 
     def evict(self, cold: Cold, rows: list[int], events: list[Event]) -> bool:
         """Let rows leave a colder tier; answers whether there were any. Under the lock."""
@@ -147,6 +183,9 @@ class Descent:
         index = self._index
         kept: list[BlockKey] = []
         dropped: list[tuple[BlockKey, int]] = []
+        tell: list[_Watcher] = []
+        small = cold.tier.statistics().budget if NOWHERE in places else 0
+        shorter: list[Renewal] = []
         with index.lock:
             for item, place in zip(items, places, strict=True):
                 charged = cold.quota.account.charged(item.owner) if cold.quota is not None else 0
@@ -156,6 +195,8 @@ class Descent:
                     dropped.append((item.key, place))
                 elif place == NOWHERE:
                     self._residents.refused.add(item.owner)
+                    reason = Unwritten.TIER_TOO_SMALL if 0 < small < len(item.span) else Unwritten.WRITE_FAILED
+                    self._residents.note_unwritten([item.owner], cold.number, reason)
                 else:
                     index.put(item.owner, cold.number, SEALED, place)
                     if cold.quota is not None and charged:
@@ -163,15 +204,138 @@ class Descent:
                         taken = charged if cold.evictor is None else cold.evictor.size(place)
                         cold.quota.account.enter(rows_of([item.owner]), taken)
                     self._residents.refused.discard(item.owner)
+                    if self._residents.unwritten:
+                        self._residents.note_written(item.owner, cold.number)
                     kept.append(item.key)
+                    if item.expiry > (when := float(index.expiry[item.owner])):
+                        shorter.append((item.key, place, when))
             self._counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
             events, self._unsaid = self._unsaid, []
+            if self._watchers:
+                tell = self._over(cold, [item.owner for item in items])
         if dropped:
             self._eraser.erase(cold, dropped)
         if kept:
             events.append(BlockStored(cold.name, tuple(kept)))
         self._feed.publish(events)
+        if shorter:  # its expiry was changed while it was written
+            self.renew(cold, shorter, lambda erased: None)
+        _tell(tell)
+
+    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """See ``Pipeline.renew``."""
+        if isinstance(cold.tier, Renewing):
+            cold.tier.renew(items, functools.partial(self._renewed, cold, items, done))
+        else:
+            self._renewed(cold, items, done, [False] * len(items))
+
+    def _renewed(
+        self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None], results: Sequence[bool]
+    ) -> None:
+        index = self._index
+        bad = [(key, place) for (key, place, _), good in zip(items, results, strict=True) if not good]
+        events: list[Event] = []
+        with index.lock:
+            rows = index.rows([key for key, _ in bad])
+            there = index.place[cold.number][rows] == np.array([place for _, place in bad], np.int64)
+            there &= index.state[cold.number][rows] == SEALED
+            # What was evicted meanwhile has given its place back, perhaps to another block.
+            bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
+            if len(rows := rows[there]):
+                events.append(BlockRemoved(cold.name, index.keys(rows), "expired"))
+                index.remove_many(rows, cold.number)
+                index.retire_many(rows)
+        self._feed.publish(events)
+        if bad:
+            cold.tier.drop(bad, done)
+        else:
+            done(())
+
+    # -- on request ---------------------------------------------------------------------------------------
+
+    def watch(self, cold: Cold, row: int, told: Callable[[list[Any]], None], what: object) -> None:
+        """Call ``told`` once, when the next write of a row to a tier has ended or was refused. Under the lock.
+
+        It is called outside the lock, on any thread, with ``what`` of all rows that end together. The caller holds the
+        row, or it could be another's by then.
+        """
+        self._watchers.setdefault((cold.number, row), []).append((told, what))
+
+    def write_on_request(self, cold: Cold, rows: Rows) -> None:
+        """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
+        wait. Who watches them is told of each. Not under the lock."""
+        with self._index.lock:
+            self._requested[cold.number].extend(rows.tolist())
+            tell = self._write_requested(cold)
+        _tell(tell)
+
+    def _write_requested(self, cold: Cold) -> list[_Watcher]:
+        """Write more of what was asked for, if there is little of it under way. Under the lock; call the answer outside
+        of it."""
+        waiting, under_way = self._requested[cold.number], self._under_way[cold.number]
+        tell: list[_Watcher] = []
+        while waiting and sum(under_way.values()) < _CHUNK:
+            some: dict[int, int] = {}
+            while waiting and sum(some.values()) < _ENOUGH:
+                row = waiting.popleft()
+                if self._index.state[DRAM][row] == SEALED:
+                    some[row] = len(self._residents.span(row))
+                else:
+                    tell += self._watchers.pop((cold.number, row), ())
+            under_way.update(some)  # before they are submitted: a tier may answer at once
+            self._submit(cold, rows_of(list(some)), requested=True)
+            for row in some:
+                if self._index.state[cold.number][row] != PENDING:
+                    under_way.pop(row, None)
+                    tell += self._watchers.pop((cold.number, row), ())
+        return tell
+
+    def _over(self, cold: Cold, rows: Sequence[int]) -> list[_Watcher]:
+        """Writes have ended: who is to be told. Under the lock."""
+        under_way = self._under_way[cold.number]
+        tell: list[_Watcher] = []
+        for row in rows:
+            under_way.pop(row, None)
+            tell += self._watchers.pop((cold.number, row), ())
+        return tell + self._write_requested(cold)
+
+    # -- what is written ----------------------------------------------------------------------------------
+
+    def report(self, timed_out: bool) -> Flushed:
+        """What is in DRAM and written, or why it is not; ``timed_out``: though writes are still under way."""
+        index, found = self._index, Counter[Unwritten]()
+        written = first = 0
+        while True:
+            with index.lock:
+                if first >= index.size:
+                    break
+                rows = first + np.flatnonzero(index.state[DRAM][first : min(first + _LOOK, index.size)] == SEALED)
+                if self._residents.doomed:
+                    rows = rows[~self._residents.are_doomed(rows)]
+                saved = self.saved(rows)
+                written += int(np.count_nonzero(saved))
+                coming = np.zeros(len(rows), np.bool_)
+                for cold in self._colds:
+                    coming |= index.state[cold.number][rows] == PENDING
+                if timed_out and coming.any():
+                    found[Unwritten.TIMEOUT] += int(np.count_nonzero(coming))
+                rest = ~saved & ~coming
+                if self._residents.unwritten:
+                    for i, row in enumerate(rows.tolist()):
+                        if (reasons := self._residents.unwritten.get(row)) is not None:
+                            found.update(reasons.values())
+                            rest[i] = False
+                if count := int(np.count_nonzero(rest)):
+                    found[Unwritten.NOT_ADMITTED if self._colds else Unwritten.NO_TIER] += count
+            first += _LOOK
+        return Flushed(written, dict(found), complete=not found[Unwritten.TIMEOUT])
+
+    def count_lost(self, rows: Sequence[int]) -> None:
+        """Rows leave DRAM: note which of them no tier has, though one was to have them. Under the lock."""
+        for row in rows:
+            if (reasons := self._residents.unwritten.get(row)) and not self.saved(rows_of([row]))[0]:
+                self.lost[next(iter(reasons.values()))] += 1
 
     def saved(self, rows: Rows) -> Mask:
         """Which rows are whole in a colder tier too."""
@@ -183,8 +347,8 @@ class Descent:
     def may_leave(self, rows: Rows) -> Mask:
         """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
         free = self.saved(rows)
-        if self._residents.refused:
-            free |= np.array([row in self._residents.refused for row in rows.tolist()], np.bool_)
+        if refused := self._residents.refused:
+            free |= np.isin(rows, np.fromiter(refused, np.int64, len(refused)))
         return free
 
     def flush(self) -> None:
@@ -200,3 +364,12 @@ class Descent:
             while len(rows) and cold.lane.wait_idle(cold.patience):
                 with self._index.lock:
                     rows = self._submit(cold, rows, last=True)
+
+
+def _tell(watchers: list[_Watcher]) -> None:
+    """Tell each of all that it waits for, at once."""
+    told: dict[int, tuple[Callable[[list[Any]], None], list[Any]]] = {}
+    for call, what in watchers:
+        told.setdefault(id(call), (call, []))[1].append(what)
+    for call, some in told.values():
+        call(some)

@@ -82,7 +82,9 @@ class Eraser:
         ended: list[_Dying] = []
         with self._index.lock:
             for (key, _), erased in zip(items, results, strict=True):
-                dying = self._dying[cold.number, key]
+                dying = self._dying.get((cold.number, key))
+                if dying is None:
+                    continue  # whoever dropped it was interrupted before he had said so
                 dying.copies -= 1
                 dying.erased &= erased
                 if not dying.copies:

@@ -3,6 +3,10 @@
 A tier takes whatever it is given; the lane decides what that is. It keeps only a little under way, so that a read that
 comes now is not behind a gigabyte of writes. Writes beyond ``limit`` bytes are refused at once: the block stays where
 it is, and nobody waits.
+
+Callers only put jobs into the queue; threads of the tier take them out (``call_soon``). A caller may be interrupted
+anywhere (Ctrl-C, a signal handler that raises), and a job that was half given to a tier could be neither trusted nor
+repeated: its memory might be filled long after it has become another's.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from itertools import compress
 
 from kvtide.clock import Clock
 from kvtide.plan.cost import Speed, SpeedStatistics
-from kvtide.tiers.base import NOWHERE, Read, Tier, Write
+from kvtide.tiers.base import NOWHERE, Read, ReadDone, ReadResult, Tier, Write
 
 __all__ = ["Lane", "LaneStatistics"]
 
@@ -57,23 +61,23 @@ class _ReadJob:
     """A batch to be read. Nothing here refers back to it: its spans are let go when it ends, not when garbage is
     collected, for they keep memory alive that its tier may have given back."""
 
-    __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started")
+    __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started", "waits")
 
-    def __init__(
-        self, lane: Lane, items: Sequence[Read], done: Callable[[Sequence[bool]], None], give_up: Callable[[], bool]
-    ) -> None:
+    def __init__(self, lane: Lane, items: Sequence[Read], done: ReadDone, give_up: Callable[[], bool]) -> None:
         self.lane = lane
         self.items = items
         self.done = done
         self.give_up = give_up
         self.nbytes = sum(map(len, map(_SPAN, items)))
         self.started = 0.0
+        self.waits = True
+        """Whether it had to wait for others before it could begin."""
 
     def run(self) -> None:
         self.started = self.lane._clock.monotonic()
         self.lane._tier.read(self.items, self._finish)
 
-    def _finish(self, results: Sequence[bool]) -> None:
+    def _finish(self, results: Sequence[ReadResult]) -> None:
         # What is not there is found out at once, and says nothing of how soon the rest comes.
         came = self.nbytes if all(results) else sum(map(len, map(_SPAN, compress(self.items, results))))
         if came:
@@ -86,6 +90,8 @@ class _WriteJob:
     """A batch to be written."""
 
     __slots__ = ("done", "items", "lane", "nbytes", "started")
+
+    waits = False  # it is never given up
 
     def __init__(self, lane: Lane, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         self.lane = lane
@@ -114,8 +120,17 @@ _Job = _ReadJob | _WriteJob
 class Lane:
     """One per tier. Safe from any thread; calls the tier outside its own lock."""
 
-    def __init__(self, tier: Tier, clock: Clock, limit: int, depth: int) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        clock: Clock,
+        limit: int,
+        depth: int,
+        call_soon: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """``call_soon`` calls something on a thread that no caller has; without it, callers give jobs to the tier."""
         self._tier = tier
+        self._call_soon = call_soon
         self._clock = clock
         self._limit = limit
         self._depth = depth
@@ -127,6 +142,7 @@ class Lane:
         self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
         self._items_under_way = self._reads_under_way = self._writes_under_way = 0
+        self._under_way: set[_Job] = set()
         self._pumping = False
         self._refused = self._cancelled = 0
         self._reading = _Stretch()
@@ -148,11 +164,16 @@ class Lane:
         """Bytes that are to be written or are being written."""
         return self._write_bytes
 
-    def room(self, nbytes: int) -> bool:
-        """Whether a write of ``nbytes`` would be taken; counts a refusal if not."""
+    @property
+    def write_room(self) -> int:
+        """Bytes of writes that would be taken now."""
+        return self._limit - self._write_bytes
+
+    def room(self, nbytes: int, beyond: bool = False) -> bool:
+        """Whether a write of ``nbytes`` would be taken; counts a refusal if not. ``beyond`` the limit it always is."""
         with self._lock:
             # An empty queue takes a block of any size.
-            if self._write_bytes + nbytes <= self._limit or not self._write_bytes:
+            if beyond or self._write_bytes + nbytes <= self._limit or not self._write_bytes:
                 self._write_bytes += nbytes
                 return True
             self._refused += 1
@@ -161,29 +182,55 @@ class Lane:
     def read(
         self,
         items: Sequence[Read],
-        done: Callable[[Sequence[bool]], None],
+        done: ReadDone,
         cancel: Callable[[], bool],
     ) -> None:
         """Read ``items``. If that must wait, ``cancel`` is asked just before; if it answers True, nothing is read."""
         job = _ReadJob(self, items, done, cancel)
         with self._lock:
+            job.waits = bool(self._reads) or not self._ready(self._reads_under_way)
+            self._reads.append(job)
             self._read_bytes += job.nbytes
-            at_once = not self._reads and self._ready(self._reads_under_way)
-            if at_once:
-                self._begin(job)
-            else:
-                self._reads.append(job)
-        if at_once:
-            job.run()
-        else:
-            self._pump()
+            start = self._startable
+        if start:
+            self._start()
 
     def write(self, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         """Write ``items``, for which ``room`` was found before."""
         job = _WriteJob(self, items, done)
         with self._lock:
             self._writes.append(job)
-        self._pump()
+            start = self._startable
+        if start:
+            self._start()
+
+    def _start(self) -> None:
+        if self._call_soon is None:
+            self._pump()
+        else:
+            self._call_soon(self._pump)
+
+    def repair(self) -> None:
+        """After a caller was interrupted: count what waits anew, and let nothing wait that could begin.
+
+        The caller lets nobody come in between ``room`` and ``write``.
+        """
+        with self._lock:
+            jobs = [*self._reads, *self._writes, *self._under_way]
+            self._read_bytes = sum(job.nbytes for job in jobs if isinstance(job, _ReadJob))
+            self._write_bytes = sum(job.nbytes for job in jobs if isinstance(job, _WriteJob))
+        self._start()
+
+    def writing(self) -> set[int]:
+        """The owners of all blocks that are to be written or are being written."""
+        with self._lock:
+            jobs = (*self._writes, *self._under_way)
+            return {item.owner for job in jobs if isinstance(job, _WriteJob) for item in job.items}
+
+    def reading(self, items: Sequence[Read]) -> bool:
+        """Whether this very batch is to be read or is being read."""
+        with self._lock:
+            return any(job.items is items for job in (*self._reads, *self._under_way))
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing waits or is under way."""
@@ -201,12 +248,19 @@ class Lane:
                 return
             self._pumping = True
         while (job := self._next()) is not None:
-            if job.give_up():
+            if job.waits and job.give_up():
                 with self._lock:
                     self._cancelled += 1
                 self._end(job)
                 continue
             job.run()
+
+    @property
+    def _startable(self) -> bool:
+        """Whether a job may begin, and nobody is just starting jobs."""
+        if self._pumping:
+            return False
+        return self._ready(self._reads_under_way) if self._reads else self._ready(self._writes_under_way)
 
     def _next(self) -> _Job | None:
         with self._lock:
@@ -228,6 +282,7 @@ class Lane:
         return self._items_under_way < self._depth or such < 2
 
     def _begin(self, job: _Job) -> None:
+        self._under_way.add(job)
         self._items_under_way += len(job.items)
         if isinstance(job, _ReadJob):
             self._reads_under_way += 1
@@ -253,6 +308,7 @@ class Lane:
 
     def _end(self, job: _Job) -> None:
         with self._lock:
+            self._under_way.discard(job)
             self._items_under_way -= len(job.items)
             if isinstance(job, _ReadJob):
                 self._read_bytes -= job.nbytes

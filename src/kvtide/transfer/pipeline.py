@@ -6,13 +6,27 @@ writes, events), then does it. A row on the move is held, so it cannot be evicte
 Up (ascent.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (descent.py): a sealed row is written
 to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
 (eraser.py).
+
+A caller may be interrupted anywhere: Ctrl-C, or a signal handler that raises. What it has changed under the lock is
+then half done. Before the lock is released, ``repair`` makes everything anew that can be derived: holds from the leases
+in force, slots from where the rows are, counters from both. What nobody can finish any more is given up, and whoever
+waits for it is told. Rights that the caller did not get (it was interrupted on the way out) end when the next call
+takes the lock (``reclaim``). The threads of tiers are never interrupted.
+
+*Two writers.* A writer may be slow, or be stopped and never end, and nobody may have to wait for it. So while a block
+is PENDING because somebody writes it, one more writer gets a row and a slot of its own for the same key, which nobody
+finds (``_hidden``). Whoever seals first has the key: if that is the second, the row of the first is doomed, so that its
+seal changes nothing and its slot comes free when it ends; if it is the first, the second copy is given up when it ends.
+When the first aborts, the second takes its place. A third writer is told that the block is pending.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,24 +34,41 @@ import numpy as np
 
 from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation
+from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.plan.uses import Uses
-from kvtide.tiers.base import Identity
+from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.ascent import Ascent, LoadStatistics
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
 from kvtide.transfer.eraser import Eraser, Tally
+from kvtide.transfer.persister import Persister
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
+from kvtide.transfer.written import Unwritten
 
-__all__ = ["Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
+
+
+_WINDOW = 1 << 12
+"""Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
+_GRANTED = 1024
+"""Blocks of a prompt that get their slots in one hold of the lock."""
+
+Erased = list[tuple[BlockKey, int]]
+"""Blocks that a tier is to erase, and where it has them."""
+
+_NONE: Rows = np.empty(0, np.int64)
+_REPAIRS = 100
+"""How often a repair is begun again when it is interrupted itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,8 @@ class PipelineStatistics:
     """By tier."""
     write_budgets: dict[str, WriteBudgetStatistics] = field(default_factory=dict)
     """By tier, of those that have one."""
+    largest_slice: int = 0
+    """The most blocks that were dropped or expired in one hold of the index's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +102,16 @@ class Pledge:
     priority: int = 0
     tokens: Sequence[bytes] = ()
 
+    def parts(self) -> Iterator[Pledge]:
+        """The same in parts, each small enough for one hold of the lock."""
+        if len(self.keys) <= _GRANTED:
+            yield self
+            return
+        for start in range(0, len(self.keys), _GRANTED):
+            part = slice(start, start + _GRANTED)
+            columns = self.keys[part], self.parents[part], self.depths[part]
+            yield Pledge(self.identity, *columns, self.expiry, self.priority, self.tokens[part])
+
 
 @dataclass(slots=True)
 class _Granted:
@@ -79,6 +122,13 @@ class _Granted:
     places: list[int]
     depths: list[int]
     spans: list[Span]
+    contended: bool = False
+    """Whether somebody else was seen to write one of the blocks."""
+
+
+def _anywhere(rows: Rows) -> Mask:
+    """Which blocks may be moved within DRAM, if nobody holds them: all."""
+    return np.ones(len(rows), np.bool_)
 
 
 class Pipeline:
@@ -99,7 +149,7 @@ class Pipeline:
         """``tenants`` have numbers for good, by tag, and by these numbers some have ``quotas`` of DRAM in bytes."""
         self._index = index
         self._dram = dram
-        self._colds = colds
+        self.colds = self._colds = colds
         self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
@@ -108,25 +158,50 @@ class Pipeline:
         self._eraser = eraser = Eraser(index, colds)
         self._descent = descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
         may_leave = descent.may_leave if any(c.admission.keeps_leaving for c in colds) else None
-        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave)
+        self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
         quota = Quota(index, DRAM, "dram", Account(index, quotas), evictor.ranked) if quotas else None
         self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
         self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
         self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
-        self._reservations = 0
+        self._serials = itertools.count(1)
+        self._open: dict[int, list[int]] = {}
+        """The rows that open reservations are to fill, by the reservation's serial number."""
+        self._abandoned: deque[int] = deque()
+        """Reservations that nobody can end any more: whoever was to get them was interrupted."""
+        residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
+        self.others = residents.others
+        self.load_in_slices = self._ascent.load_in_slices
+        self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        self.report = descent.report
+        self._longer: set[int] = set()
+        """Rows that live longer than their records say. Some may have left since."""
+        self.largest_slice = 0
+        """The most blocks that were dropped or expired in one hold of the index's lock."""
+        self._writing: set[int] = set()
+        """Rows that reservations fill."""
+        self._hidden: dict[BlockKey, int] = {}
+        """Of these, those of second writers, which are not found by their keys."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
             evictors = {"dram": self._evictor, **{c.name: c.evictor for c in self._colds}}
+            self.reclaim()
             return PipelineStatistics(
-                self._residents.leases,
-                self._reservations,
+                self._index.leases,
+                len(self._open),
                 self.blocks_pending,
                 self.blocks_doomed,
                 self._ascent.statistics(),
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
+                self.largest_slice,
             )
+
+    @property
+    def lost(self) -> Counter[Unwritten]:
+        """Blocks that have left DRAM and are in no tier, though one was to have them, since the store was opened."""
+        with self._index.lock:
+            return Counter(self._descent.lost)
 
     @property
     def blocks_doomed(self) -> int:
@@ -169,25 +244,93 @@ class Pipeline:
             if len(wanted):
                 self._descent.write(cold, wanted)
 
+    # -- after an interruption ----------------------------------------------------------------------------
+
+    def repair(self) -> None:
+        """A change was left half done: make everything anew that can be derived. Under the lock, before it is released.
+
+        Looks at all rows.
+        """
+        for left in range(_REPAIRS, -1, -1):
+            try:
+                self._repair()
+            except BaseException:
+                if not left:
+                    raise
+            else:
+                return
+
+    def _repair(self) -> None:
+        index = self._index
+        for rows in self._open.values():
+            rows[:] = [row for row in rows if index.state[DRAM][row] == PENDING]  # whoever reserves has the same list
+        self._writing = {row for rows in self._open.values() for row in rows}
+        self._hidden = {key: row for key, row in self._hidden.items() if row in self._writing and index.row(key) != row}
+        self._ascent.repair(self._writing)
+        for cold in self._colds:
+            written, state = cold.lane.writing(), index.state[cold.number]
+            lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
+            state[lost] = ABSENT
+            cold.lane.repair()
+        moving = self._room.moving()
+        index.recount_holds(moving.rows)
+        self._residents.repair(moving, set(self._hidden.values()))
+        index.repair()
+        for number, account in index.accounts.items():
+            account.repair(number)
+        self.counts["interrupted calls"] += 1
+
+    def reclaim(self) -> None:
+        """End the rights that nobody can give back. Under the lock."""
+        while self._residents.abandoned:
+            self._residents.end_lease(self._residents.abandoned[0])
+            self._residents.abandoned.popleft()
+        while self._abandoned:
+            self._give_up(self._abandoned[0])
+            self._abandoned.popleft()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether there are rights that nobody can give back."""
+        return bool(self._residents.abandoned or self._abandoned)
+
+    def _give_up(self, serial: int) -> None:
+        """Abort a reservation, if it has not ended. Under the lock."""
+        if serial in self._open:
+            del self._open[serial]
+            self.repair()  # its rows are nobody's to fill now
+
     # -- in from callers ----------------------------------------------------------------------------------
 
     def reserve(self, pledges: Sequence[Pledge]) -> Reservation:
         """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer."""
         granted = _Granted([], [], [], [], [])
-        for pledge in pledges:
-            self._reserve(pledge, granted)
+        serial = next(self._serials)
         reservation = Reservation(
-            granted.keys,
-            rows_of(granted.rows),
-            granted.spans,
-            granted.depths,
-            [self._dram.generation(place) for place in granted.places],
-            self._finish,
+            granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, self._abandoned.append, serial
         )
-        with self._index.lock:
-            self._reservations += 1
+        try:
+            with self._index.lock:
+                if self.abandoned:
+                    self.reclaim()
+                self._open[serial] = granted.rows
             for pledge in pledges:
-                reservation.refused += int(np.count_nonzero(self._absent(self._index.rows(pledge.keys))))
+                for part in pledge.parts():
+                    if not self._reserve(part, granted):
+                        break
+            reservation.rows = rows_of(granted.rows)
+            reservation.generations = [self._dram.generation(place) for place in granted.places]
+            with self._index.lock:
+                for pledge in pledges:
+                    rows = self._index.rows(pledge.keys)
+                    reservation.refused += int(np.count_nonzero(self._absent(rows)))
+                    if granted.contended:
+                        mine = set(granted.keys)
+                        written = zip(pledge.keys, self._being_written(rows).tolist(), strict=True)
+                        reservation.pending += sum(busy and key not in mine for key, busy in written)
+        except BaseException:
+            reservation.abort()
+            raise
         return reservation
 
     def _absent(self, rows: Rows) -> Mask:
@@ -197,40 +340,67 @@ class Pipeline:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
 
-    def _reserve(self, pledge: Pledge, granted: _Granted) -> None:
+    def _being_written(self, rows: Rows) -> Mask:
+        """Which rows somebody has reserved who has not sealed them, and are nowhere else. Under the lock."""
+        pending: Mask = self._index.state[DRAM][rows] == PENDING
+        for cold in self._colds:
+            pending &= self._index.state[cold.number][rows] != SEALED
+        for i in np.flatnonzero(pending).tolist():
+            pending[i] = int(rows[i]) in self._writing
+        return pending
+
+    def _reserve(self, pledge: Pledge, granted: _Granted) -> bool:
+        """False if there is no room for the rest, and so none for what follows either."""
         done = 0
         while done < len(pledge.keys):
             events: list[Event] = []
             with self._index.lock:
-                done = self._grant(pledge, done, granted, events)
+                try:
+                    done = self._grant(pledge, done, granted, events)
+                except BaseException:
+                    self.repair()
+                    raise
             self._feed.publish(events)
             if done < len(pledge.keys) and not self._room.grow(pledge.identity):
                 self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
-                return
+                return False
+        return True
 
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
         index, size = self._index, pledge.identity.geometry.footprint
-        wanted = (np.flatnonzero(self._absent(index.rows(pledge.keys[start:]))) + start).tolist()
+        found = index.rows(pledge.keys[start:])
+        new = self._absent(found)
+        second: set[int] = set()
+        if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
+            granted.contended = True
+            second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
+            new[[i - start for i in second]] = True
+        wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._room.allow(pledge.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
         places = self._room.take(pledge.identity, len(wanted), events)
         keys = [pledge.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
-            # A key may be known and yet nowhere: somebody holds it.
-            row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
+            if i in second:
+                row = index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i], found=False)
+                self._hidden[pledge.keys[i]] = row
+            else:
+                # A key may be known and yet nowhere: somebody holds it.
+                row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
             rows.append(row)
             if pledge.tokens:
                 self._residents.tokens[row] = pledge.tokens[i]
         if rows:
+            granted.rows += rows
             self._dram.own(rows_of(places), rows_of(rows))
             self._residents.enter(rows_of(rows), places, pledge.identity)
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
             index.priority[rows] = pledge.priority
+            self._writing.update(rows)
         granted.keys += keys
-        granted.rows += rows
         granted.places += places
         granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
         granted.spans += self._dram.spans(places, size)
@@ -240,31 +410,71 @@ class Pipeline:
         return len(pledge.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
-        """The end of a reservation."""
-        index, rows = self._index, reservation.rows
+        """The end of a reservation. Once: whoever was interrupted here may come again, and finds that it has ended."""
         events: list[Event] = []
-        with index.lock:
-            self._reservations -= 1
+        try:
+            with self._index.lock:
+                if reservation.serial in self._open:
+                    try:
+                        self._end(reservation, sealed, events)
+                    except BaseException:
+                        self._open.pop(reservation.serial, None)
+                        self.repair()
+                        raise
+        finally:
+            self._ascent.call_ready()
+        self._feed.publish(events)
+
+    def _end(self, reservation: Reservation, sealed: bool, events: list[Event]) -> None:
+        index, rows = self._index, rows_of(self._open[reservation.serial])
+        if sealed:
             generations = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
             assert generations == reservation.generations, "a slot changed hands under a writer"
-            good = np.full(len(rows), sealed)
-            if self._residents.doomed:
-                good &= ~self._residents.are_doomed(rows)
-            kept = rows[good]
-            self._residents.clear_padding(kept)
-            self._residents.seal(kept)
-            for row in rows[~good].tolist():
-                self._residents.leave(row)
-            ready = self._ascent.landed(rows.tolist(), good.tolist())
-            for cold in self._colds:
-                self._descent.write(cold, kept[cold.admission.on_store(kept)])
-            self.counts["blocks stored"] += len(kept)
-            if self._feed.followed and len(kept):
-                events.append(BlockStored("dram", index.keys(kept)))
-            self._residents.unhold(rows)
-            self._room.save_ahead()
-        self._feed.publish(events)
-        ready()
+        good = np.full(len(rows), sealed)
+        if self._residents.doomed:
+            good &= ~self._residents.are_doomed(rows)
+        self._writing.difference_update(rows.tolist())
+        overtaken = self._settle(rows, good) if self._hidden else []
+        kept = rows[good]
+        self._residents.clear_padding(kept)
+        self._residents.seal(kept)
+        self._residents.leave_many(rows[~good])
+        self._ascent.later(self._ascent.landed(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken)))
+        for cold in self._colds:
+            self._descent.write(cold, kept[cold.admission.on_store(kept)])
+        self.counts["blocks stored"] += len(kept)
+        if self._feed.followed and len(kept):
+            events.append(BlockStored("dram", index.keys(kept)))
+        self._residents.unhold(rows)
+        del self._open[reservation.serial]
+        self._room.save_ahead(len(kept))
+
+    def _settle(self, rows: Rows, good: Mask) -> list[int]:
+        """A reservation ends: decide whose the keys are that two are writing. Under the lock.
+
+        What is of no use any more becomes False in ``good``, which says what was sealed. Answers the rows of first
+        writers that have lost their keys.
+        """
+        index, overtaken = self._index, []
+        for i, row in enumerate(rows.tolist()):
+            key = index.key(row)
+            if self._hidden.get(key) == row:
+                del self._hidden[key]
+                first = index.row(key)
+                if not good[i]:
+                    continue
+                if first in self._writing and self._being_written(rows_of([first]))[0]:
+                    index.take_key(row)
+                    self._residents.doom_many(rows_of([first]))
+                    overtaken.append(first)
+                elif first and any(state[first] for state in index.state):
+                    good[i] = False  # the other was sealed before
+                    self.counts["blocks written twice"] += 1
+                else:
+                    index.take_key(row)
+            elif not good[i] and index.row(key) == row and key in self._hidden:
+                index.take_key(self._hidden.pop(key))
+        return overtaken
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -286,6 +496,14 @@ class Pipeline:
             refused = rows_of(sorted(self._residents.refused))
             self._descent.write(cold, refused[cold.admission.on_store(refused)])
 
+    def waiting(self, name: str) -> int:
+        """Bytes of the blocks that a tier would not take and are still here, and of those that it is just given."""
+        cold = next(c for c in self._colds if c.name == name)
+        with self._index.lock:
+            rows = rows_of(sorted(self._residents.refused))
+            good = (self._index.state[cold.number][rows] == ABSENT) & (self._index.state[DRAM][rows] == SEALED)
+            return self._residents.record_bytes(rows[good]) + cold.lane.write_bytes
+
     def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
         """Reads of these blocks from a tier hang: nobody waits for them any more, and their slots stay aside."""
         events: list[Event] = []
@@ -293,8 +511,7 @@ class Pipeline:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             ready = self._ascent.landed(rows.tolist(), [False] * len(rows))
-            for row in rows.tolist():
-                self._detach(row, "unreadable", events)
+            self._detach_many(rows, "unreadable", events)
             self.counts[f"blocks late from {cold}"] += len(rows)
         self._feed.publish(events)
         ready()
@@ -313,57 +530,260 @@ class Pipeline:
     def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
-        ``done`` gets the number not erased.
+        ``done`` gets the number not erased. Goes in slices, and rests between them: hold no lock.
         """
+        drop = Drop(self, keys, done, shared)
+        while drop.step():
+            rest()
+        return drop.found
+
+    def drop_some(self, keys: Sequence[BlockKey], colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]) -> int:
+        """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
+        ``erase``, before anything is taken: who is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
-        erase: list[tuple[Cold, list[tuple[BlockKey, int]]]] = []
-        colds = [cold for cold in self._colds if shared or not cold.shared]
-        tally = Tally(1 + len(colds), done)
         with index.lock:
             rows = index.rows(keys)
-            for cold in colds:
-                # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
-                erase.append((cold, list(zip(keys, index.place[cold.number][rows].tolist(), strict=True))))
-            found = rows[rows > 0].tolist()
-            for row in found:
-                self._detach(row, "dropped", events)
+            found = np.unique(rows[rows > 0])
+            try:
+                for cold, items in zip(colds, erase, strict=True):
+                    # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
+                    items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
+                self._detach_many(self._with_hidden(keys, found), "dropped", events)
+                self._eraser.await_dying(keys, tally)
+            except BaseException:
+                self.repair()
+                self._detach_all(keys)
+                raise
             self.counts["blocks dropped"] += len(found)
-            self._eraser.await_dying(keys, tally)
         self._feed.publish(events)
-        for cold, items in erase:
-            cold.tier.drop(items, tally.end)
-        tally.end(())
         return len(found)
 
-    def residents_of(self, tenant: bytes) -> Rows:
-        """A tenant's rows in DRAM that are not dropped yet. Under the lock."""
-        rows = self._residents.of_tenant(tenant)
-        return rows[~self._residents.are_doomed(rows)]
+    def _with_hidden(self, keys: Sequence[BlockKey], rows: Rows) -> Rows:
+        """These rows, and those that second writers of the same keys have. Under the lock."""
+        if not self._hidden:
+            return rows
+        return np.append(rows, rows_of([self._hidden[key] for key in keys if key in self._hidden]))
 
-    def _detach(self, row: int, reason: str, events: list[Event]) -> None:
-        """Take a row from the index, so that nobody finds it; its slots follow when nobody holds it."""
+    def _detach_all(self, keys: Sequence[BlockKey]) -> None:
+        """Take those that are still there from the index, however often that is interrupted. Under the lock."""
+        for _ in range(_REPAIRS):
+            try:
+                rows = self._index.rows(keys)
+                self._detach_many(self._with_hidden(keys, np.unique(rows[rows > 0])), "dropped", [])
+            except BaseException:  # noqa: BLE001 - the caller raises the one that began it
+                self.repair()
+            else:
+                return
+
+    def keys_of(self, tenant: bytes) -> list[BlockKey]:
+        """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
+        index, keys, start = self._index, list[BlockKey](), 0
+        while start < index.size:
+            with index.lock:
+                stop = min(start + _WINDOW, index.size)
+                keys += index.keys(self._residents.of_tenant(tenant, start, stop))
+            start = stop
+            rest()
+        return keys
+
+    @contextmanager
+    def forgetting(self, tenant: bytes) -> Iterator[None]:
+        """Let no block of a tenant into DRAM meanwhile, neither from a caller nor from a colder tier. Hold no lock."""
+        forgotten = self._residents.forgotten
+        with self._index.lock:
+            forgotten[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._index.lock:
+                forgotten[tenant] -= 1
+                if not forgotten[tenant]:
+                    del forgotten[tenant]
+
+    def _detach_many(self, rows: Rows, reason: str, events: list[Event]) -> None:
+        """Take distinct rows from the index, so that nobody finds them; their slots follow when nobody holds them."""
         index = self._index
-        key = index.key(row)
+        if not len(rows):
+            return
+        self.largest_slice = max(self.largest_slice, len(rows))
+        if self._hidden:
+            for row in rows.tolist():
+                if self._hidden.get(key := index.key(row)) == row:
+                    del self._hidden[key]
+        dying: list[tuple[Cold, tuple[BlockKey, ...]]] = []
         for cold in self._colds:
-            if index.state[cold.number][row] == SEALED:
-                index.remove(row, cold.number)
-                events.append(BlockRemoved(cold.name, (key,), reason))
-            elif index.state[cold.number][row] == PENDING:
+            states = index.state[cold.number][rows]
+            dying.append((cold, index.keys(rows[states == PENDING])))
+            if len(sealed := rows[states == SEALED]):
+                index.remove_many(sealed, cold.number)
+                self._tell(cold.name, sealed, reason, events)
+        if len(sealed := rows[index.state[DRAM][rows] == SEALED]):
+            self._tell("dram", sealed, reason, events)
+        index.detach_many(rows)
+        self._residents.doom_many(rows)
+        for cold, keys in dying:
+            for key in keys:
                 self._eraser.dies(cold, key)
-        if index.state[DRAM][row] == SEALED:
-            events.append(BlockRemoved("dram", (key,), reason))
-        index.detach(row)
-        self._residents.doom(row)
+
+    def _tell(self, tier: str, rows: Rows, reason: str, events: list[Event]) -> None:
+        if self._feed.followed:
+            events.append(BlockRemoved(tier, self._index.keys(rows), reason))
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
         events: list[Event] = []
-        for row in rows.tolist():
-            key = self._index.key(row)
+        try:
             for cold in self._colds:
-                if self._index.state[cold.number][row] == SEALED:
-                    cold.tier.evict(key, int(self._index.place[cold.number][row]))
-            self._detach(row, "expired", events)
+                sealed = rows[self._index.state[cold.number][rows] == SEALED]
+                if len(sealed):
+                    self._tell(cold.name, sealed, "expired", events)
+                    # In this order: a place that is given back twice would be another's.
+                    places = self._index.remove_many(sealed, cold.number).tolist()
+                    for key, place in zip(self._index.keys(sealed), places, strict=True):
+                        cold.tier.evict(key, place)
+            self._detach_many(rows, "expired", events)
+        except BaseException:
+            self.repair()
+            raise
         self.counts["blocks expired"] += len(rows)
         return events
+
+    # -- how long blocks live -----------------------------------------------------------------------------
+
+    def extend(self, rows: Rows, when: float) -> None:
+        """Let distinct rows live until ``when`` at least. Under the lock."""
+        longer = self._index.extend(rows, when)
+        if len(longer):
+            for cold in self._colds:
+                if not cold.shared:
+                    self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
+
+    def expire_some(
+        self, keys: Sequence[BlockKey], when: float, now: float, shorten: bool
+    ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
+        """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
+
+        Answers how many there were, and which records in colder tiers say that they live longer.
+        """
+        index = self._index
+        with index.lock:
+            rows = index.rows(keys)
+            found = np.unique(rows[(rows > 0) & (index.expiry[rows] > now)])
+            self.extend(found, when)
+            if not shorten:
+                return len(found), []
+            shorter = np.isin(rows, index.shorten(found, when))
+            renew = []
+            for cold in self._colds:
+                there = index.state[cold.number][rows] == SEALED
+                # Where a tier has no record of a block any more there may be traces of one, which must not come back.
+                some = shorter & there if cold.shared else shorter | ~there
+                places = np.where(there, index.place[cold.number][rows], NOWHERE)
+                renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
+        return len(found), renew
+
+    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
+
+        ``done`` gets False for those that could not be erased either.
+        """
+        self._descent.renew(cold, items, done)
+
+    def note_expiries(self) -> None:
+        """Write down that blocks in colder tiers live longer than their records say. Nothing may be under way."""
+        index = self._index
+        for cold in self._colds:
+            if not isinstance(cold.tier, Renewing):
+                continue
+            with index.lock:
+                rows = rows_of(sorted(self._longer))
+                rows = rows[index.state[cold.number][rows] == SEALED]
+                held = Held(
+                    list(index.keys(rows)),
+                    np.array([index.parent(row) for row in rows.tolist()], "V32"),
+                    index.place[cold.number][rows],
+                    index.depth[rows].astype(np.int64),
+                    index.expiry[rows],
+                    index.priority[rows],
+                    np.zeros(len(rows), np.int64),
+                )
+            cold.tier.note(held)
+        self._longer.clear()
+
+
+class Expiring:
+    """A change of blocks' expiry under way. Call ``step`` until it is False; the tiers do the rest."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        keys: Sequence[BlockKey],
+        heads: Sequence[BlockKey],
+        when: float,
+        now: float,
+        done: Callable[[int], None],
+    ) -> None:
+        """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
+        self._pipeline = pipeline
+        self._keys = [*heads, *keys]
+        self._heads = len(heads)
+        self._when = when
+        self._now = now
+        self._tally = Tally(1, done)
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Change the next slice; answers whether there is another."""
+        shorten = self._at >= self._heads
+        stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
+        found, renew = self._pipeline.expire_some(self._keys[self._at : stop], self._when, self._now, shorten)
+        self._at = stop
+        self.found += found if shorten else 0
+        for cold, items in renew:
+            if items:
+                self._tally.more()
+                self._pipeline.renew(cold, items, self._tally.end)
+        if self._at < len(self._keys):
+            return True
+        self._tally.end(())
+        return False
+
+
+class Drop:
+    """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
+
+    def __init__(
+        self, pipeline: Pipeline, keys: Sequence[BlockKey], done: Callable[[int], None], shared: bool = True
+    ) -> None:
+        """``shared``: in storage that others use as well. ``done`` gets the number of blocks that were not erased."""
+        self._pipeline = pipeline
+        self._keys = keys
+        self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
+        self._tally = Tally(1 + len(self._colds), done)
+        self._erase: list[Erased] = [[] for _ in self._colds]
+        self._at = 0
+        self.found = 0
+        """Blocks that there were, so far."""
+
+    def step(self) -> bool:
+        """Drop the next slice; answers whether there is another."""
+        keys = self._keys[self._at : self._at + slices.SLICE]
+        self._at += len(keys)
+        if keys:
+            try:
+                self.found += self._pipeline.drop_some(keys, self._colds, self._tally, self._erase)
+            except BaseException:
+                self._erase_all()
+                raise
+        if self._at < len(self._keys):
+            return True
+        self._erase_all()
+        return False
+
+    def _erase_all(self) -> None:
+        for cold, items in zip(self._colds, self._erase, strict=True):
+            cold.tier.drop(items, self._tally.end)
+        self._tally.end(())

@@ -6,7 +6,10 @@ A row in DRAM is held by leases, by reservations and by moves. A block that is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -16,14 +19,26 @@ from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows,
 from kvtide.index.lease import Lease
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
-from kvtide.tiers.segments import ladder
+from kvtide.tiers.record import header_bytes
+from kvtide.tiers.segments import Segment, ladder
+from kvtide.transfer.written import Unwritten
 
-__all__ = ["Residents"]
+__all__ = ["Moving", "Residents"]
 
 _TENANTS = 65_535
 """That are told apart when room is short; any more have one share together."""
+_NO_SPACE = 0xFFFFFFFF
+"""The number of an identity that has no block in DRAM."""
 _NEWCOMERS = 64
 """Tenants after which it is worth a look who has gone, at least."""
+
+
+class Moving(NamedTuple):
+    """Rows on their way to other places in DRAM, so that segments become empty."""
+
+    rows: Rows
+    places: Rows
+    drained: list[Segment]
 
 
 class Residents:
@@ -33,6 +48,8 @@ class Residents:
         """``tenants`` have numbers already, from 1 on, and keep them."""
         self._index = index
         self._dram = dram
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
         self._footprints: list[int] = []
@@ -48,45 +65,70 @@ class Residents:
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
-        self.leases = 0
-        """That are open and hold something."""
+        self._numbers = itertools.count(1)
+        self.abandoned: deque[int] = deque()
+        """Leases that nobody can release any more: whoever was to get them was interrupted."""
         self.doomed: set[int] = set()
+        self.forgotten: Counter[bytes] = Counter()
+        """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
         self.refused: set[int] = set()
         """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
+        self.unwritten: dict[int, dict[int, Unwritten]] = {}
+        """Why rows are not in colder tiers that were to have them, by the number of the tier."""
 
     # -- holding ------------------------------------------------------------------------------------------
 
     def lease(self, rows: Rows) -> Lease:
         """Hold distinct rows until the lease is released. Under the index's lock."""
-        self._index.hold(rows)
-        self.leases += bool(len(rows))
-        return Lease(self._release, rows)
+        if not len(rows):
+            return Lease(self._release, self.abandoned.append, 0, rows)
+        # First the handle and then the hold, in one step: whoever is interrupted in between leaves nothing behind.
+        number = next(self._numbers)
+        lease = Lease(self._release, self.abandoned.append, number, rows)
+        self._index.lease(number, rows)
+        return lease
 
-    def _release(self, rows: Rows) -> None:
+    def _release(self, number: int) -> None:
         with self._index.lock:
-            self.leases -= 1
-            self.unhold(rows)
+            try:
+                self.end_lease(number)
+            except BaseException:
+                self.interrupted()
+                raise
+
+    def end_lease(self, number: int) -> None:
+        """End a lease, if it has not ended. Under the index's lock."""
+        rows = self._index.leased(number)
+        if rows is not None:
+            last = self._last_holds(rows)
+            self._index.end_lease(number, rows)
+            self._vacate_doomed(last)
 
     def unhold(self, rows: Rows) -> None:
         """End a hold on distinct rows."""
-        last = [r for r in rows.tolist() if r in self.doomed and self._index.holds[r] == 1] if self.doomed else ()
+        last = self._last_holds(rows)
         self._index.unhold(rows)
-        for row in last:
-            self.doomed.discard(row)
-            self.vacate(row)
+        self._vacate_doomed(last)
 
-    def doom(self, row: int) -> None:
-        """``row`` was detached from its key: its slot goes now, or when nobody holds it."""
-        if self._index.holds[row]:
-            self.doomed.add(row)
-        else:
-            self.vacate(row)
+    def _last_holds(self, rows: Rows) -> Rows:
+        """The rows that were dropped and are held once."""
+        return rows[self.are_doomed(rows) & (self._index.holds[rows] == 1)] if self.doomed else rows[:0]
 
-    def vacate(self, row: int) -> None:
-        """Give back the slot of a detached row, and the row."""
-        if self._index.state[DRAM][row] == SEALED:
-            self.leave(row)
-        self._index.retire(row)
+    def _vacate_doomed(self, rows: Rows) -> None:
+        if len(rows):
+            self.vacate_many(rows)
+            self.doomed.difference_update(rows.tolist())
+
+    def doom_many(self, rows: Rows) -> None:
+        """Distinct rows were detached from their keys: their slots go now, or when nobody holds them."""
+        held = self._index.holds[rows] > 0
+        self.doomed.update(rows[held].tolist())
+        self.vacate_many(rows[~held])
+
+    def vacate_many(self, rows: Rows) -> None:
+        """Give back the slots of distinct detached rows, and the rows."""
+        self.leave_many(rows[self._index.state[DRAM][rows] == SEALED])
+        self._index.retire_many(rows)
 
     # -- coming and going ---------------------------------------------------------------------------------
 
@@ -133,6 +175,63 @@ class Residents:
             self._checks.pop(row, None)
         if self.refused:
             self.refused.discard(row)
+        if self.unwritten:
+            self.unwritten.pop(row, None)
+
+    def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
+        """A colder tier was to have these rows and does not take them."""
+        for row in rows:
+            self.unwritten.setdefault(row, {})[tier] = reason
+
+    def note_written(self, row: int, tier: int) -> None:
+        """It has taken a row after all."""
+        if (reasons := self.unwritten.get(row)) is not None:
+            reasons.pop(tier, None)
+            if not reasons:
+                del self.unwritten[row]
+
+    def repair(self, moving: Moving, hidden: set[int]) -> None:
+        """Make everything anew that follows from where the rows are. Under the lock.
+
+        ``hidden`` rows are rightly not found by their keys.
+        """
+        index, size = self._index, self._index.size
+        here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
+        self._dram.repair(
+            np.append(index.place[DRAM][here], moving.places), np.append(here, moving.rows), moving.drained
+        )
+        rows = np.bincount(index.space[here], minlength=len(self._identities)).tolist()
+        self._identities = self._identities[: len(rows)]
+        self._rows = rows
+        self._footprints = [identity.geometry.footprint for identity in self._identities]
+        self._spaces = {identity: i for i, identity in enumerate(self._identities) if rows[i]}
+        self._vacant = [i for i, count in enumerate(rows) if not count]
+        absent = index.state[DRAM][:size] == ABSENT
+        gone: dict[int, Any]
+        for gone in (self.tokens, self._checks or {}, self.unwritten):
+            for row in [row for row in gone if absent[row]]:
+                del gone[row]
+        self.refused.difference_update([row for row in self.refused if absent[row]])
+        self.doom_many(rows_of([row for row in index.detached() if row not in hidden]))
+        self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
+
+    def leave_many(self, rows: Rows) -> None:
+        """``leave`` of distinct rows."""
+        if not len(rows):
+            return
+        self._dram.release_many(self._index.remove_many(rows, DRAM))
+        spaces, counts = np.unique(self._index.space[rows], return_counts=True)
+        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+            self._rows[space] -= count
+            if not self._rows[space]:
+                del self._spaces[self._identities[space]]
+                self._vacant.append(space)
+        if self.tokens or self._checks or self.refused:
+            for row in rows.tolist():
+                self.tokens.pop(row, None)
+                self.refused.discard(row)
+                if self._checks:
+                    self._checks.pop(row, None)
 
     # -- questions ----------------------------------------------------------------------------------------
 
@@ -140,19 +239,39 @@ class Residents:
         """What a row in DRAM is."""
         return self._identities[int(self._index.space[row])]
 
+    def record_bytes(self, rows: Rows) -> int:
+        """The bytes of the records of rows in DRAM, as they are written without compression and token ids."""
+        counts = np.bincount(self._index.space[rows]).tolist() if len(rows) else []
+        geometries = ((self._identities[space].geometry, count) for space, count in enumerate(counts) if count)
+        return sum(count * (header_bytes(geometry.sections) + geometry.footprint) for geometry, count in geometries)
+
     def span(self, row: int) -> Span:
         """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
 
-    def of_tenant(self, tenant: bytes) -> Rows:
-        """The rows that have, or are about to get, a block of a tenant's."""
-        index, size = self._index, self._index.size
+    def of_tenant(self, tenant: bytes, start: int, stop: int) -> Rows:
+        """Of the rows from ``start`` to ``stop``, those that have, or are about to get, a block of a tenant's."""
+        index = self._index
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
-        rows: Rows = np.flatnonzero((index.state[DRAM][:size] != ABSENT) & np.isin(index.space[:size], mine))
-        return rows
+        here = index.state[DRAM][start:stop] != ABSENT
+        rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
+        return rows[~self.are_doomed(rows)]
+
+    def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
+        """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
+
+        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        """
+        other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
+        if b"\1" not in other.tobytes():
+            return None
+        other &= self._index.state[DRAM][rows] == state  # else it says nothing: nobody clears it
+        return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:
         """Which rows were dropped while somebody held them."""
+        if not self.doomed:
+            return np.zeros(len(rows), np.bool_)
         return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
 
     def intact(self, row: int) -> bool:

@@ -1,26 +1,45 @@
 """Room: who must leave so that others can come.
 
 A tier makes room when it is full, by its policy. A tenant that has a quota makes room among its own blocks when that is
-used up, however empty the tier is; only then may it take what the tier has.
+used up, however empty the tier is; only then may it take what the tier has. In both cases it is decided first whether
+what may leave makes the room that is wanted; if not, nothing leaves.
+
+A block in DRAM that must not leave, and stands in the way of another slot size, is moved: under the lock it gets its
+new slot and is held, without it the bytes are copied, and under it again the row changes its place. Until then whoever
+asks for the block reads it where it was; if somebody does so at that moment, it stays there.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from kvtide.events import BlockRemoved, Event, Feed
-from kvtide.index.index import Index, Rows
-from kvtide.plan.evict import Evictor
+from kvtide.index.index import DRAM, Index, Rows
+from kvtide.plan.evict import Eviction, Evictor
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Identity
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.segments import ladder
+from kvtide.tiers.dram import Dram, copy
+from kvtide.tiers.segments import Segment, domain_of, ladder, segment_of, size_of
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.descent import Descent
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.residents import Moving, Residents, rows_of
 
 __all__ = ["Room"]
+
+
+class _Move(NamedTuple):
+    """Blocks on their way to other slots of their kind, so that segments become empty."""
+
+    rows: Rows
+    """Which are held by it."""
+    slots: list[tuple[int, int, int, int]]
+    """Of each the row, its old place, its new one, and its bytes."""
+    drained: list[Segment]
 
 
 class Room:
@@ -51,61 +70,97 @@ class Room:
         self._counts = counts
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
         self._ahead = 0
+        """Blocks that may be stored before more must be written down."""
+        self._moves: list[_Move] = []
+        """Decided, and not done."""
+        self._moving = threading.Lock()
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
 
     def take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Slots in DRAM for as many as can be had, by evicting too, but not by growing."""
         size, domain = what.geometry.footprint, what.domain
         places = self._dram.take_many(size, count, owners, domain)
-        if len(places) < count and ladder(size) > self._dram.segments.budget:
-            return []  # nothing that could leave would make room for it
-        while (left := count - len(places)) and not self._dram.growable(size, domain):
+        while (left := count - len(places)) and not self.growable(what):
             if not self.make(ladder(size) | domain, left, events):
                 break
             places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
         return places
 
+    def growable(self, what: Identity) -> bool:
+        """Whether ``grow`` could make room for such a block, or is just about to."""
+        return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
+
     def grow(self, what: Identity) -> bool:
-        """Take memory for such a block or, where the system has none though the budget does, evict. Not under the
-        lock."""
+        """Move blocks that stand in the way, and take memory for such a block. Not under the lock.
+
+        Where the system has no memory though the budget does, evict: but only what makes room without it.
+        """
         size, domain = what.geometry.footprint, what.domain
-        if self._dram.grow(size, domain):
+        moved = self._move()
+        if self._dram.grow(size, domain) or moved:
             return True
         events: list[Event] = []
         with self._index.lock:
-            made = self.make(ladder(size) | domain, 1, events)
+            made = self.make(ladder(size) | domain, 1, events, in_place=True)
         self._feed.publish(events)
         return made
 
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
         """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
+        if what.tenant in self._residents.forgotten:
+            return 0
         quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
-        if quota is None or tenant not in quota.account.quotas:
+        if quota is None or tenant not in quota.account.quotas or not count:
             return count
-        size = ladder(what.geometry.footprint)
-        while rows := quota.victims(tenant, count * size):
-            self._evict(rows, events)
-        allowed = min(count, max(0, quota.account.left(tenant) // size))
+        kind, size = ladder(what.geometry.footprint) | what.domain, ladder(what.geometry.footprint)
+        allowed, rows = quota.allow(tenant, count, size)
+        if rows and not self._all_of(rows, kind):
+            # Slots of other kinds make the quota, but no place: is there one to be had?
+            reach = self._evictor.reach(kind, allowed)
+            if reach < allowed:
+                allowed, rows = quota.allow(tenant, reach, size)
+        self._evict(rows, events)
         if allowed < count and self._keep_leaving:
             self._save(quota.own(tenant))
         return allowed
 
+    def _all_of(self, rows: list[int], kind: int) -> bool:
+        """Whether all rows are in slots of that kind."""
+        segments = self._dram.segments
+        return all(segments[segment_of(place)].kind == kind for place in self._index.place[DRAM][rows].tolist())
+
     def refuse(self, what: Identity, verb: str, count: int) -> None:
         """So many blocks are more than their tenant may have."""
-        if count and self._quota is not None:
+        if count and what.tenant in self._residents.forgotten:
+            if verb == "load":
+                self._counts["loads dropped: their tenant is being forgotten"] += count
+            else:
+                self._counts["stores dropped: their tenant is being forgotten"] += count
+        elif count and self._quota is not None:
             self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
 
-    def make(self, kind: int, count: int, events: list[Event]) -> bool:
-        """Evict from DRAM so that up to ``count`` slots of a kind come free."""
-        rows = self._evictor.victims(kind, count)
-        if not rows and self._keep_leaving:
-            self._ahead = 0
-            self.save_ahead()
-        self._evict(rows, events)
-        return bool(rows)
+    def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
+        """Evict from DRAM so that up to ``count`` slots of a kind come free, at once or when ``grow`` is called.
+
+        If nothing that may leave would lead to a slot, nothing does, and the answer is False.
+        """
+        eviction = self._evictor.victims(kind, count, in_place=in_place)
+        if not eviction and self._keep_leaving:
+            before = self._index.changes
+            self._save_coldest(kind)
+            if self._index.changes != before:  # a tier that answers at once has them now
+                eviction = self._evictor.victims(kind, count, in_place=in_place)
+        self._evict(eviction.leave, events)
+        if eviction.move:
+            self._begin(eviction)
+        return bool(eviction)
 
     def _evict(self, rows: list[int], events: list[Event]) -> None:
         if rows and self._feed.followed:
             events.append(BlockRemoved("dram", self._index.keys(rows_of(rows)), "evicted"))
+        if self._residents.unwritten:
+            self._descent.count_lost(rows)
         for row in rows:
             self._residents.leave(row)
             self._index.retire(row)
@@ -114,18 +169,100 @@ class Room:
     def make_cold(self, cold: Cold, size: int, events: list[Event]) -> bool:
         """Evict from a colder tier so that a slot of ``size`` comes free."""
         assert cold.evictor is not None
-        return self._descent.evict(cold, cold.evictor.victims(size), events)
+        eviction = cold.evictor.victims(size)
+        moving = [row for rows in eviction.move.values() for row in rows]
+        made = self._descent.evict(cold, eviction.leave, events)
+        if moving:
+            # They must not leave the tier, but are in DRAM too: they are written again from there.
+            made |= self._descent.evict(cold, moving, events)
+            self._descent.write(cold, rows_of(moving))
+        return made
 
-    def save_ahead(self) -> None:
-        """Write the coldest blocks down before they must leave, so that room can be made at once."""
+    def save_ahead(self, stored: int) -> None:
+        """So many blocks were stored: write the coldest down before they must leave, so that they can at once."""
+        self._ahead -= stored
         segments = self._dram.segments
-        if not self._keep_leaving or self._ahead > 0 or segments.used * 2 < segments.budget:
-            self._ahead -= 1
-            return
+        if self._keep_leaving and self._ahead <= 0 and segments.used * 2 >= segments.budget:
+            self._save_coldest()
+
+    def _save_coldest(self, kind: int | None = None) -> None:
+        """Write down those that would leave next.
+
+        If a slot of ``kind`` is wanted and none can be had: those in such slots too, and so many of all that a segment
+        can be emptied for it.
+        """
         with self._dram.book_lock:
             count = max(8, self._dram.blocks // 8)
-        self._save(self._evictor.coldest(count))
-        self._ahead = count // 4
+            if kind is not None:
+                count = max(count, max((s.slots for s in self._dram.segments), default=0))
+        rows = self._evictor.coldest(count)
+        if kind is not None:
+            rows = np.union1d(rows, self._evictor.coldest(count, kind))
+        self._save(rows)
+        self._ahead = count // 2
+
+    # -- moving -------------------------------------------------------------------------------------------
+
+    def _begin(self, eviction: Eviction) -> None:
+        """Give rows that must come out of segments their new slots. Under the lock; ``_move`` does the rest."""
+        moves: list[tuple[int, int, int, int]] = []
+        index, identity = self._index, self._residents.identity
+        for kind, rows in eviction.move.items():
+            places = self._dram.take_many(size_of(kind), len(rows), rows_of(rows), domain_of(kind))
+            moves += [
+                (row, int(index.place[DRAM][row]), new, identity(row).geometry.footprint)
+                for row, new in zip(rows, places, strict=False)
+            ]
+        held = rows_of([row for row, *_ in moves])
+        index.hold(held)
+        self._moves.append(_Move(held, moves, eviction.drained))
+
+    def moving(self) -> Moving:
+        """What is under way. Under the lock."""
+        slots = [slot for move in self._moves for slot in move.slots]
+        rows, places = rows_of([row for row, *_ in slots]), rows_of([new for _, _, new, _ in slots])
+        return Moving(rows, places, [segment for move in self._moves for segment in move.drained])
+
+    def _move(self) -> bool:
+        """Copy blocks to their new slots, and let go of the old ones; answers whether a segment became empty.
+
+        Sealed blocks do not change, so they may be read meanwhile. One that somebody holds when it is copied stays
+        where it is, and so does its segment; who wants room chooses again. Not under the lock.
+        """
+        if not self._moves:
+            return False
+        emptied = False
+        with self._moving:  # who comes second needs what the first one makes
+            while self._moves:
+                move = self._moves[0]
+                copied = 0
+                try:
+                    for _, old, new, size in move.slots:
+                        copy(self._dram.span(new, size), self._dram.span(old, size))
+                        copied += 1
+                finally:
+                    with self._index.lock:
+                        try:
+                            self._moves.remove(move)
+                            emptied |= self._moved(move, copied)
+                        except BaseException:
+                            self.interrupted()
+                            raise
+        return emptied
+
+    def _moved(self, move: _Move, copied: int) -> bool:
+        """So many of these blocks were copied. Under the lock."""
+        index, doomed = self._index, self._residents.doomed
+        for i, (row, old, new, _) in enumerate(move.slots):
+            alone = index.holds[row] == 1 and row not in doomed and index.place[DRAM][row] == old
+            if i < copied and alone:
+                index.relocate(row, DRAM, new)
+                self._dram.release(old)
+                self._counts["blocks moved in dram"] += 1
+            else:
+                self._dram.release(new)
+        self._residents.unhold(move.rows)
+        return self._dram.settle(move.drained)
 
     def _save(self, rows: Rows) -> None:
         for cold in self._colds:

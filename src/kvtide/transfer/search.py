@@ -14,6 +14,7 @@ to read it, and whoever follows events knows.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,6 +24,7 @@ from kvtide.block import BlockKey, Kind, Layout
 from kvtide.clock import Clock
 from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.slices import slices
 from kvtide.tiers.base import Identity
 from kvtide.tiers.shared import Entry, Shared, Wish, place_of
 from kvtide.transfer.cold import Cold
@@ -48,14 +50,12 @@ class Search:
         clock: Clock,
         feed: Feed,
         counts: Counter[str],
-        expect_expiry: Callable[[float], None],
     ) -> None:
         self._index = index
         self._tiers = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Shared)]
         self._clock = clock
         self._feed = feed
         self._counts = counts
-        self._expect_expiry = expect_expiry
         self._under_way: set[BlockKey] = set()
         """Searches, by the keys from which they look."""
         self._known = _KNOWN
@@ -81,8 +81,8 @@ class Search:
             return True
         if not self._tiers or usable[blocks + 1 :].any():
             return False
-        first = keys(layout.group(lacking[0]).suffix)[blocks]
-        if first not in self._under_way and not all(tier.absent(first) for _, tier in self._tiers):
+        first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
+        if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
             wishes = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             self._under_way.add(first)
             self._seek({first}, wishes, blocks)
@@ -145,27 +145,43 @@ class Search:
                     index.tenant[row] = 0
                     index.priority[row] = entry.priority
                     index.expire_at([row], entry.expiry)
-                    self._expect_expiry(entry.expiry)
                 index.put(row, cold.number, SEALED, entry.place)
                 new.append(key)
             self._counts[f"blocks found in {cold.name}"] += len(new)
-            events = self._forget() if len(index) > self._known else []
+            many = len(index) > self._known
+            if many:
+                self._known = sys.maxsize  # one is enough to forget
         if new:
-            self._feed.publish([BlockStored(cold.name, tuple(new)), *events])
+            self._feed.publish([BlockStored(cold.name, tuple(new))])
+        if many:
+            try:
+                self._forget()
+            finally:
+                self._known = max(_KNOWN, 2 * len(index))
 
-    def _forget(self) -> list[BlockRemoved]:
-        """Forget what is nowhere but in shared storage, and was not asked for lately. Under the lock."""
-        index, size = self._index, self._index.size
+    def _only_shared(self, rows: Rows) -> Mask:
+        """Which rows are nowhere but in shared storage."""
         numbers = [cold.number for cold, _ in self._tiers]
-        own = [state for number, state in enumerate(index.state) if number not in numbers]
-        free = (index.holds[:size] == 0) & (index.pins[:size] == 0)
-        for state in own:
-            free &= state[:size] == ABSENT
-        rows = np.flatnonzero(free & np.logical_or.reduce([index.state[n][:size] == SEALED for n in numbers]))
+        here = np.zeros(len(rows), np.bool_)
+        for number, state in enumerate(self._index.state):
+            if number in numbers:
+                here |= state[rows] == SEALED
+        for number, state in enumerate(self._index.state):
+            if number not in numbers:
+                here &= state[rows] == ABSENT
+        return here
+
+    def _forget(self) -> None:
+        """Forget what is nowhere but in shared storage, and was not asked for lately. In slices: hold no lock."""
+        index = self._index
+        rows = np.arange(index.size)
+        rows = rows[self._only_shared(rows)]  # in no lock: each is looked at again
         rows = rows[np.argsort(index.used[rows])][: -(-len(rows) // 2)]
-        events = [event for cold, _ in self._tiers for event in self._strike(cold, rows, "forgotten")]
-        self._known = max(_KNOWN, 2 * len(index))
-        return events
+        for some in slices(rows):
+            with index.lock:
+                free = some[(index.holds[some] == 0) & (index.pins[some] == 0) & self._only_shared(some)]
+                events = [event for cold, _ in self._tiers for event in self._strike(cold, free, "forgotten")]
+            self._feed.publish([*events])
 
     def removed(self, tier: str, names: Sequence[str] | None) -> None:
         """Somebody has removed blobs of these names from a tier's storage; None: nobody knows which."""
@@ -174,23 +190,22 @@ class Search:
         gone = None if names is None else np.array([place_of(name) for name in names], np.int64)
         # A long search, and so in no lock: whoever is found is looked at again.
         rows = np.flatnonzero(_among(index.place[cold.number][: index.size], gone))
-        with index.lock:
-            rows = rows[_among(index.place[cold.number][rows], gone)]
-            if names is None:
-                events = self._strike(cold, rows, "forgotten")
-            else:
-                events = self._strike(cold, rows, "evicted")
-                self._counts[f"blocks evicted from {tier}"] += sum(len(event.keys) for event in events)
-        self._feed.publish([*events])
+        for some in slices(rows):
+            with index.lock:
+                left = some[_among(index.place[cold.number][some], gone)]
+                events = self._strike(cold, left, "forgotten" if names is None else "evicted")
+                if names is not None:
+                    self._counts[f"blocks evicted from {tier}"] += sum(len(event.keys) for event in events)
+            self._feed.publish([*events])
 
     def _strike(self, cold: Cold, rows: Rows, reason: str) -> list[BlockRemoved]:
         """Forget that a tier has these rows; those that are nowhere else, altogether. Under the lock."""
         index = self._index
         rows = rows[index.state[cold.number][rows] == SEALED]
         events = [BlockRemoved(cold.name, index.keys(rows), reason)] if len(rows) else []
-        for row in rows.tolist():
-            index.remove(row, cold.number)
-            index.retire(row)
+        if len(rows):
+            index.remove_many(rows, cold.number)
+            index.retire_many(rows)
         return events
 
 

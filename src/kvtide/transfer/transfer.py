@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+from kvtide import arguments, forks
 from kvtide.clock import Clock
 
 __all__ = ["Transfer"]
@@ -30,19 +31,22 @@ class Transfer:
         """``run`` calls callbacks; without it, the thread that ends the transfer does."""
         self._clock = clock
         self._run = run
+        self._origin = forks.here
         self._began = clock.monotonic()
         self.deadline = deadline
         """On the monotonic clock; None: whenever."""
         self.arrived: set[int] = set()
         """Rows that are in DRAM, whole and verified."""
         self.failed: set[int] = set()
+        self.report: object = None
+        """What a node said at its end, if it is a node that moves the blocks."""
         self._waiting: set[int] = set()
         self._left = False
         """Whether it ended while something was under way."""
         self._ended = False
         self._lock = threading.Lock()
-        self._event: threading.Event | None = None
-        """Made by the first who waits."""
+        self._waiters: list[threading.Lock] = []
+        """One for each thread that waits, taken until the end. An Event may be left unusable by an interruption."""
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
@@ -74,6 +78,10 @@ class Transfer:
         return self._ended
 
     @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
     def age(self) -> float:
         """Seconds since it began."""
         return self._clock.monotonic() - self._began
@@ -93,15 +101,16 @@ class Transfer:
     def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
         """Rows are here, or will not come."""
         with self._lock:
-            if self._ended or not self._waiting:
+            if self._ended or not (self._waiting or self.arrived or self.failed):
                 return
             expected = self._waiting.intersection(rows)
-            self._waiting -= expected
+            bad: set[int] = set()
             if False in arrived:
                 bad = expected.intersection([r for r, good in zip(rows, arrived, strict=True) if not good])
-                self.failed |= bad
-                expected -= bad
-            self.arrived |= expected
+            # What is waited for is reduced last: whoever is interrupted here can repeat it.
+            self.failed.update(bad)
+            self.arrived.update(expected - bad)
+            self._waiting.difference_update(expected)
             if self._waiting:
                 return
         self._end()
@@ -112,34 +121,42 @@ class Transfer:
             self._end()
 
     def _end(self) -> None:
+        """End it, once; what an interrupted call has left to do is done by the next."""
         with self._lock:
-            if self._ended:
+            if not self._ended:
+                lost = self.failed | self._waiting
+                self._left, self.failed, self._waiting, self._ended = bool(self._waiting), lost, set(), True
+        for waiter in list(self._waiters):
+            with contextlib.suppress(RuntimeError):  # it was given back before
+                waiter.release()
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread was sooner
                 return
-            self._ended = True
-            self._left = bool(self._waiting)
-            self.failed |= self._waiting
-            self._waiting.clear()
-            callbacks, self._callbacks = self._callbacks, []
-        if self._event is not None:
-            self._event.set()
-        for callback in callbacks:
             _call(callback)
 
     # -- for callers --------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
         """Stop waiting. Reads that have not started are not made, unless somebody else wants them."""
-        self._end()
+        if self._origin is forks.here:  # else it is our parent's, and goes on there
+            self._end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ends; False if ``timeout`` seconds passed before. A passed deadline ends it."""
+        forks.check(self._origin, "transfer")
+        timeout = arguments.seconds(timeout, "timeout")
         left = None if self.deadline is None else max(0.0, self.deadline - self._clock.monotonic())
         limit = min((t for t in (left, timeout) if t is not None), default=None)
+        waiter = threading.Lock()
+        waiter.acquire()
         with self._lock:
             if self._ended:
                 return True
-            event = self._event = self._event or threading.Event()
-        if not event.wait(limit) and left is not None and (timeout is None or left <= timeout):
+            self._waiters.append(waiter)
+        came = waiter.acquire(timeout=-1 if limit is None else min(limit, threading.TIMEOUT_MAX))
+        if not came and left is not None and (timeout is None or left <= timeout):
             self._end()
         return self._ended
 
@@ -149,6 +166,8 @@ class Transfer:
         On whatever thread ends it, which may be one of the store's own: it must be quick and wait for nothing. A
         node's client has a thread for such calls, where it may do what it likes.
         """
+        forks.check(self._origin, "transfer")
+        arguments.callback(callback, "callback")
         self._at_end(callback if self._run is None else functools.partial(self._run, callback))
 
     def _at_end(self, callback: Callable[[], None]) -> None:
@@ -162,6 +181,7 @@ class Transfer:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> bool:
+        forks.check(self._origin, "transfer")
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 

@@ -139,6 +139,20 @@ def test_a_load_that_takes_too_long_is_computed(tmp_path: Path, wishes: Wishes, 
             assert toy.clock.monotonic() - began <= seconds + 0.05
 
 
+def test_when_the_rest_is_late_the_engine_is_promised_what_is_held(tmp_path: Path) -> None:
+    path, disk = tmp_path / "node.sock", FaultyDisk()
+    dram, nvme = {"budget": "2MiB", "segment": "1MiB"}, {"budget": "16MiB", "path": str(tmp_path / "tier")}
+    with contextlib.closing(Thread(path, dram=dram, nvme=nvme)), contextlib.closing(Toy(lambda: Client(path))) as toy:
+        serve(toy, "first", prompt(1))
+    with contextlib.closing(Thread(path, disk, dram=dram, nvme=nvme)):
+        toy = Toy(lambda: Client(path), idle=0.01)
+        with contextlib.closing(toy):
+            assert serve(toy, "short", prompt(1)[: toy.layout.block_tokens + 1]).cached == toy.layout.block_tokens
+            with disk.gate("read"):
+                request = serve(toy, "impatient", prompt(1), Wishes(max_load_ms=50))
+            assert request.cached == toy.layout.block_tokens, "neither nothing nor what is still on disk"
+
+
 def test_a_request_may_say_how_long_it_waits_for_an_answer(
     node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

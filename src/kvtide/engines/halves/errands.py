@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvtide.errors import KvtideError
-from kvtide.node.calls import Calls
 from kvtide.node.line import Lost
+from kvtide.tiers.calls import Calls
 
 __all__ = ["Errands", "attempt"]
 

@@ -146,13 +146,14 @@ class Scheduler:
         wait = _LOAD if speed is None else max(_SHORTEST, (match.tokens - have) / speed)
         if r.prompt.wishes.max_load_ms is not None:
             wait = r.prompt.wishes.max_load_ms / 1000
-        load = None if match.ready else match.session.load(match, deadline=wait)
+        cold, until = match.held_tokens < match.tokens, self._now() + wait
+        # What is optional, a draft's blocks, may be in a colder tier though all that counts is held.
+        load = None if match.holding.ready else match.session.load(match, deadline=wait)
         own = crew is tenancy.own.crew
-        cold, until = not match.ready, self._now() + wait
-        return Offer(match, crew.token, crew.ticket(match), load, match.tokens, cold, own, until)
+        return Offer(match, crew.token, crew.ticket(match), load, match.held_tokens, cold, own, until)
 
     def _is_here(self, offer: Offer) -> bool:
-        """Whether all of an offer is in DRAM; what has not come in time is not part of it."""
+        """Whether all of an offer is in DRAM. When its time is over, what is held by then is all of it."""
         load = offer.load
         if load is None:
             return True
@@ -164,7 +165,8 @@ class Scheduler:
             offer.counted = self._errands.ask(lambda: load.wait().tokens, 0)
         if not self._errands.soon(offer.counted) and not late:
             return False
-        offer.tokens = offer.counted.result() if offer.counted.done() else 0
+        # A node that is late with its answer has said before what was held then, and holds it still.
+        offer.tokens = offer.counted.result() if offer.counted.done() else offer.match.held_tokens
         offer.load = None
         return True
 

@@ -1,6 +1,7 @@
-"""Where a client calls its users back: on a thread of its own.
+"""A thread that makes calls, one after the other, for those who must not make them on their own.
 
-The thread that hears the node must not: a callback that waits for the node (a drop, a flush) would wait for itself.
+A client's thread that hears the node must not call the client's users: a callback that waits for the node (a drop, a
+flush) would wait for itself. And a caller that may be interrupted must not give jobs to a tier: see lane.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 __all__ = ["Calls"]
 
-log = logging.getLogger("kvtide.client")
+log = logging.getLogger("kvtide.calls")
 
 
 class Calls:

@@ -1,0 +1,144 @@
+"""What a process that was forked must not share with its parent.
+
+``os.fork`` copies memory and descriptors, but no thread other than the one that forks. So in the child every lock that
+another thread held is held for ever, no I/O thread answers, and every file, socket and lock is still its parent's.
+Nothing that was opened before a fork can therefore be used in the child:
+
+- its verbs raise ForkedError, before they take any lock (``check``);
+- ``close``, leaving a ``with`` block, and ``release`` or ``abort`` of a right do nothing;
+- its descriptors are closed, without a word to whoever is at their other end. A file that stays open in a child would
+  keep its parent's lock alive after the parent has died.
+
+Whatever has descriptors or can be asked something asks to be told of a fork (``tell``). Its ``forked`` runs in the
+child, on the only thread that there is. It must take no lock and write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from kvtide.errors import ForkedError
+
+__all__ = ["LockFile", "Process", "check", "close", "here", "tell"]
+
+
+class Process:
+    """A process, from its start or the fork that made it. Compare it with ``here`` by ``is``: numbers are reused."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+
+here = Process()
+"""This process. Read it as ``forks.here``: it changes with a fork."""
+
+
+class Told(Protocol):
+    """What ``tell`` takes."""
+
+    def forked(self) -> None:
+        """This is the child of a fork. Close descriptors; take no lock, since a thread that is not here may hold it."""
+
+
+_told: weakref.WeakSet[Told] = weakref.WeakSet()
+_opening = threading.RLock()
+"""Held while a lock file is opened or closed. Nobody forks meanwhile: the child would not know of the descriptor."""
+
+
+def tell(thing: Told) -> None:
+    """Call ``thing.forked`` in every process that is forked from now on, as long as it lives."""
+    _told.add(thing)
+
+
+def check(origin: Process, what: str = "store") -> None:
+    """Raise ForkedError unless this is still the process ``origin``."""
+    if origin is not here:
+        raise ForkedError(
+            f"this {what} was opened in process {origin.pid}, and this is process {os.getpid()}, which was forked from "
+            "it: open the store again here, or let both processes use a node (see kvtide node --help)"
+        )
+
+
+def close(descriptors: Iterable[int]) -> None:
+    """Close a child's copies of descriptors."""
+    for fd in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _before() -> None:
+    _opening.acquire()
+
+
+def _in_parent() -> None:
+    _opening.release()
+
+
+def _in_child() -> None:
+    global here
+    _opening.release()
+    here = Process()
+    for thing in list(_told):
+        with contextlib.suppress(Exception):  # one that fails must not keep the others' descriptors open
+            thing.forked()
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+class LockFile:
+    """A file that is locked by flock(2), for one process at a time.
+
+    Whoever took the lock gives it back explicitly, because a child that was forked has a copy of the descriptor, and
+    the lock lives as long as any copy. The child closes its copy at once, and so never unlocks what is its parent's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it. Raises OSError."""
+        self._fd = -1
+        tell(self)
+        with _opening:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self, *, wait: bool) -> None:
+        """Take the lock. Raises BlockingIOError if another has it and we do not wait."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+    def read(self) -> str:
+        """What it says."""
+        return os.pread(self._fd, 64, 0).decode(errors="replace").strip()
+
+    def write(self, text: str) -> None:
+        """Let it say something else."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(), 0)
+
+    def close(self) -> None:
+        """Give the lock back, if we have it. A second call, or one in a child, does nothing."""
+        with _opening:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                finally:
+                    os.close(fd)
+
+    def forked(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            close([fd])
+
+    def __enter__(self) -> LockFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,98 @@
+"""The thread of a store that removes what has expired.
+
+It sleeps until something expires, and then works in slices (``kvtide.index.slices``), so that no caller waits long for
+it. It starts when the first block gets an expiry, ends when the store is closed, and does not keep a store alive that
+nobody else has any more. A call that comes when something has expired does one slice itself: where no thread can be
+started, the work is still done, a little with every call.
+
+Time is that of the store's clock. If that is turned by hand (``kvtide.testing.clock``) it wakes the thread; if the
+system's clock jumps, the next call does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import Protocol
+
+from kvtide.clock import Clock, TurnedClock
+from kvtide.index.slices import rest
+
+__all__ = ["Housekeeper", "Housekept"]
+
+log = logging.getLogger("kvtide.store")
+
+_LONGEST = 3600.0
+"""Seconds that it sleeps at most."""
+_AFTER_ERROR = 1.0
+"""Seconds that it rests after an error, so that one that stays does not keep a core busy."""
+
+
+class Housekept(Protocol):
+    """Something that has work to be done in slices."""
+
+    def tidy(self) -> float:
+        """Do one slice; answers in how many seconds the next is due, infinity: not before it is woken."""
+
+
+class Housekeeper:
+    """A thread that calls ``tidy`` of its owner whenever that is due, from the first ``wake`` on until it is closed."""
+
+    def __init__(self, owner: Housekept, clock: Clock) -> None:
+        self._wake = wake = threading.Event()
+        self._owner = weakref.ref(owner, lambda _: wake.set())
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if isinstance(clock, TurnedClock):
+            clock.follow(wake.set)
+
+    def __repr__(self) -> str:
+        return f"<Housekeeper{', at work' if self._thread is not None else ''}>"
+
+    def wake(self) -> None:
+        """There may be something to do, or to be done later. Does not wait; may be called under any lock."""
+        self._wake.set()
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is not None or self._closed.is_set():
+                return
+            args = (self._owner, self._wake, self._closed)
+            thread = threading.Thread(target=_run, args=args, name="kvtide-housekeeping", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as e:  # callers do its work, and the next one tries again
+                log.debug("the housekeeping thread cannot be started: %s", e)
+            else:
+                self._thread = thread
+
+    def close(self) -> None:
+        """End the thread, and wait for that."""
+        with self._lock:
+            self._closed.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run(owner: weakref.ref[Housekept], wake: threading.Event, closed: threading.Event) -> None:
+    while not closed.is_set():
+        kept = owner()
+        if kept is None:
+            return
+        wake.clear()
+        try:
+            left = kept.tidy()
+        except Exception:
+            log.exception("housekeeping failed; it goes on in %g s", _AFTER_ERROR)
+            left = 0.0
+            closed.wait(_AFTER_ERROR)
+        del kept  # else the thread would keep it alive while it sleeps
+        if left > 0:
+            wake.wait(min(left, _LONGEST))
+        else:
+            rest()

@@ -1,0 +1,337 @@
+"""Blocks that somebody wants to be durable: written and synced in a tier that survives a restart.
+
+A request has a list of blocks and a ``Transfer`` that ends when each of them is durable, or cannot become so. Every
+block is held meanwhile, so that it is evicted from no tier, and goes through these states, in ``_advance``::
+
+    being stored, or read from a tier  ->  wait until it is in DRAM
+    in DRAM only                       ->  write it to the first durable tier that has not refused it yet
+    being written                      ->  wait until that has ended
+    in a durable tier                  ->  sync it there, and look again whether it is still there: then it is durable
+    in a tier that is not durable      ->  read it first
+
+Writes on request do not ask the admission, and are not refused because a queue is full: they wait for their turn
+(``Descent.write_on_request``), while the caller does not wait at all. Budgets of writes and quotas hold for them too.
+
+A block that is dropped or expires meanwhile is not durable. If somebody stores it again, or takes over the place of a
+writer that never ended, the new one is followed.
+
+Threads: from any. ``_advance`` is called where something has ended, on a tier's threads too; it never blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtide.block import BlockKey
+from kvtide.clock import Clock
+from kvtide.events import BlockRemoved, Event, Feed
+from kvtide.index.index import DRAM, PENDING, SEALED, Index
+from kvtide.index.lease import Lease
+from kvtide.tiers.base import Identity
+from kvtide.transfer.ascent import Ascent
+from kvtide.transfer.cold import Cold
+from kvtide.transfer.descent import Descent
+from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Unwritten
+
+__all__ = ["Persister", "Request"]
+
+_SLICE = 512
+"""Blocks that are looked at in one turn of the index's lock."""
+
+
+class _Block:
+    """One block of a request."""
+
+    __slots__ = ("identity", "key", "lease", "loaded", "number", "reason", "row", "tried")
+
+    def __init__(self, number: int, key: BlockKey, identity: Identity) -> None:
+        self.number = number
+        self.key = key
+        self.identity = identity
+        self.row = 0
+        """That is held, by ``lease``."""
+        self.lease: Lease | None = None
+        self.tried: list[int] = []
+        """Tiers to which it was written on request, by number."""
+        self.loaded = False
+        self.reason: Unwritten | None = None
+        """Why it will not be durable."""
+
+
+class Request:
+    """Blocks to be made durable; ``transfer`` counts them by their number in the request."""
+
+    def __init__(
+        self,
+        wanted: Iterable[tuple[BlockKey, Identity]],
+        transfer: Transfer,
+        advance: Callable[[Request, Sequence[_Block]], None],
+    ) -> None:
+        self.transfer = transfer
+        self.blocks = [_Block(i, key, identity) for i, (key, identity) in enumerate(wanted)]
+        self.go_on: Callable[[Sequence[_Block]], None] = functools.partial(advance, self)
+        """Do the next step for these blocks. One object, so that blocks that end together are told together."""
+        self.closed = False
+        """Whether the store was closed before it ended."""
+
+    def reason(self, number: int) -> Unwritten | None:
+        """Why a block is not durable, as far as is known now; None if it is."""
+        if number in self.transfer.arrived:
+            return None
+        if (reason := self.blocks[number].reason) is not None:
+            return reason
+        if self.closed:
+            return Unwritten.CLOSED
+        return Unwritten.CANCELLED if self.transfer.ended else Unwritten.TIMEOUT
+
+
+class _Arriving(Transfer):
+    """Waits for blocks that others write into DRAM; each goes on when it is there, or will not come."""
+
+    def __init__(self, request: Request, blocks: Sequence[_Block]) -> None:
+        super().__init__(request.transfer.clock)
+        self._go_on = request.go_on
+        self._blocks = {block.row: block for block in blocks}
+
+    def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
+        with self._lock:
+            here = [block for row in rows if (block := self._blocks.pop(row, None)) is not None]
+            self._ended = not self._blocks
+        if here:
+            self._go_on(here)
+
+
+_Syncing = tuple[Request, _Block, int]
+"""A block that is to be synced, and its place."""
+
+
+class Persister:
+    """Makes blocks durable. ``counts`` is told what happened."""
+
+    def __init__(
+        self,
+        index: Index,
+        residents: Residents,
+        colds: Sequence[Cold],
+        descent: Descent,
+        ascent: Ascent,
+        feed: Feed,
+        counts: Counter[str],
+    ) -> None:
+        self._index = index
+        self._residents = residents
+        self._colds = {cold.number: cold for cold in colds}
+        self._durable = [cold for cold in colds if cold.sync is not None]
+        self._descent = descent
+        self._ascent = ascent
+        self._feed = feed
+        self._counts = counts
+        self._open: set[Request] = set()
+        self._syncs: dict[int, list[_Syncing]] = {cold.number: [] for cold in self._durable}
+        """What is to be synced when the sync that is under way has ended, by tier."""
+        self._busy: set[int] = set()
+        """Tiers that are syncing."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def persist(self, wanted: Iterable[tuple[BlockKey, Identity]], clock: Clock) -> Request:
+        """Begin to make distinct blocks durable."""
+        transfer = Transfer(clock)
+        request = Request(wanted, transfer, self._advance)
+        transfer.expect(range(len(request.blocks)))
+        with self._index.lock:
+            closed = self._closed
+            if not closed:
+                self._open.add(request)
+        transfer.on_end(functools.partial(self._ended, request))
+        if closed:
+            self._cut_off(request)
+        elif not self._durable:
+            self._end(request, request.blocks, Unwritten.NOT_DURABLE if self._colds else Unwritten.NO_TIER)
+        else:
+            self._hold_all(request)
+            self._advance(request, request.blocks)
+        transfer.started()
+        return request
+
+    def close(self) -> None:
+        """End what has not ended: nothing moves any more."""
+        with self._index.lock:
+            self._closed = True
+            requests = list(self._open)
+        for request in requests:
+            self._cut_off(request)
+
+    def _cut_off(self, request: Request) -> None:
+        request.closed = True
+        request.transfer.cancel()
+
+    def _ended(self, request: Request) -> None:
+        with self._index.lock:
+            self._open.discard(request)
+            for block in request.blocks:
+                self._let_go(block)
+
+    def _let_go(self, block: _Block) -> None:
+        """Under the lock."""
+        lease, block.lease = block.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _end(self, request: Request, blocks: Sequence[_Block], reason: Unwritten | None) -> None:
+        """Blocks are durable, or there is a reason why they will not be. Outside the lock."""
+        if not blocks:
+            return
+        with self._index.lock:
+            for block in blocks:
+                block.reason = reason
+                self._let_go(block)
+        request.transfer.finish([block.number for block in blocks], [reason is None] * len(blocks))
+
+    # -- the states of a block ----------------------------------------------------------------------------
+
+    def _hold_all(self, request: Request) -> None:
+        """Hold what is known before anything else is done, or the last blocks could leave meanwhile."""
+        for first in range(0, len(request.blocks), _SLICE):
+            with self._index.lock:
+                if request.transfer.ended:
+                    return
+                for block in request.blocks[first : first + _SLICE]:
+                    self._follow(block)
+
+    def _follow(self, block: _Block) -> bool:
+        """Hold the row that has the block's key now; False if there is none. Under the lock."""
+        row = self._index.row(block.key)
+        if row != block.row or block.lease is None:
+            self._let_go(block)
+            block.row, block.loaded = row, False
+            block.tried.clear()
+            if row:
+                block.lease = self._residents.lease(rows_of([row]))
+        return bool(row)
+
+    def _advance(self, request: Request, blocks: Sequence[_Block]) -> None:
+        """Do the next step for each of these blocks, and come back when that has ended."""
+        for first in range(0, len(blocks), _SLICE):
+            self._step(request, blocks[first : first + _SLICE])
+
+    def _step(self, request: Request, blocks: Sequence[_Block]) -> None:
+        index = self._index
+        failed: dict[Unwritten, list[_Block]] = {}
+        syncs: dict[int, list[_Syncing]] = {}
+        writes: dict[int, list[int]] = {}
+        landing: list[_Block] = []
+        loads: list[_Block] = []
+        with index.lock:
+            if request.transfer.ended:
+                return
+            for block in blocks:
+                known = block.row
+                if not self._follow(block):
+                    failed.setdefault(Unwritten.REMOVED if known else Unwritten.NOT_STORED, []).append(block)
+                    continue
+                row, cold = block.row, self._where(block)
+                if cold is not None and index.state[cold.number][row] == SEALED:
+                    place = int(index.place[cold.number][row])
+                    syncs.setdefault(cold.number, []).append((request, block, place))
+                elif cold is not None:
+                    self._descent.watch(cold, row, request.go_on, block)
+                elif index.state[DRAM][row] == PENDING:
+                    landing.append(block)
+                elif index.state[DRAM][row] == SEALED:
+                    target = next((c for c in self._durable if c.number not in block.tried), None)
+                    if target is None:
+                        failed.setdefault(self._refusal(block), []).append(block)
+                    else:
+                        block.tried.append(target.number)
+                        self._descent.watch(target, row, request.go_on, block)
+                        writes.setdefault(target.number, []).append(row)
+                elif not block.loaded and any(index.state[number][row] == SEALED for number in self._colds):
+                    block.loaded = True
+                    loads.append(block)
+                else:
+                    failed.setdefault(self._refusal(block), []).append(block)
+            if landing:
+                arriving = _Arriving(request, landing)
+                for block in landing:
+                    self._ascent.join(block.row, arriving)
+        for reason, some in failed.items():
+            self._end(request, some, reason)
+        for number, pending in syncs.items():
+            self._sync(self._colds[number], pending)
+        for number, rows in writes.items():
+            self._descent.write_on_request(self._colds[number], rows_of(rows))
+        for block in loads:  # from a tier that is not durable
+            loading = Transfer(request.transfer.clock)
+            loading.on_end(functools.partial(request.go_on, [block]))
+            self._ascent.load([(rows_of([block.row]), block.identity)], loading)
+
+    def _where(self, block: _Block) -> Cold | None:
+        """The durable tier that has the block or is about to get it. Under the lock."""
+        coming = None
+        for cold in self._durable:
+            state = self._index.state[cold.number][block.row]
+            if state == SEALED:
+                return cold
+            if state == PENDING and coming is None:
+                coming = cold
+        return coming
+
+    def _refusal(self, block: _Block) -> Unwritten:
+        """Why no tier has taken it: what the nearest said. Under the lock."""
+        if not block.tried:
+            return Unwritten.REMOVED
+        reasons = self._residents.unwritten.get(block.row, {})
+        return reasons.get(block.tried[0], Unwritten.WRITE_FAILED)
+
+    # -- syncing ------------------------------------------------------------------------------------------
+
+    def _sync(self, cold: Cold, blocks: list[_Syncing]) -> None:
+        """Sync blocks, together with all others that come while a sync is under way."""
+        with self._index.lock:
+            self._syncs[cold.number] += blocks
+            if cold.number in self._busy or not self._syncs[cold.number]:
+                return
+            self._busy.add(cold.number)
+            batch, self._syncs[cold.number] = self._syncs[cold.number], []
+        assert cold.sync is not None
+        cold.sync([(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch))
+
+    def _synced(self, cold: Cold, batch: list[_Syncing], results: Sequence[bool]) -> None:
+        index, number = self._index, cold.number
+        ended: dict[tuple[Request, Unwritten | None], list[_Block]] = {}
+        again: dict[Request, list[_Block]] = {}
+        events: list[Event] = []
+        with index.lock:
+            self._busy.discard(number)
+            for (request, block, place), good in zip(batch, results, strict=True):
+                row = block.row
+                there = block.lease is not None and index.row(block.key) == row
+                if not there or index.state[number][row] != SEALED or index.place[number][row] != place:
+                    again.setdefault(request, []).append(block)  # it was removed meanwhile
+                elif good:
+                    ended.setdefault((request, None), []).append(block)
+                elif index.state[DRAM][row] == SEALED:
+                    # What cannot be synced may be lost though it was written: it is written again, elsewhere.
+                    index.remove(row, number)
+                    if not cold.shared:
+                        cold.tier.evict(block.key, place)
+                    events.append(BlockRemoved(cold.name, (block.key,), "unreadable"))
+                    again.setdefault(request, []).append(block)
+                else:
+                    ended.setdefault((request, Unwritten.WRITE_FAILED), []).append(block)
+            if False in results:
+                self._counts[f"blocks not synced in {cold.name}"] += list(results).count(False)
+        self._sync(cold, [])
+        self._feed.publish(events)
+        for (request, reason), blocks in ended.items():
+            self._end(request, blocks, reason)
+        for request, blocks in again.items():
+            self._advance(request, blocks)
