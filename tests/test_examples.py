@@ -13,7 +13,10 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 RESULTS = {
     "async_prefetch": [rf"request {number}: 512 tokens, in DRAM before they were needed: True" for number in range(4)],
-    "quickstart": [r"stored: Stored\(stored=3, present=0, dropped=0, pending=0\)", r"32 of 43 tokens came from the store"],
+    "quickstart": [
+        r"stored: Stored\(stored=3, present=0, dropped=0, pending=0\)",
+        r"32 of 43 tokens came from the store",
+    ],
     "restart": [
         r"first life:  Stored\(stored=8, present=0, dropped=0, pending=0\)",
         r"second life: <Match 512 of 512 tokens.*>",

@@ -28,6 +28,7 @@ from kvtide.errors import TierError, TierLockedError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.inspection import Report, advice, look
 from kvtide.testing.blocks import keys
+from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.directory import SegmentHeader
@@ -159,12 +160,14 @@ def test_compression_and_expiry_are_counted(tmp_path: Path) -> None:
     layout = kvtide.Layout.attention(layers=1, heads=2, head_dim=64, block_tokens=64)  # 2 sections, 4 pages each
     nbytes = layout.geometry["full"].nbytes
     prompt = np.arange(256, dtype=np.uint32)
-    with open_store(tmp_path / "kv", codec="zstd") as store:
+    nvme = {"path": str(tmp_path / "kv"), "budget": "16MiB", "segment": "1MiB", "codec": "zstd"}
+    config = kvtide.config.read(env={}, dram={"budget": "16MiB", "segment": "1MiB"}, nvme=nvme)
+    # The clock of this store stands years ago, so nothing has expired while it is open.
+    with kvtide.Store(config, clock=FakeClock()) as store:
         session = store.session(kvtide.Model(layout, weights="given:test"))
         session.store(prompt, [np.random.default_rng(i).bytes(nbytes) for i in range(4)])
-        # Nothing is matched or stored after this, so what has expired is not swept.
-        session.store(prompt + 256, [bytes(nbytes)] * 4, ttl=1e-6)
-        store.flush(60)
+        session.store(prompt + 256, [bytes(nbytes)] * 4, ttl=1.0)
+        assert store.flush(60).complete
     found = as_json(tmp_path / "kv", "--verify")
     kinds = {kind["codec"]: kind for kind in found["kinds"]}
     assert kinds["raw"]["stored"] == kinds["raw"]["raw"] == 4 * nbytes, "random bytes do not shrink"

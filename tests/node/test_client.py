@@ -124,7 +124,7 @@ def test_a_follower_may_use_and_close_the_store(node: Process) -> None:
     def follower(event: Event) -> None:
         if isinstance(event, BlockStored) and event.tier == "dram" and not done:
             done.append(session.drop(prompt(1)))
-            done.append(client.flush())
+            done.append(client.flush().complete)
             client.close()
             done.append("closed")
 

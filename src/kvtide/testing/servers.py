@@ -76,6 +76,9 @@ class Server(ABC):
     def hold(self) -> None:
         """It stays as it is, with its connections open, and answers nobody."""
         self._signal(signal.SIGSTOP)
+        if self._process is not None and self._process.poll() is None:
+            # The signal is delivered to one thread after another: until the last has stopped, the server still answers.
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
