@@ -255,7 +255,7 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path, since: st
             disk.arm(Fault("write", files="*.segment", times=1000))
             for number in range(1, 20):
                 session.store(prompt(number), data(PLAIN, prompt(number)))
-                assert store.flush(60)  # each by itself: what is written together fails once
+                assert store.flush(60).complete  # each by itself: what is written together fails once
             disk.disarm()
         await asyncio.to_thread(eventually, lambda: health(http)[0] == 503)
         status, about = await asyncio.to_thread(health, http)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.desk import LocalHolding
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
@@ -223,23 +224,21 @@ def test_the_end_of_a_session_that_held_much_leaves_others_their_turn(
     with Client(pair.node.path) as client, client.session(MODEL) as session:
         session.store(tokens, data(PLAIN, tokens))
         names = session.chain(tokens).joined
-        index = pair.node.store.index
-        unhold = index.unhold
+        release = LocalHolding.release
 
-        def ended(rows: Any) -> None:
+        def ended(holding: LocalHolding) -> None:
             pair.step()
-            unhold(rows)
+            release(holding)
 
         for _ in range(2):  # the end of a session, and that of its client
             for _ in range(20):
                 assert pair.ask(pair.busy, [p.Match(pair.session, names, 0)] * 20)[-1][0] == "matched"
             assert client.statistics().held == 100
-            monkeypatch.setattr(index, "unhold", ended)
-            monkeypatch.setattr(pair.node.store.pipeline._residents, "_index", index)
+            monkeypatch.setattr(LocalHolding, "release", ended)
             assert pair.ask(pair.busy, [p.Close(pair.session)]) == [None]
             pair.served_within(100)
             eventually(lambda: client.statistics().held == 0)
-            monkeypatch.setattr(index, "unhold", unhold)
+            monkeypatch.setattr(LocalHolding, "release", release)
             pair.order.clear()
             pair._asked = False
             (pair.session,) = pair.ask(pair.busy, [OPEN])

@@ -49,7 +49,7 @@ from kvtide.tiers.journal import FREED, HOLDS, KEEPS, PER_SLOT, RESERVE, Journal
 from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import OtherVersion, Rejected, expire_at, parse, recognise
 from kvtide.tiers.scratch import Scratch
-from kvtide.tiers.segments import Segment, Segments, place_of, segment_of, slot_of
+from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
 
 __all__ = ["Location", "Shelves"]
 
@@ -251,44 +251,47 @@ class Shelves:
                 del self._stale[place]
 
     def _look_at(self, places: list[int]) -> list[int]:
-        """Those of some slots, which were just taken, that may be overwritten."""
-        return [place for place in places if not self._is_newer(place)]
+        """Those of some slots, which were just taken, that may be overwritten. The others are kept as they are."""
+        array = np.array(places, np.int64)
+        newer: set[int] = set()
+        for number, mine in by_segment(array):
+            newer.update(self._newer(number, array[mine] & 0xFFFFFFFF))
+        return [place for place in places if place not in newer] if newer else places
 
-    def _is_newer(self, place: int) -> bool:
-        number, slot = segment_of(place), slot_of(place)
+    def _newer(self, number: int, slots: npt.NDArray[np.int64]) -> list[int]:
+        """Those of some slots of a segment, which nobody else may take now, that have records of a newer kvtide.
+
+        They are kept from now on. Each slot is looked at once, neighbours together.
+        """
         unseen = self._unseen.get(number)
-        if unseen is None or not unseen[slot]:
-            return False
+        if unseen is None or not len(wanted := np.sort(slots[unseen[slots]])):
+            return []
         with self.lock:
             segment = self.segments[number]
             header = SegmentHeader(segment.size, segment.slots, self._cuts[number])
-        found = [what for _, what in self._directory.records(self._files[number], header, range(slot, slot + 1))]
-        newer = any(isinstance(what, OtherVersion) and what.newer for what in found)
+        newer: dict[int, str] = {}
+        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1):
+            found = self._directory.records(self._files[number], header, range(int(run[0]), int(run[-1]) + 1))
+            newer |= {slot: str(what) for slot, what in found if isinstance(what, OtherVersion) and what.newer}
         with self.lock:
-            unseen[slot] = False
-            if newer:
+            unseen[wanted] = False
+            for slot, why in newer.items():
+                place = place_of(number, slot)
+                if not self.segments.holds(place):
+                    self.segments.claim(segment, np.array([slot], np.int64))
                 self.coming.pop(place, None)
-                self.reasons[str(found[0])] += 1
-                self._keep(self._stale.pop(place, ANY), place, newer)
-        return newer
+                self.reasons[why] += 1
+                self._keep(self._stale.pop(place, ANY), place, newer=True)
+        return [place_of(number, slot) for slot in newer]
 
     def _holds_newer(self, segment: Segment) -> bool:
         """Whether an empty segment, which is to be cut anew, has records of a newer kvtide. Then it is not empty."""
-        unseen, kept = self._unseen.get(segment.number), False
-        for slot in [] if unseen is None else np.flatnonzero(unseen).tolist():
-            place = place_of(segment.number, slot)
-            with self.lock:
-                self.segments.claim(segment, np.array([slot], np.int64))
-            if self._is_newer(place):
-                kept = True
-            else:
-                with self.lock:
-                    self.segments.release(place)
-        if kept:
-            with self.lock:
-                segment.draining = False
-                self.segments.settle(segment)
-        return kept
+        unseen = self._unseen.get(segment.number)
+        if unseen is None or not self._newer(segment.number, np.flatnonzero(unseen)):
+            return False
+        with self.lock:
+            self.segments.undrain(segment)
+        return True
 
     def _give_up_old(self) -> bool:
         """Give up what an older kvtide wrote and this one cannot read, of one segment; False if there is nothing."""
@@ -397,8 +400,10 @@ class Shelves:
                     self._withheld = 0
                 places = self.segments.take_many(size, len(left), left)
                 self.coming.update(dict.fromkeys(places, ANY))
-            if self._unseen:
-                places = self._look_at(places)
+            if self._unseen and len(fit := self._look_at(places)) < len(places):
+                places = fit
+                with self.lock:  # each is another block's now than when it was taken
+                    self.segments.own(np.array(places, np.int64), left[: len(places)])
             yield from places
             left = left[len(places) :]
             if not len(left):
@@ -431,6 +436,8 @@ class Shelves:
                     if spare is not None:
                         self.segments.drain(spare)
                 try:
+                    if spare is not None and self._holds_newer(spare):
+                        continue  # it is not empty after all
                     if spare is not None:
                         slots = self._reuse(spare, size)
                     if slots:
@@ -541,8 +548,6 @@ class Shelves:
         Its bytes are then another's. If a power loss could bring it back, there would be more segments than the budget
         allows, and the next opener might do without one whose blocks were acknowledged.
         """
-        if self._holds_newer(segment):
-            raise Rejected("the segment has records of a newer kvtide")
         fd = self._files.get(segment.number)
         if fd is not None and os.fstat(fd).st_size:
             self._write(fd, [_BLANK], 0)
@@ -726,16 +731,20 @@ class Shelves:
         written before a sync that failed may be lost whatever later ones say.
         """
         with self.lock:
-            held = [self.segments.holds(place) for place in places]
-        failed = self._sync_all({segment_of(p) for p, here in zip(places, held, strict=True) if here})
+            before = [self._written(place) for place in places]
+        failed = self._sync_all({segment_of(p) for p, sequence in zip(places, before, strict=True) if sequence})
         with self.lock:
             return [
-                here
-                and self.segments.holds(p)
+                sequence > 0
+                and sequence == self._written(p)  # else the slot has another record by now, which was not synced
                 and segment_of(p) not in failed
-                and int(self._sequences[segment_of(p)][slot_of(p)]) >= self._unsynced.get(segment_of(p), 0)
-                for p, here in zip(places, held, strict=True)
+                and sequence >= self._unsynced.get(segment_of(p), 0)
+                for p, sequence in zip(places, before, strict=True)
             ]
+
+    def _written(self, place: int) -> int:
+        """The sequence number of the record in a slot; 0 if it holds none. Under the lock."""
+        return int(self._sequences[segment_of(place)][slot_of(place)]) if self.segments.holds(place) else 0
 
     def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
         """Make a batch durable; what cannot be is taken back."""

@@ -1,0 +1,240 @@
+"""This checkout beside another commit: what a match, a store, a step of the node and NVMe cost.
+
+``python -m bench.compare COMMIT [TASK ...]`` checks COMMIT out into a temporary folder and runs the same tasks with the
+code of both, each in a process of its own that stays alive. The two take turns, round by round, and change who is
+first. A task's ratio is the median of the rounds' ratios, with the quartiles of those; above 1 this checkout costs
+more. CPU time counts all threads, and the node's process too. Writes ``bench/results/compare.json``.
+
+Tasks use only calls that both commits have. What a call answers may differ between them, so it is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "bench" / "results" / "compare.json"
+MIB = 1 << 20
+
+Task = Callable[[], int]
+"""One round; answers how many operations it did."""
+
+
+# -- the worker: runs with the code of one of the two commits ---------------------------------------------------
+
+
+def _cpu(pid: int) -> float:
+    """CPU seconds of all threads of another process, in nanoseconds' resolution."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str, Task], int]:
+    """The tasks, and the process number of the node, or 0."""
+    import numpy as np
+
+    import kvtide
+    from kvtide import config
+    from kvtide.benchmarks.node import running
+
+    def opened(**sections: Any) -> kvtide.Store:
+        return stack.enter_context(kvtide.Store(config.read(os.devnull, env={}, **sections)))
+
+    tiny = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
+    block = np.zeros(tiny.geometry["full"].nbytes, np.uint8)
+    fresh = itertools.count(1)
+    tasks: dict[str, Task] = {}
+    pid = 0
+
+    if "match" in wanted:
+        small = opened(dram={"budget": 64 * MIB})
+        session = stack.enter_context(small.session(kvtide.Model(tiny, "compare")))
+        prompt = np.arange(512 * 16, dtype=np.uint32)
+        session.store(prompt, [block] * 512)
+
+        def match() -> int:
+            for _ in range(200):
+                session.match(prompt).release()
+            return 200
+
+        tasks["match"] = match
+
+    if "store" in wanted:
+        full = opened(dram={"budget": 64 * MIB, "segment": "16MiB"})
+        writer = stack.enter_context(full.session(kvtide.Model(tiny, "compare")))
+
+        def store() -> int:
+            """64 blocks at a time into a tier that is full, so that each evicts one."""
+            for _ in range(100):
+                writer.store(np.full(64 * 16, next(fresh), np.uint32), [block] * 64)
+            return 100
+
+        for _ in range(4):
+            store()
+        tasks["store"] = store
+
+    if "step" in wanted:
+        path, pid = stack.enter_context(running(64 * MIB))
+        client = stack.enter_context(kvtide.connect(f"unix:{path}"))
+        asker = stack.enter_context(client.session(kvtide.Model(tiny, "compare")))
+        asked = np.arange(64 * 16, dtype=np.uint32)
+        asker.store(asked, [block] * 64)
+
+        def step() -> int:
+            for _ in range(500):
+                asker.match(asked).release()
+            return 500
+
+        tasks["step"] = step
+
+    if {"nvme-write", "nvme-read", "zstd-write", "zstd-read"} & set(wanted):
+        shape = kvtide.Layout.attention(layers=8, heads=4, head_dim=64, block_tokens=64)  # 512 KiB
+        nbytes = shape.geometry["full"].nbytes
+        noise = np.random.default_rng(0).standard_normal(nbytes // 2, np.float32).view(np.uint16)[1::2].copy()
+        content = noise.view(np.uint8)[:nbytes]
+        for codec in ("raw", "zstd"):
+            name = "nvme" if codec == "raw" else "zstd"
+            if not {f"{name}-write", f"{name}-read"} & set(wanted):
+                continue
+            tier = {"path": str(folder / codec), "budget": 1024 * MIB, "store": "through", "codec": codec}
+            on_disk = opened(dram={"budget": 64 * MIB, "segment": "16MiB"}, nvme=tier)
+            mover = stack.enter_context(on_disk.session(kvtide.Model(shape, "compare")))
+
+            def write(mover: Any = mover, on_disk: Any = on_disk, many: int = 4) -> int:
+                for _ in range(many):
+                    mover.store(np.full(32 * 64, next(fresh), np.uint32), [content] * 32)
+                    on_disk.flush(60)
+                return 32 * many
+
+            def read(mover: Any = mover, prompts: Any = itertools.cycle(range(16))) -> int:  # noqa: B008
+                """Blocks that left DRAM long ago: of 256 MiB, 64 are there."""
+                for _ in range(8):
+                    number = next(prompts)
+                    with mover.match(np.full(16 * 64, 1 << 30 | number, np.uint32)) as found:
+                        mover.load(found).wait()
+                return 8 * 16
+
+            for number in range(16):
+                mover.store(np.full(16 * 64, 1 << 30 | number, np.uint32), [content] * 16)
+                on_disk.flush(60)
+            tasks[f"{name}-read"] = read
+            tasks[f"{name}-write"] = write
+    return {name: tasks[name] for name in wanted}, pid
+
+
+def worker(folder: str, wanted: list[str]) -> None:
+    """Do a round of the task that each line names, and answer wall and CPU seconds for one operation."""
+    with ExitStack() as stack:
+        tasks, pid = _tasks(stack, Path(folder), wanted)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            task = tasks[line.strip()]
+            theirs = _cpu(pid) if pid else 0.0
+            wall, cpu = time.perf_counter(), time.process_time()
+            count = task()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            cpu += _cpu(pid) - theirs if pid else 0.0
+            print(json.dumps([wall / count, cpu / count]), flush=True)
+
+
+# -- the two beside each other ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[float, float]]]:
+    with tempfile.TemporaryDirectory(prefix="kvtide-compare-") as folder:
+        # KVTIDE_... of whoever runs this must not change what is measured.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
+        variables |= {"PYTHONPATH": str(tree / "src"), "KVTIDE_CONFIG": os.devnull}
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", folder, *wanted],
+            env=variables,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, answers = process.stdin, process.stdout
+
+        def ask(task: str) -> tuple[float, float]:
+            print(task, file=to, flush=True)
+            wall, cpu = json.loads(answers.readline())
+            return wall, cpu
+
+        try:
+            assert answers.readline() == "ready\n", f"the worker of {tree} did not start"
+            yield ask
+        finally:
+            to.close()
+            process.wait(60)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").partition("\n")[0])
+    every = ["match", "store", "step", "nvme-read", "nvme-write", "zstd-read", "zstd-write"]
+    parser.add_argument("commit", help="the commit to compare with, or a folder with its checkout")
+    parser.add_argument("task", nargs="*", default=every, help=f"of {', '.join(every)}; all if none is named")
+    parser.add_argument("--rounds", type=int, default=31)
+    given = parser.parse_args()
+    for task in given.task:
+        if task not in every:
+            parser.error(f"there is no task {task!r}; choose of {', '.join(every)}")
+    with ExitStack() as stack:
+        if Path(given.commit).is_dir():
+            before = Path(given.commit).resolve()
+        else:
+            before = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "before"
+            git = ["git", "-C", str(ROOT), "worktree"]
+            subprocess.run([*git, "add", "--quiet", "--detach", str(before), given.commit], check=True)
+            stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
+        results: dict[str, Any] = {}
+        for task in given.task:
+            with _worker(ROOT, [task]) as ours, _worker(before, [task]) as theirs:
+                ours(task), theirs(task)  # the first round warms caches
+                pairs = []
+                for number in range(given.rounds):
+                    turn = [ours, theirs] if number % 2 else [theirs, ours]
+                    measured = {ask: ask(task) for ask in turn}
+                    pairs.append((measured[ours], measured[theirs]))
+            results[task] = {
+                "us": round(statistics.median(o[0] for o, _ in pairs) * 1e6, 2),
+                "cpu_us": round(statistics.median(o[1] for o, _ in pairs) * 1e6, 2),
+                "wall_ratio": _quartiles([o[0] / t[0] for o, t in pairs]),
+                "cpu_ratio": _quartiles([o[1] / t[1] for o, t in pairs]),
+                "rounds": given.rounds,
+            }
+            low, middle, high = results[task]["cpu_ratio"]
+            wall = results[task]["wall_ratio"]
+            print(
+                f"{task:11} {results[task]['us']:10.1f} us  {results[task]['cpu_us']:10.1f} CPU us"
+                f"   CPU x {middle:.3f} ({low:.3f} to {high:.3f})   wall x {wall[1]:.3f} ({wall[0]:.3f} to {wall[2]:.3f})",
+                flush=True,
+            )
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    tasks = {**(kept.get("tasks", {}) if kept.get("beside") == given.commit else {}), **results}
+    RESULT.write_text(json.dumps({"beside": given.commit, "tasks": tasks}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], sys.argv[3:])
+    else:
+        main()
