@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,9 @@ def test_pins_and_drops_are_made_in_slices(pair: Pair, monkeypatch: pytest.Monke
     pair.order.clear()
     pair._asked = False
     assert isinstance(pair.ask(pair.busy, [p.Drop(pair.session, digests, 5)])[0], int)
+    eventually(lambda: sum(sizes) == 4 * work.SLICE - 5)
     pair.served_within(2)
     assert max(sizes) <= work.SLICE
-    assert sum(sizes) == 4 * work.SLICE - 5
 
 
 def test_what_is_pinned_and_dropped_in_slices_is_what_was_asked_for(
@@ -302,3 +303,85 @@ def test_a_step_that_is_too_much_for_one_request_is_made_in_several(
             assert [loaded and loaded.tokens for loaded in step.loads] == [len(tokens) for tokens in prompts]
         for match in matches:
             match.release()
+
+
+def test_drops_of_one_client_have_one_turn_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = pair.node.store.pipeline
+    drop = pipeline.drop_some
+
+    def dropped(*args: Any) -> int:
+        pair.step()
+        return drop(*args)
+
+    monkeypatch.setattr(pipeline, "drop_some", dropped)
+    blocks = os.urandom(32 * 2 * slices.SLICE)
+    numbers = pair.ask(pair.busy, [p.Drop(pair.session, blocks, 0)] * 50)
+    assert all(isinstance(number, int) for number in numbers)
+    eventually(lambda: pair.order.count("busy") == 100)
+    pair.served_within(2 * work.SLICE // slices.SLICE)
+
+
+def test_several_holdings_given_back_before_a_match_are_free_after_it(pair: Pair) -> None:
+    names = os.urandom(32)
+    guest = next(g for g in pair.node.node._guests.values() if pair.session in g._sessions)
+    held = [pair.ask(pair.busy, [p.Match(pair.session, names, 0)])[0][1] for _ in range(3)]
+    assert guest.rights == 3
+    released, matched = pair.ask(pair.busy, [p.Release(pair.session, held), p.Match(pair.session, names, 0)])
+    assert released is None
+    eventually(lambda: list(guest._sessions[pair.session].holdings) == [matched[1]])
+
+
+def test_long_lists_of_numbers_are_counted_or_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    (refused,) = pair.ask(pair.busy, [p.Flush(pair.session, b"", [(0, 0, 0)] * 100_000)])
+    assert refused[:2] == ["failure", "LayoutError"]
+    counting(pair, monkeypatch, p.Reserve)
+    reserve = p.Reserve(pair.session, [0], b"", 0, 0, None, 0, writers=[1] * 16_384)
+    answers = pair.ask(pair.busy, [reserve] * 20)
+    assert {tuple(a[:2]) for a in answers} == {("failure", "LayoutError")}
+    assert all(len(a[2]) < 1000 for a in answers)
+    pair.served_within(2)
+
+
+def test_workers_and_their_visits_are_limited(pair: Pair) -> None:
+    token = "x" * 32
+    (refused,) = pair.ask(pair.busy, [p.Invite(pair.session, token, 1 << 40)])
+    assert refused[:2] == ["failure", "RightError"]
+    assert pair.ask(pair.busy, [p.Invite(pair.session, token, 4000)]) == [None]
+    answers = []
+    for first in range(0, 2000, 500):
+        answers += pair.ask(pair.busy, [p.Join(token, rank) for rank in range(first, first + 500)])
+    joined = [a for a in answers if a[0] == "joined"]
+    assert len(joined) == 1024
+    assert "resign some" in answers[1024][2]
+    holding = pair.ask(pair.busy, [p.Match(pair.session, b"", 0)])[0][1]
+    visits = [a for _ in range(5) for a in pair.ask(pair.busy, [p.Visit(joined[0][1], holding)] * 1000)]
+    assert [a[0] for a in visits].count("collected") == 4096
+    assert "leave some" in visits[-1][2]
+    assert pair.ask(pair.busy, [p.Leave(joined[0][1], [holding], True), p.Visit(joined[0][1], holding)])[1][0] == (
+        "collected"
+    )
+
+
+def test_the_models_of_many_sessions_do_not_make_the_statistics_too_long(pair: Pair) -> None:
+    for first in range(0, 2000, 100):
+        some = [p.Open(MANY, 16, (first + i).to_bytes(32, "big"), DEFAULT_TENANT.tag) for i in range(100)]
+        assert all(isinstance(n, int) for n in pair.ask(pair.busy, some))
+    with Client(pair.node.path) as client:
+        clients = client.status().node.clients
+    assert max(c.sessions for c in clients) == 2001
+    assert max(len(c.models) for c in clients) == 16
+
+
+def test_a_flush_that_cannot_begin_is_told_and_the_next_can(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "kvtide-flush":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Client(node.path) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            assert not client.flush(30).complete
+        assert client.flush(30).complete

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node import work
@@ -43,14 +45,24 @@ log = logging.getLogger("kvtide.node")
 _SESSIONS = 4096
 LARGEST_PART = 1 << 30
 """Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
+_RANKS = 4096
+"""Workers of one session."""
 _SUFFIX = 16
 """Bytes of a key after its digest: records have room for no more."""
 _LARGEST = 1 << 40
 """No block has so many bytes: offsets of slots have 40 bits."""
+_STATUS = 4 << 20
+"""Bytes of the statistics, at most: a connection with more than 8 MiB unsent is closed."""
+_MODELS = 16
+"""Of a client's models so many are told."""
+_WHOLE = 1 << 16
+"""Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
 _DESCRIPTORS = 64
 """That go with one frame."""
 
 
+_TEXT = 1000
+"""Characters of an error that a client is told: it may contain what the client sent."""
 _FAULT = "client %d could not be served: %s"
 _RAW = msgspec.msgpack.Decoder(p.RawRequest)
 _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
@@ -85,6 +97,8 @@ class Guest:
         self._numbers = host.numbers
         self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
         self._sessions: dict[int, Booked] = {}
+        self._slices: deque[Callable[[], bool]] = deque()
+        """Work that was answered and is still to be done, slice by slice."""
         self._window = Window(host.store, trust.role >= Role.WRITE)
         self._crews = Membership(host.teams, self._window, self._numbers, trust)
         memory = sum(part.config.dram.budget for part in host.store.parts)
@@ -118,23 +132,35 @@ class Guest:
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
         rights = len(sessions), reading, writing, self._crews.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
-        models = [s.model for s in sessions if s.model is not None]
+        # Each once, and a few: what is told of all clients must fit into one answer.
+        models = {(s.model.namespace, s.layout.digest): s.model for s in sessions if s.model is not None}
         return ClientStatistics(
-            c.pid, c.open, age, *rights, self.requests, self.failures, c.unsent_bytes, slots, models
+            c.pid,
+            c.open,
+            age,
+            *rights,
+            self.requests,
+            self.failures,
+            c.unsent_bytes,
+            slots,
+            list(models.values())[:_MODELS],
         )
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def _receive(self, body: bytes | memoryview) -> Iterator[int]:
         """Do what a request asks for, and answer it, in steps; see ``work.py``."""
-        operations: Sequence[p.Operation | p.Failure]
-        understood = True
+        operations: Sequence[p.Operation | p.Failure | msgspec.Raw]
         try:
-            request = self._decoder.decode(body)
-            number, operations = request.number, request.operations
+            if len(body) > _WHOLE:  # then each operation is decoded in its turn
+                raw = _RAW.decode(body)
+                number, operations = raw.number, raw.operations
+            else:
+                request = self._decoder.decode(body)
+                number, operations = request.number, request.operations
         except msgspec.DecodeError:
-            number, operations = self._understood(body)
-            understood = False
+            raw = _RAW.decode(body)
+            number, operations = raw.number, [self._understood(operation) for operation in raw.operations]
         self.requests += 1
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
@@ -147,7 +173,10 @@ class Guest:
                 answers.append(None)
                 continue
             self._spent += work.OPERATION
-            if not understood and isinstance(operation, p.Failure):
+            if type(operation) is msgspec.Raw:
+                self._spent += len(memoryview(operation)) // work.NUMBERS
+                operation = self._understood(operation)
+            if type(operation) is p.Failure:
                 self.failures += 1
                 answers.append(operation)
                 continue
@@ -161,7 +190,9 @@ class Guest:
                 if type(operation) is late:
                     if self._spent >= work.STEP:
                         yield self._step()
-                    self._answer(operation)
+                    answer = self._answer(operation)
+                    if isinstance(answer, GeneratorType):
+                        yield from self._in_slices(late, answer)
         yield self._spent
 
     def _step(self) -> int:
@@ -194,16 +225,12 @@ class Guest:
             return self._faulty(kind)
 
     @staticmethod
-    def _understood(body: bytes | memoryview) -> tuple[int, list[p.Operation | p.Failure]]:
-        """A request in which something is wrong: what of it is understood, and a failure for each other operation."""
-        request = _RAW.decode(body)
-        found: list[p.Operation | p.Failure] = []
-        for raw in request.operations:
-            try:
-                found.append(_OPERATION.decode(raw))
-            except msgspec.DecodeError as e:
-                found.append(p.Failure(LayoutError.__name__, f"the node does not understand this operation: {e}"))
-        return request.number, found
+    def _understood(raw: msgspec.Raw) -> p.Operation | p.Failure:
+        """An operation of a request in which something is wrong, or a failure if that is this one."""
+        try:
+            return _OPERATION.decode(raw)
+        except msgspec.DecodeError as e:
+            return p.Failure(LayoutError.__name__, f"the node does not understand this operation: {e}")
 
     def _answer(self, operation: p.Operation | p.Failure) -> p.Answer | Iterator[p.Answer]:
         kind = type(operation)
@@ -220,7 +247,7 @@ class Guest:
 
     def _refused(self, e: KvtideError) -> p.Failure:
         self.failures += 1
-        return p.Failure(type(e).__name__, str(e))
+        return p.Failure(type(e).__name__, str(e)[:_TEXT])
 
     def _faulty(self, kind: type) -> p.Failure:
         """A fault of ours costs its operation, and nothing else."""
@@ -389,8 +416,9 @@ class Guest:
             raise LayoutError(f"blocks {o.start} to {o.stop} of groups {o.groups} are not in this prompt")
         if not -100 <= o.priority <= 100 or (o.ttl is not None and not o.ttl > 0):
             raise LayoutError(f"priority {o.priority} or ttl {o.ttl} is out of range")
+        self._spent += len(o.writers)
         if o.writers and (session.team is None or any(not 0 <= w < session.team.ranks for w in o.writers)):
-            raise LayoutError(f"ranks {o.writers} are not among those that were invited to this session")
+            raise LayoutError(f"of {len(o.writers)} ranks, some are not among those that were invited to this session")
         groups = [layout.groups[g] for g in o.groups]
         after = session.reservation(o.after) if o.after is not None else None
         each = sum(layout.geometry[g.name].footprint for g in groups)
@@ -425,8 +453,10 @@ class Guest:
 
     def _invite(self, o: p.Invite) -> None:
         session = self._session(o.session)
-        if session.team is not None or o.token in self._host.teams or len(o.token) < 16 or o.ranks < 1:
-            raise RightError("a session is opened to workers once, with a token of its own and at least one rank")
+        if session.team is not None or o.token in self._host.teams or len(o.token) < 16:
+            raise RightError("a session is opened to workers once, with a token of its own")
+        if not 1 <= o.ranks <= _RANKS:
+            raise RightError(f"a session has 1 to {_RANKS} workers, not {o.ranks}")
         session.team = Team(session.desk, session.holdings, o.token, o.ranks, self._trust.domain)
         self._host.teams[o.token] = session.team
 
@@ -480,9 +510,28 @@ class Guest:
         return number
 
     def _in_turns(self, step: Callable[[], bool]) -> None:
-        """Call ``step`` until it is False, with the other clients served in between."""
-        if step():
-            self._host.loop.after_others(lambda: self._in_turns(step))
+        """Call ``step`` until it is False, with the other clients served in between. Each is a slice of the index's.
+
+        It is done even if the client hangs up: what is half dropped would come back. All such work of a client has one
+        turn together, however much of it there is.
+        """
+        self._slices.append(step)
+        if len(self._slices) == 1:
+            self._host.loop.after_others(self._next_slices)
+
+    def _next_slices(self) -> None:
+        try:
+            for _ in range(max(1, work.SLICE // slices.SLICE)):
+                if not self._slices[0]():
+                    self._slices.popleft()
+                if not self._slices:
+                    return
+        except BaseException:
+            self._slices.popleft()
+            raise
+        finally:
+            if self._slices:
+                self._host.loop.after_others(self._next_slices)
 
     def _flush(self, o: p.Flush) -> int:
         if o.blocks:
@@ -490,6 +539,9 @@ class Guest:
         number = self.tidings.promise()
 
         def done(found: Flushed) -> None:
+            if not found.complete:
+                self.tidings.keep(number)
+                return
             # What was lost is told to each client once, whoever else flushes.
             before, self._lost_blocks = self._lost_blocks, self._store.lost
             lost = _values(self._lost_blocks - before)
@@ -503,7 +555,7 @@ class Guest:
         names, groups = self._names(session, o.digests), session.layout.groups
         known = len({group for group, _, _ in o.blocks}) == len(o.blocks)
         if not known or not all(0 <= g < len(groups) and 0 <= a <= b <= names.blocks for g, a, b in o.blocks):
-            raise LayoutError(f"blocks {o.blocks} are not in this prompt")
+            raise LayoutError(f"some of the blocks that are to be durable are not in this prompt of {names.blocks}")
         number, account = self.tidings.promise(), self._account
         room = max(0, account.room)
         wanted = {groups[group].name: range(first, stop) for group, first, stop in o.blocks}
@@ -532,6 +584,10 @@ class Guest:
             self._told_at = self.requests
             status = self._host.status(None if self._trust.role is Role.ADMIN else self.domain)
             self._told = msgspec.Raw(msgspec.msgpack.encode(status))
+        if len(memoryview(self._told)) > _STATUS:
+            raise RightError(
+                "there are too many clients and models to tell of all in one answer; ask the node's /metrics"
+            )
         self._charge(len(memoryview(self._told)) // work.ANSWER_BYTES)
         return self._told
 

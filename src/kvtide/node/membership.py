@@ -13,6 +13,11 @@ from kvtide.node.window import Window
 
 __all__ = ["Membership"]
 
+_MOST = 1024
+"""Workers that one process may be at a time."""
+_VISITS = 4096
+"""Uses of others' rights that a worker may have at a time: when it is gone, all of them end in one turn."""
+
 Charge = Callable[[int], None]
 """Counts the units of work that an operation is about to be, and raises if they are too many; see ``work.py``."""
 
@@ -36,9 +41,11 @@ class Membership:
         team = self._teams.get(o.token)
         if team is None or team.domain != self._trust.domain:
             raise RightError("no session has this token; its scheduler is not here, or has ended it")
-        charge(len(team.desk.layout.groups) * work.GROUP)
+        charge(len(team.desk.layout.groups) * work.GROUP + len(self._members))
         for number in [n for n, m in self._members.items() if self._stale(m) and not m.visits]:
             del self._members[number]
+        if len(self._members) >= _MOST:
+            raise RightError(f"this process has joined {_MOST} times; resign some")
         number = next(self._numbers)
         self._members[number] = team.join(o.rank)
         layout = team.desk.layout
@@ -63,6 +70,7 @@ class Membership:
         member = self._current(o.member)
         holding = member.team.holding(o.holding)
         charge(len(holding.part.all))
+        self._check_visits(member)
         member.visit(o.holding)
         return self._window.slots(member.team.desk, holding)
 
@@ -70,8 +78,14 @@ class Membership:
         member = self._current(o.member)
         made = member.team.reservation(o.reservation)
         charge(len(made.keys))
+        self._check_visits(member)
         member.visit(o.reservation)
         return self._window.reserved(o.reservation, made, member.team.desk)
+
+    @staticmethod
+    def _check_visits(member: Member) -> None:
+        if member.visiting >= _VISITS:
+            raise RightError(f"this worker uses holdings and reservations {_VISITS} times at once; leave some")
 
     def leave(self, o: p.Leave) -> int:
         """Answers how many units of work it was."""

@@ -418,7 +418,7 @@ class Flush(_Message, tag="flush"):
 
     session: int = 0
     digests: bytes = b""
-    blocks: list[tuple[int, int, int]] = []
+    blocks: Annotated[list[tuple[int, int, int]], msgspec.Meta(max_length=GROUPS)] = []
 
 
 class Erase(_Message, tag="erase"):

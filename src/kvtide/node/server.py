@@ -137,11 +137,18 @@ class Node:
         """One thread waits for all; it must not hold up the end of the process, whatever the disk does."""
 
         def wait() -> None:
-            found = self.store.flush()
-            self.soon(lambda: self._flushed(found))
+            found = Flushed(0, complete=False)
+            try:
+                found = self.store.flush()
+            finally:  # whatever happened: those who wait are told, and the next can begin
+                self.soon(lambda: self._flushed(found))
 
         self._flushing, self._flushes = self._flushes, []
-        threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
+        except RuntimeError as e:  # the system has no more threads
+            log.warning("a flush could not begin: %s", e)
+            self.soon(lambda: self._flushed(Flushed(0, complete=False)))
 
     def _flushed(self, found: Flushed) -> None:
         done, self._flushing = self._flushing, []

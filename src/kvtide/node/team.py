@@ -147,16 +147,20 @@ class Member:
         self.rank = rank
         self.visits: Counter[int] = Counter()
         """Rights that it uses, and how often at a time."""
+        self.visiting = 0
+        """All of these together."""
 
     def visit(self, number: int) -> None:
         """It is about to be told the slots of a right."""
         self.visits[number] += 1
+        self.visiting += 1
         self.team.came(number, self)
 
     def leave(self, number: int, good: bool) -> None:
         """One of its visits is over."""
         if number in self.visits:
             self.visits[number] -= 1
+            self.visiting -= 1
             if not self.visits[number]:
                 del self.visits[number]
             self.team.done(number, self, good)

@@ -20,6 +20,7 @@ __all__ = [
     "GROUP",
     "MESSAGE",
     "MOVE",
+    "NUMBERS",
     "OPERATION",
     "RESERVED",
     "SLICE",
@@ -44,6 +45,8 @@ MESSAGE: Final = 64
 """Units of each frame."""
 DECODED: Final = 256
 """Bytes of a frame that count as a unit, because they must be decoded."""
+NUMBERS: Final = 16
+"""Bytes of an operation in a long frame that count as a unit: they may be a list of numbers of one byte each."""
 OPERATION: Final = 16
 """Units of each operation, besides those of its blocks."""
 GROUP: Final = 64

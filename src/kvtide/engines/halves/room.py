@@ -20,6 +20,7 @@ from kvtide.engines.halves.orders import Storing
 from kvtide.engines.halves.request import Cut, Work
 from kvtide.engines.halves.state import State
 from kvtide.engines.halves.tenancy import Tenancies
+from kvtide.node.work import RESERVED
 
 __all__ = ["Room"]
 
@@ -87,7 +88,9 @@ class Room:
                 found, named = self._cut.whole(w.pages(), start, stop), r.unnamed(stop * tokens)
                 for first in sorted({first for first in found.values() if first < stop}):
                     groups = [group for group, its in found.items() if its == first]
-                    wanted.append(_Wanted(r, r.life, named, groups, first, stop))
+                    most = max(1, RESERVED // len(groups))  # the node reserves no more at a time
+                    for begin in range(first, stop, most):
+                        wanted.append(_Wanted(r, r.life, named, groups, begin, min(stop, begin + most)))
         if wanted:
             nothing: list[_Given | None] = [None] * len(wanted)
             self._reserving = wanted, self._errands.ask(partial(self._reserve, wanted), nothing)
