@@ -92,7 +92,7 @@ class Descent:
         if cold.quota is not None:
             if cold.budget is not None and not last and cold.budget.statistics().bytes_left <= 0:
                 rows = self._over_budget(cold, rows)
-            rows, beyond = self._within(cold, cold.quota, rows)
+            rows, beyond = self._within(cold, cold.quota, rows, requested)
         charged = rows
         items: list[Write] = []
         for row in rows.tolist():
@@ -139,16 +139,16 @@ class Descent:
         self._index.changes += 1  # they may leave DRAM now
         return rows[:0]
 
-    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> tuple[Rows, Rows]:
+    def _within(self, cold: Cold, quota: Quota, rows: Rows, requested: bool) -> tuple[Rows, Rows]:
         """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
-        that its lane would not take: for them nothing need leave. Under the lock."""
+        that its lane would not take: for them nothing need leave. What was ``requested`` it takes. Under the lock."""
         good = np.ones(len(rows), np.bool_)
         full: set[int] = set()
         room, stop = cold.lane.write_room, len(rows)
         for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
             identity = self._residents.identity(row)
             room -= identity.geometry.footprint
-            if room < 0 and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+            if room < 0 and not requested and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
                 stop = i
                 break
             if tenant not in quota.account.quotas:
