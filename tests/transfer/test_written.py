@@ -43,6 +43,20 @@ def test_what_is_still_being_written_when_the_time_is_over_is_told() -> None:
         assert w.store.flush(0) == Flushed(2)
 
 
+def test_a_flush_waits_no_longer_than_it_may_however_much_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Miser:
+        def wait_for_credit(self, timeout: float | None) -> None:
+            waits.append(timeout)
+
+    waits: list[float | None] = []
+    with world() as w:
+        keep(w.session, 1, 2)
+        with monkeypatch.context() as patched:
+            patched.setitem(w.store._keepers, "nvme", Miser())
+            assert not w.store.flush(0.05)
+        assert waits == [0.0], "the time was over when the queue had been waited for"
+
+
 def test_what_a_full_queue_refused_is_told_until_it_is_written_or_gone() -> None:
     with world(queue=NBYTES) as w:
         keep(w.session, 1, 2, 3)
@@ -65,6 +79,19 @@ def test_what_the_tier_could_not_write_is_told() -> None:
         flushed = w.store.flush()
         assert not flushed
         assert flushed == Flushed(0, {Unwritten.WRITE_FAILED: 2})
+
+
+def test_what_is_said_of_a_block_ends_with_it() -> None:
+    with world(mode="second-touch", queue=NBYTES) as w:
+        keep(w.session, 1, 2, 3)
+        for _ in range(2):
+            w.clock.now += 100
+            length(w.session, 1, 2, 3)
+        w.tier.let_all()
+        assert w.store.flush().unwritten == {Unwritten.QUEUE_FULL: 2}
+        w.session.drop(prompt(1, 2, 3))
+        keep(w.session, 4, 5, 6)  # in the rows of the others
+        assert w.store.flush() == Flushed(0, {Unwritten.NOT_ADMITTED: 3})
 
 
 def test_what_left_memory_unwritten_is_told_once() -> None:
