@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvtide import Flushed, Unwritten
+from kvtide.transfer import descent
 from tests.plan.small import MODEL, NBYTES, SLOTS, content, keep, length, open_store, prompt
 from tests.transfer.gate import Gated
 from tests.transfer.test_pipeline import world
@@ -277,6 +278,38 @@ def test_it_can_be_cancelled_and_lets_go() -> None:
         assert persist.wait(0).reasons == {Unwritten.CANCELLED: 1}
         w.tier.let_all()
         assert w.store.statistics().held == 0
+
+
+def test_what_was_cancelled_before_its_turn_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
+    monkeypatch.setattr(descent, "_ENOUGH", NBYTES)
+    with world(mode="second-touch") as w:
+        tokens = prompt(1, 2, 3, 4)
+        persisted = w.session.store(tokens, content(w.session, tokens), durable=True)
+        other = w.session.store(prompt(1, 2), content(w.session, prompt(1, 2)), durable=True)
+        persisted.cancel()
+        w.tier.let_all()
+        assert other.wait(0), "who asked for the same blocks gets them"
+        assert w.counts["blocks written to nvme"] == 2
+        w.session.drop(tokens)
+        keep(w.session, 5, 6, 7, 8)  # in the rows of the others
+        w.tier.let_all()
+        assert w.counts["blocks written to nvme"] == 2
+        again = w.session.store(prompt(5, 6, 7, 8), content(w.session, prompt(5, 6, 7, 8)), durable=True)
+        w.tier.let_all()
+        assert again.wait(0)
+
+
+def test_a_request_that_is_cancelled_while_it_is_written_leaves_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
+    with world(mode="second-touch") as w:
+        w.session.store(prompt(1), content(w.session, prompt(1)), durable=True).cancel()
+        w.tier.let_all()
+        other = w.session.store(prompt(2), content(w.session, prompt(2)), durable=True)
+        w.tier.let_all()
+        assert other.wait(0)
 
 
 def test_closing_the_store_ends_it() -> None:

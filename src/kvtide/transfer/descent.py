@@ -212,7 +212,7 @@ class Descent:
             self._counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
             events, self._unsaid = self._unsaid, []
-            if self._watchers:
+            if self._watchers or self._under_way[cold.number]:
                 tell = self._over(cold, [item.owner for item in items])
         if dropped:
             self._eraser.erase(cold, dropped)
@@ -262,6 +262,16 @@ class Descent:
         """
         self._watchers.setdefault((cold.number, row), []).append((told, what))
 
+    def unwatch(self, row: int, told: Callable[[list[Any]], None]) -> None:
+        """End what ``watch`` began, in all tiers: what then nobody watches is not written any more, unless that has
+        begun. Under the lock."""
+        for cold in self._colds:
+            if watchers := self._watchers.get((cold.number, row)):
+                if others := [watcher for watcher in watchers if watcher[0] is not told]:
+                    self._watchers[cold.number, row] = others
+                else:
+                    del self._watchers[cold.number, row]
+
     def write_on_request(self, cold: Cold, rows: Rows) -> None:
         """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
         wait. Who watches them is told of each. Not under the lock."""
@@ -279,6 +289,8 @@ class Descent:
             some: dict[int, int] = {}
             while waiting and sum(some.values()) < _ENOUGH:
                 row = waiting.popleft()
+                if (cold.number, row) not in self._watchers:  # who asked has cancelled, and the row may be another's
+                    continue
                 if self._index.state[DRAM][row] == SEALED:
                     some[row] = len(self._residents.span(row))
                 else:
