@@ -106,6 +106,13 @@ def test_budgets_of_writes_hold_and_are_told(tmp_path: Path) -> None:
         assert store.flush(60) == Flushed(5)
 
 
+def test_a_full_queue_refuses_no_tenant_with_a_quota(tmp_path: Path) -> None:
+    disk = nvme(tmp_path, store="second-touch", queue=SIZE, quotas="default:8MiB")
+    with opened(None, nvme=disk) as store, store.session(MODEL) as session:
+        assert put(session, *range(1, 33)) == {}
+        assert store.statistics().lanes["nvme"].writes_refused == 0
+
+
 def test_a_block_larger_than_the_tier_is_told(tmp_path: Path) -> None:
     large = Layout.attention(layers=16, heads=8, head_dim=1024, block_tokens=64)
     nbytes = large.geometry["full"].nbytes

@@ -289,6 +289,29 @@ def test_closing_a_session_with_many_pins_goes_in_slices(store: Store, monkeypat
         assert store.statistics().pinned == 1
 
 
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_what_an_interrupted_call_did_not_remove_is_removed_by_the_next(
+    store: Store, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def interrupted(rows: object) -> None:
+        raise KeyboardInterrupt
+
+    with store.session(MODEL) as session:
+        put(session, 1, 2, 3, ttl=5)
+        clock.advance(6)
+        with monkeypatch.context() as patched:
+            if moment == "before":
+                patched.setattr(store, "expire_rows", interrupted)
+            else:
+                patched.setattr(store.pipeline, "expire", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                found(session, 9)
+        assert store.statistics().blocks == 3
+        assert found(session, 9) == 0
+        assert store.statistics().blocks == 0
+
+
 # -- the thread ---------------------------------------------------------------------------------------------
 
 
@@ -315,6 +338,31 @@ class Owner:
             raise OSError("no luck")
         self.called.set()
         return float("inf")
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_start_that_was_interrupted_leaves_one_thread_at_most(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+    owner, before, start = Owner(), housekeepers(), threading.Thread.start
+    owner.calls = 1
+
+    def interrupted(thread: threading.Thread) -> None:
+        if runs:
+            start(thread)
+        raise KeyboardInterrupt
+
+    keeper = Housekeeper(owner, FakeClock())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            keeper.wake()
+    if runs:
+        assert owner.called.wait(60)
+        owner.called.clear()
+    keeper.wake()
+    assert owner.called.wait(60)
+    assert len(housekeepers() - before) == 1
+    keeper.close()
+    assert housekeepers() == before
 
 
 def test_an_error_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -421,6 +469,18 @@ def test_expire_shortens_and_extends(store: Store, clock: FakeClock) -> None:
         session.expire(prompt(7, 8), None)
         clock.advance(1e9)
         assert found(session, 7, 8) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": "5"}, {"timeout": float("nan")}, {"start": 0.5}, {"start": -1}])
+def test_expire_checks_what_it_is_given_before_it_changes_anything(
+    store: Store, clock: FakeClock, wrong: dict[str, Any]
+) -> None:
+    with store.session(MODEL) as session:
+        put(session, 1, 2)
+        with pytest.raises(KvtideError):
+            session.expire(prompt(1, 2), 5, **wrong)
+        clock.advance(6)
+        assert found(session, 1, 2) == 2
 
 
 def test_a_prompt_that_goes_on_behind_an_expired_one_expires_with_it(store: Store, clock: FakeClock) -> None:

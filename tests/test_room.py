@@ -358,6 +358,97 @@ def test_a_block_that_is_asked_for_while_it_is_copied_stays_where_it_is(monkeypa
         assert store.statistics().held == 0
 
 
+def in_order(store: Store) -> bool:
+    """Whether nobody holds anything, and every slot is some row's and may be used again."""
+    with store.index.lock:
+        rows = int(np.count_nonzero(store.index.state[DRAM][: store.index.size]))
+    return not (
+        store.statistics().held
+        or blocks_in(store) != rows
+        or any(segment.draining and not segment.empty for segment in store.dram.segments)
+    )
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_what_shares_a_segment_with_a_block_that_is_asked_for_while_it_is_copied_stays(
+    monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+) -> None:
+    with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
+        numbers = full_of_pins(store, small)
+        rights: list[Any] = []
+
+        def ask(count: int) -> None:
+            if count == 1:
+                moved = store.pipeline._room.moving().rows.tolist()
+                asked = [n for n in numbers if all_of_them or rows_of(small, n)[0] in moved]
+                rights.extend(small.match(prompt(number)) for number in asked)
+
+        Copies(monkeypatch, ask)
+        stored = put(other, 0).stored
+        assert rights
+        for match in rights:
+            match.release()
+        if all_of_them:
+            assert (stored, evicted(store)) == (0, 1), "only what made way for the one that was to be moved"
+        else:
+            assert stored == 1, "another segment was chosen"
+            assert evicted(store) <= 17
+        assert in_order(store)
+
+
+@pytest.mark.parametrize("how", ["match", "pin"])
+def test_what_is_asked_for_while_another_is_copied_out_of_its_segment_stays(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
+        numbers = full_of_pins(store, small)
+        rights: dict[int, Any] = {}
+
+        def ask(count: int) -> None:
+            if count == 1:
+                with store.index.lock:
+                    here = [n for n in range(64) if n not in numbers and rows_of(small, n)[0]]
+                rights.update((number, getattr(small, how)(prompt(number))) for number in here)
+
+        Copies(monkeypatch, ask)
+        put(other, 0)
+        assert len(rights) > 50
+        assert all(right(small, number) == 1 for number in (*rights, *numbers))
+        assert evicted(store) == 1
+        for match in rights.values() if how == "match" else ():
+            match.release()
+        assert in_order(store)
+
+
+def test_an_interrupt_while_others_are_chosen_to_be_moved_leaves_everything_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
+        numbers = full_of_pins(store, small)
+        rights: list[Any] = []
+        begin = store.pipeline._room._begin
+
+        def ask(count: int) -> None:
+            moved = store.pipeline._room.moving().rows.tolist()
+            rights.extend(small.match(prompt(n)) for n in numbers if rows_of(small, n)[0] in moved)
+
+        def interrupted(eviction: Any) -> None:
+            if rights:
+                raise KeyboardInterrupt
+            begin(eviction)
+
+        with monkeypatch.context() as patched:
+            Copies(patched, ask)
+            patched.setattr(store.pipeline._room, "_begin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                put(other, 0)
+        for match in rights:
+            match.release()
+        assert in_order(store)
+        assert put(other, 1).stored == 1
+        assert all(right(small, number) == 1 for number in numbers)
+
+
 def test_a_block_that_is_dropped_while_it_is_copied_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
         numbers = full_of_pins(store, small)

@@ -61,14 +61,23 @@ class Housekeeper:
         with self._lock:
             if self._thread is not None or self._closed.is_set():
                 return
-            args = (self._owner, self._wake, self._closed)
-            thread = threading.Thread(target=_run, args=args, name="kvtide-housekeeping", daemon=True)
+            thread = threading.Thread(target=self._run, name="kvtide-housekeeping", daemon=True)
             try:
                 thread.start()
             except RuntimeError as e:  # callers do its work, and the next one tries again
                 log.debug("the housekeeping thread cannot be started: %s", e)
             else:
                 self._thread = thread
+
+    def _run(self) -> None:
+        # Who was interrupted while it started the thread cannot know whether it runs. So the thread itself sees to it
+        # that it is known, and does nothing where another is at work or we are closed.
+        me = threading.current_thread()
+        with self._lock:
+            if self._closed.is_set() or self._thread not in (None, me):
+                return
+            self._thread = me
+        _work(self._owner, self._wake, self._closed)
 
     def close(self) -> None:
         """End the thread, and wait for that."""
@@ -79,7 +88,7 @@ class Housekeeper:
             self._thread.join()
 
 
-def _run(owner: weakref.ref[Housekept], wake: threading.Event, closed: threading.Event) -> None:
+def _work(owner: weakref.ref[Housekept], wake: threading.Event, closed: threading.Event) -> None:
     while not closed.is_set():
         kept = owner()
         if kept is None:

@@ -563,7 +563,9 @@ class Session:
         changed, because it is encrypted or in shared storage, is erased for that. Raises TierError if a tier could do
         neither. To remove blocks now, ``drop`` them.
         """
-        return self._desk.expire(self.pledge(tokens, extras, start, None, ttl, 0)[0], start, ttl, timeout)
+        timeout = arguments.seconds(timeout, "timeout")
+        pledge = self.pledge(tokens, extras, start, None, ttl, 0)
+        return self._desk.expire(pledge.chain, pledge.start, pledge.ttl, timeout)
 
     # -- the end ------------------------------------------------------------------------------------------
 

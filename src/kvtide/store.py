@@ -343,7 +343,11 @@ class Store(Home):
 
     def _expire_some(self, now: float) -> None:
         with self.index.lock:
-            events = self.expire_rows(self.index.expired(now, slices.SLICE))
+            try:
+                events = self.expire_rows(self.index.expired(now, slices.SLICE))
+            except BaseException:  # some of what was found may still be there, and would not be looked for again
+                to_the_end(self.index.look_again)
+                raise
         self.feed.publish(events)
 
     def expire_rows(self, rows: Rows) -> list[Event]:
@@ -450,11 +454,11 @@ class Store(Home):
         timeout = arguments.seconds(timeout, "timeout")
         end = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
-            part._wait_for_credit(timeout)
+            part._wait_for_credit(end)
         found = Flushed(0)
         for part in self.parts:
             # Each in turn, whether or not the one before was in time.
-            idle = [c.lane.wait_idle(None if end is None else max(0.0, end - time.monotonic())) for c in part.colds]
+            idle = [c.lane.wait_idle(_until(end)) for c in part.colds]
             found += part.pipeline.report(timed_out=not all(idle))
         with self._lock:
             before, self._lost = self._lost, self.lost
@@ -465,12 +469,15 @@ class Store(Home):
         """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
         return sum((part.pipeline.lost for part in self.parts), Counter[Unwritten]())
 
-    def _wait_for_credit(self, timeout: float | None = None) -> None:
-        """Let blocks be written that were refused only because the credit for them had to be asked for."""
+    def _wait_for_credit(self, end: float | None = None) -> None:
+        """Let blocks be written that were refused only because the credit for them had to be asked for.
+
+        Until ``end`` at most, on the system's monotonic clock, however many tiers there are.
+        """
         for cold in self.colds:
             if (keeper := self._keepers.get(cold.name)) is not None:
-                cold.lane.wait_idle(cold.patience if timeout is None else timeout)
-                keeper.wait_for_credit(timeout)
+                cold.lane.wait_idle(cold.patience if end is None else _until(end))
+                keeper.wait_for_credit(_until(end))
 
     def statistics(self) -> Statistics:
         forks.check(self.origin)
@@ -540,3 +547,8 @@ class Store(Home):
         with contextlib.ExitStack() as stack:
             for cold in self.colds:
                 stack.callback(to_the_end, cold.tier.close)
+
+
+def _until(end: float | None) -> float | None:
+    """Seconds that are left; None: as long as it takes."""
+    return None if end is None else max(0.0, end - time.monotonic())

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
@@ -970,6 +971,28 @@ def test_an_answer_does_not_wait_for_other_batches(path: Path) -> None:
         assert not slow._calls
     assert NOWHERE not in [p for answer in (slow, *queued) for p in answer.wait()]
     caller.close()
+
+
+def test_what_is_called_soon_goes_before_what_waits(path: Path) -> None:
+    tier = Nvme(path, 16 << 20, segment=1 << 20, threads=1)
+    busy, gates, over, called = threading.Barrier(3), [threading.Event(), threading.Event()], threading.Event(), []
+
+    def hold(gate: threading.Event, _: object) -> None:
+        busy.wait(60)
+        gate.wait(60)
+
+    for gate in gates:  # both of its threads
+        tier.sync([], partial(hold, gate))
+    busy.wait(60)
+    for _ in range(4):
+        tier.sync([], lambda _: called.append("sync"))
+    tier.call_soon(lambda: called.append("soon"))
+    tier.sync([], lambda _: over.set())
+    gates[0].set()
+    assert over.wait(60)
+    gates[1].set()
+    tier.close()
+    assert called == ["soon", *["sync"] * 4]
 
 
 def test_what_is_shredded_is_not_what_another_has_just_written(tmp_path: Path) -> None:

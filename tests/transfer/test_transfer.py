@@ -85,6 +85,15 @@ def test_a_timeout_is_not_a_deadline() -> None:
     assert transfer.arrived == {1}
 
 
+def test_waits_that_timed_out_leave_nothing_behind() -> None:
+    transfer = expecting(1)
+    for _ in range(100):
+        assert not transfer.wait(0)
+    assert not transfer._waiters
+    transfer.finish([1], [True])
+    assert transfer.wait(0)
+
+
 def test_callbacks_are_called_once_also_when_it_has_ended_before() -> None:
     transfer, calls = expecting(1), []
     transfer.on_end(lambda: calls.append("early"))

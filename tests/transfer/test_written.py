@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvtide import Flushed, Unwritten
+from kvtide.transfer import descent
 from tests.plan.small import MODEL, NBYTES, SLOTS, content, keep, length, open_store, prompt
 from tests.transfer.gate import Gated
 from tests.transfer.test_pipeline import world
@@ -43,6 +44,20 @@ def test_what_is_still_being_written_when_the_time_is_over_is_told() -> None:
         assert w.store.flush(0) == Flushed(2)
 
 
+def test_a_flush_waits_no_longer_than_it_may_however_much_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Miser:
+        def wait_for_credit(self, timeout: float | None) -> None:
+            waits.append(timeout)
+
+    waits: list[float | None] = []
+    with world() as w:
+        keep(w.session, 1, 2)
+        with monkeypatch.context() as patched:
+            patched.setitem(w.store._keepers, "nvme", Miser())
+            assert not w.store.flush(0.05)
+        assert waits == [0.0], "the time was over when the queue had been waited for"
+
+
 def test_what_a_full_queue_refused_is_told_until_it_is_written_or_gone() -> None:
     with world(queue=NBYTES) as w:
         keep(w.session, 1, 2, 3)
@@ -65,6 +80,19 @@ def test_what_the_tier_could_not_write_is_told() -> None:
         flushed = w.store.flush()
         assert not flushed
         assert flushed == Flushed(0, {Unwritten.WRITE_FAILED: 2})
+
+
+def test_what_is_said_of_a_block_ends_with_it() -> None:
+    with world(mode="second-touch", queue=NBYTES) as w:
+        keep(w.session, 1, 2, 3)
+        for _ in range(2):
+            w.clock.now += 100
+            length(w.session, 1, 2, 3)
+        w.tier.let_all()
+        assert w.store.flush().unwritten == {Unwritten.QUEUE_FULL: 2}
+        w.session.drop(prompt(1, 2, 3))
+        keep(w.session, 4, 5, 6)  # in the rows of the others
+        assert w.store.flush() == Flushed(0, {Unwritten.NOT_ADMITTED: 3})
 
 
 def test_what_left_memory_unwritten_is_told_once() -> None:
@@ -250,6 +278,38 @@ def test_it_can_be_cancelled_and_lets_go() -> None:
         assert persist.wait(0).reasons == {Unwritten.CANCELLED: 1}
         w.tier.let_all()
         assert w.store.statistics().held == 0
+
+
+def test_what_was_cancelled_before_its_turn_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
+    monkeypatch.setattr(descent, "_ENOUGH", NBYTES)
+    with world(mode="second-touch") as w:
+        tokens = prompt(1, 2, 3, 4)
+        persisted = w.session.store(tokens, content(w.session, tokens), durable=True)
+        other = w.session.store(prompt(1, 2), content(w.session, prompt(1, 2)), durable=True)
+        persisted.cancel()
+        w.tier.let_all()
+        assert other.wait(0), "who asked for the same blocks gets them"
+        assert w.counts["blocks written to nvme"] == 2
+        w.session.drop(tokens)
+        keep(w.session, 5, 6, 7, 8)  # in the rows of the others
+        w.tier.let_all()
+        assert w.counts["blocks written to nvme"] == 2
+        again = w.session.store(prompt(5, 6, 7, 8), content(w.session, prompt(5, 6, 7, 8)), durable=True)
+        w.tier.let_all()
+        assert again.wait(0)
+
+
+def test_a_request_that_is_cancelled_while_it_is_written_leaves_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
+    with world(mode="second-touch") as w:
+        w.session.store(prompt(1), content(w.session, prompt(1)), durable=True).cancel()
+        w.tier.let_all()
+        other = w.session.store(prompt(2), content(w.session, prompt(2)), durable=True)
+        w.tier.let_all()
+        assert other.wait(0)
 
 
 def test_closing_the_store_ends_it() -> None:

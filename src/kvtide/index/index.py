@@ -425,6 +425,11 @@ class Index:
             self._searched, self.next_expiry = 0, self._later
         return rows[self.expiry[rows] <= now]  # it may have left, or been stored anew, since it was found
 
+    def look_again(self) -> None:
+        """Look at all rows anew for what has expired: somebody was interrupted before it had removed what was found."""
+        self._expired, self._searched, self.next_expiry = self._expired[:0], 0, -np.inf
+        self.on_earlier_expiry()
+
     # -- places -------------------------------------------------------------------------------------------
 
     def put(self, row: int, tier: int, state: int, place: int) -> None:

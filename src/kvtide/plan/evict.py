@@ -74,7 +74,8 @@ class Eviction:
     move: dict[int, list[int]] = field(default_factory=dict)
     """By kind: rows that must come to slots of that kind elsewhere. What leaves has made room for them."""
     drained: list[Segment] = field(default_factory=list)
-    """Segments that are empty then. Nothing new goes into them."""
+    """Segments that are empty then. Nothing new goes into them. Where rows must come out of them to slots elsewhere,
+    what else is in them is not in ``leave``: it leaves when these have come out, see ``rest``."""
 
     def __bool__(self) -> bool:
         return bool(self.leave or self.move)
@@ -293,10 +294,24 @@ class Evictor:
                 eviction.leave += c.rows[c.leaving].tolist()
                 if len(c.stay):
                     eviction.move.setdefault(c.segment.kind, []).extend(c.stay.tolist())
-        if self._takes_slots:
+        if self._takes_slots and eviction.move:
+            eviction.leave = []  # not before it is certain that what must stay comes out: it may be asked for meanwhile
             for kind, rows in eviction.move.items():
                 eviction.leave += self._displaced(kind, len(rows))
         return eviction
+
+    def rest(self, drained: Sequence[Segment]) -> list[int]:
+        """What is to leave so that drained segments are empty; nothing, if something in one of them has to stay."""
+        rows: list[int] = []
+        for segment in drained:
+            if not segment.empty:
+                found = self._candidate(segment)
+                if found is None or not found.ready or not found.leaving.all():
+                    return []
+                rows += found.rows.tolist()
+        if rows:
+            self._ages.add(self._index.used[rows])
+        return rows
 
     def _displaced(self, kind: int, count: int) -> list[int]:
         """The coldest rows of a kind to leave, so that there are ``count`` free slots of it."""

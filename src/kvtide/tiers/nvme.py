@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,8 @@ class Nvme:
         self._tally = Tally()
         self._writer = Writer(self._shelves, evict, clock, self._tally)
         self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()
+        self._soon: deque[Callable[[], None]] = deque()
+        """What goes before all that is in the queue."""
         self._threads = [
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, p in enumerate(packers)
@@ -140,8 +143,10 @@ class Nvme:
             self._queue.put(lambda packer: batch.work(several, packer))
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call something on one of the I/O threads: it must not wait for another of them."""
-        self._queue.put(lambda _: call())
+        """Call something on one of the I/O threads, before whatever they have not begun: it brings reads that somebody
+        waits for, and they are queued only then. It must not wait for another of these threads."""
+        self._soon.append(call)
+        self._queue.put(_look)
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         self._queue.put(lambda _: done(self._shelves.drop(items)))
@@ -261,6 +266,13 @@ class Nvme:
 
     def _work(self, packer: Packer) -> None:
         while (task := self._queue.get()) is not None:
+            while self._soon:
+                try:
+                    call = self._soon.popleft()
+                except IndexError:  # another thread was sooner
+                    break
+                call()
+                del call
             task(packer)
             del task  # else the spans of the last one live on until the next comes
 
@@ -338,6 +350,10 @@ class Nvme:
             return self._read_run(run, packer)
         finally:
             packer.workspace.end()
+
+
+def _look(_: Packer) -> None:
+    """Nothing: it only wakes a thread."""
 
 
 def _whole(item: Read, room: int) -> bool:

@@ -92,7 +92,7 @@ class Descent:
         if cold.quota is not None:
             if cold.budget is not None and not last and cold.budget.statistics().bytes_left <= 0:
                 rows = self._over_budget(cold, rows)
-            rows, beyond = self._within(cold, cold.quota, rows)
+            rows, beyond = self._within(cold, cold.quota, rows, requested)
         charged = rows
         items: list[Write] = []
         for row in rows.tolist():
@@ -139,16 +139,16 @@ class Descent:
         self._index.changes += 1  # they may leave DRAM now
         return rows[:0]
 
-    def _within(self, cold: Cold, quota: Quota, rows: Rows) -> tuple[Rows, Rows]:
+    def _within(self, cold: Cold, quota: Quota, rows: Rows, requested: bool) -> tuple[Rows, Rows]:
         """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
-        that its lane would not take: for them nothing need leave. Under the lock."""
+        that its lane would not take: for them nothing need leave. What was ``requested`` it takes. Under the lock."""
         good = np.ones(len(rows), np.bool_)
         full: set[int] = set()
         room, stop = cold.lane.write_room, len(rows)
         for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
             identity = self._residents.identity(row)
             room -= identity.geometry.footprint
-            if room < 0 and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+            if room < 0 and not requested and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
                 stop = i
                 break
             if tenant not in quota.account.quotas:
@@ -212,7 +212,7 @@ class Descent:
             self._counts[f"blocks written to {cold.name}"] += len(kept)
             self._residents.unhold(rows_of([item.owner for item in items]))
             events, self._unsaid = self._unsaid, []
-            if self._watchers:
+            if self._watchers or self._under_way[cold.number]:
                 tell = self._over(cold, [item.owner for item in items])
         if dropped:
             self._eraser.erase(cold, dropped)
@@ -262,6 +262,16 @@ class Descent:
         """
         self._watchers.setdefault((cold.number, row), []).append((told, what))
 
+    def unwatch(self, row: int, told: Callable[[list[Any]], None]) -> None:
+        """End what ``watch`` began, in all tiers: what then nobody watches is not written any more, unless that has
+        begun. Under the lock."""
+        for cold in self._colds:
+            if watchers := self._watchers.get((cold.number, row)):
+                if others := [watcher for watcher in watchers if watcher[0] is not told]:
+                    self._watchers[cold.number, row] = others
+                else:
+                    del self._watchers[cold.number, row]
+
     def write_on_request(self, cold: Cold, rows: Rows) -> None:
         """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
         wait. Who watches them is told of each. Not under the lock."""
@@ -279,6 +289,8 @@ class Descent:
             some: dict[int, int] = {}
             while waiting and sum(some.values()) < _ENOUGH:
                 row = waiting.popleft()
+                if (cold.number, row) not in self._watchers:  # who asked has cancelled, and the row may be another's
+                    continue
                 if self._index.state[DRAM][row] == SEALED:
                     some[row] = len(self._residents.span(row))
                 else:

@@ -177,6 +177,8 @@ class Persister:
         with self._index.lock:
             self._open.discard(request)
             for block in request.blocks:
+                if block.lease is not None:
+                    self._descent.unwatch(block.row, request.go_on)
                 self._let_go(block)
 
     def _let_go(self, block: _Block) -> None:

@@ -226,10 +226,11 @@ class Residents:
             if not self._rows[space]:
                 del self._spaces[self._identities[space]]
                 self._vacant.append(space)
-        if self.tokens or self._checks or self.refused:
+        if self.tokens or self._checks or self.refused or self.unwritten:
             for row in rows.tolist():
                 self.tokens.pop(row, None)
                 self.refused.discard(row)
+                self.unwritten.pop(row, None)
                 if self._checks:
                     self._checks.pop(row, None)
 

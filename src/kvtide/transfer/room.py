@@ -32,6 +32,10 @@ from kvtide.transfer.residents import Moving, Residents, rows_of
 __all__ = ["Room"]
 
 
+_TRIES = 4
+"""How often others are chosen when blocks that were to be moved were asked for meanwhile."""
+
+
 class _Move(NamedTuple):
     """Blocks on their way to other slots of their kind, so that segments become empty."""
 
@@ -94,17 +98,27 @@ class Room:
     def grow(self, what: Identity) -> bool:
         """Move blocks that stand in the way, and take memory for such a block. Not under the lock.
 
-        Where the system has no memory though the budget does, evict: but only what makes room without it.
+        Where the system has no memory though the budget does, evict: but only what makes room without it. If somebody
+        asked for blocks while they were moved, so that they stay, others are chosen, a few times at most.
         """
         size, domain = what.geometry.footprint, what.domain
-        moved = self._move()
-        if self._dram.grow(size, domain) or moved:
-            return True
-        events: list[Event] = []
-        with self._index.lock:
-            made = self.make(ladder(size) | domain, 1, events, in_place=True)
-        self._feed.publish(events)
-        return made
+        for left in range(_TRIES, -1, -1):
+            emptied = self._move()
+            if self._dram.grow(size, domain) or emptied:
+                return True
+            if not left:
+                break
+            events: list[Event] = []
+            with self._index.lock:
+                try:
+                    made = self.make(ladder(size) | domain, 1, events, in_place=emptied is None)
+                except BaseException:
+                    self.interrupted()
+                    raise
+            self._feed.publish(events)
+            if not made or not self._moves:
+                return made
+        return False
 
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
         """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
@@ -223,15 +237,17 @@ class Room:
         rows, places = rows_of([row for row, *_ in slots]), rows_of([new for _, _, new, _ in slots])
         return Moving(rows, places, [segment for move in self._moves for segment in move.drained])
 
-    def _move(self) -> bool:
-        """Copy blocks to their new slots, and let go of the old ones; answers whether a segment became empty.
+    def _move(self) -> bool | None:
+        """Copy blocks to their new slots, and let go of the old ones; answers whether a segment became empty, None if
+        there was nothing to move.
 
         Sealed blocks do not change, so they may be read meanwhile. One that somebody holds when it is copied stays
         where it is, and so does its segment; who wants room chooses again. Not under the lock.
         """
         if not self._moves:
-            return False
-        emptied = False
+            return None
+        emptied: bool | None = None
+        events: list[Event] = []
         with self._moving:  # who comes second needs what the first one makes
             while self._moves:
                 move = self._moves[0]
@@ -244,14 +260,15 @@ class Room:
                     with self._index.lock:
                         try:
                             self._moves.remove(move)
-                            emptied |= self._moved(move, copied)
+                            emptied = self._moved(move, copied, events) or bool(emptied)
                         except BaseException:
                             self.interrupted()
                             raise
+        self._feed.publish(events)
         return emptied
 
-    def _moved(self, move: _Move, copied: int) -> bool:
-        """So many of these blocks were copied. Under the lock."""
+    def _moved(self, move: _Move, copied: int, events: list[Event]) -> bool:
+        """So many of these blocks were copied: if nothing stays in their segments, the rest leaves. Under the lock."""
         index, doomed = self._index, self._residents.doomed
         for i, (row, old, new, _) in enumerate(move.slots):
             alone = index.holds[row] == 1 and row not in doomed and index.place[DRAM][row] == old
@@ -262,6 +279,7 @@ class Room:
             else:
                 self._dram.release(new)
         self._residents.unhold(move.rows)
+        self._evict(self._evictor.rest(move.drained), events)
         return self._dram.settle(move.drained)
 
     def _save(self, rows: Rows) -> None:

@@ -155,7 +155,11 @@ class Transfer:
             if self._ended:
                 return True
             self._waiters.append(waiter)
-        came = waiter.acquire(timeout=-1 if limit is None else min(limit, threading.TIMEOUT_MAX))
+        try:
+            came = waiter.acquire(timeout=-1 if limit is None else min(limit, threading.TIMEOUT_MAX))
+        finally:
+            with self._lock:  # or a caller that looks now and then would leave one each time
+                self._waiters.remove(waiter)
         if not came and left is not None and (timeout is None or left <= timeout):
             self._end()
         return self._ended
