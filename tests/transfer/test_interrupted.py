@@ -1,0 +1,79 @@
+"""Callers that are interrupted at one known step: what others wait for goes on, and nothing is charged for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide import Store, config
+from kvtide.index.pins import Pins
+from kvtide.testing.interface import MODEL, PLAIN, data, prompt
+
+
+def opened(**settings: Any) -> Store:
+    return Store(config.read(None, {}, dram={"budget": "4MiB", "segment": "1MiB"}, **settings))
+
+
+def nvme(path: Path, **more: object) -> dict[str, object]:
+    return {"path": str(path / "kv"), "budget": "16MiB", "segment": "1MiB", "threads": 2, **more}
+
+
+def interrupt(patch: pytest.MonkeyPatch, where: object, name: str, *, after: bool = False) -> None:
+    """Let the first call be interrupted: before it does anything, or when it has returned."""
+    call: Callable[..., object] = getattr(where, name)
+    come: list[bool] = []
+
+    def interrupted(*given: Any, **named: Any) -> object:
+        if come:
+            return call(*given, **named)
+        come.append(True)
+        if after:
+            call(*given, **named)
+        raise KeyboardInterrupt
+
+    patch.setattr(where, name, interrupted)
+
+
+def test_a_prompt_whose_search_was_interrupted_is_looked_for_by_the_next_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(files={"path": str(tmp_path)}) as store, store.session(MODEL) as session:
+        interrupt(monkeypatch, store.colds[0].tier, "find")
+        with pytest.raises(KeyboardInterrupt):
+            session.match(prompt(1))
+        with session.match(prompt(1), wait=30) as match:
+            assert not match.pending
+
+
+def test_pins_of_a_block_whose_drop_was_interrupted_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as store, store.session(MODEL) as session, store.session(MODEL) as other:
+        for one in (session, other):
+            one.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+            assert one.pin(prompt(1, 2)) == 2
+        interrupt(monkeypatch, Pins, "end")
+        with pytest.raises(KeyboardInterrupt):
+            session.drop(prompt(1, 2))
+        assert [one.desk.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
+        session.store(prompt(3, 4), data(PLAIN, prompt(3, 4)))
+        assert store.statistics().pinned == 0, "another's blocks took the rows, and not the pins"
+        assert session.unpin(prompt(3, 4)) == 0
+
+
+def test_pins_that_were_being_moved_to_another_row_are_charged_once_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as store, store.session(MODEL) as session, store.session(MODEL) as other:
+        first = session.reserve(prompt(1))
+        assert session.pin(prompt(1)) == other.pin(prompt(1)) == 1
+        second = other.reserve(prompt(1))
+        interrupt(monkeypatch, Pins, "move", after=True)
+        with pytest.raises(KeyboardInterrupt):
+            second.seal()
+        first.abort()
+        second.abort()
+        assert [one.desk.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
+        session.store(prompt(3), data(PLAIN, prompt(3)))
+        assert store.statistics().pinned == 0
