@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtide import Store, config
+from kvtide import Store, Unwritten, config
 from kvtide.index.pins import Pins
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 
@@ -77,3 +78,53 @@ def test_pins_that_were_being_moved_to_another_row_are_charged_once_or_not_at_al
         assert [one.desk.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
         session.store(prompt(3), data(PLAIN, prompt(3)))
         assert store.statistics().pinned == 0
+
+
+def test_who_waits_for_a_writer_is_told_though_the_writer_is_interrupted_while_it_seals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(nvme=nvme(tmp_path)) as store, store.session(MODEL) as session:
+        first, second = session.reserve(prompt(1)), session.reserve(prompt(1))
+        waiting = session.store(prompt(1), data(PLAIN, prompt(1)), durable=True)
+        assert waiting.pending
+        interrupt(monkeypatch, store.pipeline._ascent, "landed", after=True)
+        with pytest.raises(KeyboardInterrupt):
+            first.seal()
+        second.abort()
+        assert waiting.wait(60), "it was sealed before the interruption, and is written for who waits"
+        assert store.statistics().pipeline.leases == 0
+
+
+@pytest.mark.parametrize("how", ["match", "reserve", "statistics", "close"])
+def test_who_waits_for_forgotten_writers_is_told_by_whoever_comes_next(tmp_path: Path, how: str) -> None:
+    with opened(nvme=nvme(tmp_path)) as store:
+        session = store.session(MODEL)
+        writers = [session.reserve(prompt(1)), session.reserve(prompt(1))]
+        waiting = session.store(prompt(1), data(PLAIN, prompt(1)), durable=True)
+        assert waiting.pending
+        writers.clear()
+        gc.collect()
+        calls: dict[str, Callable[[], object]] = {
+            "match": lambda: session.match(prompt(2)).release(),
+            "reserve": lambda: store.pipeline.reserve([]),
+            "statistics": store.statistics,
+            "close": store.close,
+        }
+        calls[how]()
+        assert waiting.wait(60).reasons == {Unwritten.REMOVED: 1}
+
+
+def test_a_forgotten_reservation_ends_like_an_aborted_one() -> None:
+    """Nothing is to be repaired, which would look at all rows; and the second writer takes its place."""
+    with opened() as store, store.session(MODEL) as session:
+        tokens = prompt(1, 2)
+        first, second = session.reserve(tokens), session.reserve(tokens)
+        del first
+        gc.collect()
+        session.match(prompt(3)).release()
+        found = store.statistics()
+        assert (found.pipeline.reservations, found.counts.get("interrupted calls", 0)) == (1, 0)
+        assert store.index.rows(second.keys).tolist() == second.rows.tolist()
+        assert store.dram.blocks == 2
+        second.seal()
+        assert session.find(tokens) == [True, True]
