@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtide import Store, Unwritten, config
+from kvtide import Persist, Store, Unwritten, config
 from kvtide.index.pins import Pins
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 
@@ -128,3 +130,54 @@ def test_a_forgotten_reservation_ends_like_an_aborted_one() -> None:
         assert store.dram.blocks == 2
         second.seal()
         assert session.find(tokens) == [True, True]
+
+
+@pytest.mark.parametrize("where", ["lane", "sync", "hold", "on request", "told"])
+def test_nobody_waits_for_a_durable_store_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Its blocks are written for the next who wants them durable, and nothing is held or charged meanwhile."""
+    tokens, other = prompt(1, 2), prompt(1, 3)
+    with opened(nvme=nvme(tmp_path, store="second-touch")) as store, store.session(MODEL) as session:
+        cold, pipeline = store.colds[0], store.pipeline
+        if where == "sync":  # only then it is the caller who begins to sync
+            assert session.store(tokens, data(PLAIN, tokens), durable=True).wait(60)
+        tier = SimpleNamespace(sync=cold.sync)
+        asked = replace(cold, sync=lambda blocks, done: tier.sync(blocks, done))
+        monkeypatch.setitem(pipeline.persister._colds, cold.number, asked)
+        places: dict[str, tuple[object, str]] = {
+            "lane": (cold.lane, "write"),
+            "sync": (tier, "sync"),
+            "hold": (pipeline.persister, "_follow"),
+            "on request": (pipeline._descent, "_write_requested"),
+            "told": (pipeline._descent, "tell"),
+        }
+        interrupt(monkeypatch, *places[where], after=where not in ("lane", "sync"))
+        with pytest.raises(KeyboardInterrupt):
+            session.store(tokens, data(PLAIN, tokens), durable=True)
+        assert session.store(other, data(PLAIN, other), durable=True).wait(60)
+        assert session.store(tokens, data(PLAIN, tokens), durable=True).wait(60)
+        assert store.flush(60)
+        found = store.statistics()
+        assert (found.held, found.pipeline.leases, found.lanes["nvme"].write_bytes_waiting) == (0, 0, 0)
+        assert len(pipeline.persister) == 0
+        assert not pipeline._descent._under_way[cold.number]
+        assert not pipeline._descent._watchers
+
+
+def test_others_who_watch_a_write_that_is_given_up_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is interrupted before its blocks are given to the tier, and meanwhile another wants them durable."""
+    tokens = prompt(1, 2)
+    with opened(nvme=nvme(tmp_path, store="through")) as store, store.session(MODEL) as session:
+        lane = store.colds[0].lane
+        waiting: list[Persist] = []
+
+        def write(*_: object) -> None:
+            monkeypatch.undo()
+            waiting.append(session.store(tokens, data(PLAIN, tokens), durable=True))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(lane, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            session.store(tokens, data(PLAIN, tokens))
+        assert waiting[0].wait(30).reasons.keys() <= {Unwritten.WRITE_FAILED}

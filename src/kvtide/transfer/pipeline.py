@@ -168,12 +168,13 @@ class Pipeline:
         """The rows that open reservations are to fill, by the reservation's serial number."""
         self._abandoned: deque[int] = deque()
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
-        residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
+        residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
         residents.repaired = self.call_ready = self._ascent.call_ready
         self.ready = self._ascent.ready
         self.others = residents.others
         self.load_in_slices = self._ascent.load_in_slices
         self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        self.persister.interrupted = self.repair
         self.report = descent.report
         self._longer: set[int] = set()
         """Rows that live longer than their records say. Some may have left since."""
@@ -276,6 +277,8 @@ class Pipeline:
             lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
             state[lost] = ABSENT
             cold.lane.repair()
+        if self._descent.repair():
+            self._ascent.later(self._descent.tell)
         moving = self._room.moving()
         index.recount_holds(moving.rows)
         self._residents.repair(moving, set(self._hidden.values()))
