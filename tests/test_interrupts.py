@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 
 import kvtide
+from kvtide import Unwritten
 from kvtide.index.index import ABSENT, DRAM
 from kvtide.session import Session
 from kvtide.store import Store
@@ -125,8 +127,11 @@ class World:
         self.fresh += 1
         return self.fresh
 
-    def check(self) -> None:
-        """After an interruption: the next call ends what was left, others' calls work, and every byte is right."""
+    def check(self, durable: bool = False) -> None:
+        """After an interruption: the next call ends what was left, others' calls work, and every byte is right.
+
+        ``durable``: others want to have the last prompt durable.
+        """
         assert not self.store.index.lock_is_mine(), f"interrupted at {self.place}, the lock was not given back"
         self.session.find(prompt(0))
         failures: list[BaseException] = []
@@ -142,6 +147,9 @@ class World:
                             assert bytes(view) == expected.tobytes(), "wrong bytes"
                 with self.session.match(prompt(number)) as match:
                     assert stored.dropped or match.tokens == BLOCKS * 16, "what another caller stored is not found"
+                if durable:
+                    done = self.session.store(prompt(number - 1), content(number - 1), durable=True).wait(60)
+                    assert not {Unwritten.TIMEOUT, Unwritten.CANCELLED} & done.reasons.keys(), "others wait in vain"
                 assert self.store.flush(60)
             except BaseException as e:  # noqa: BLE001 - raised below
                 failures.append(e)
@@ -154,6 +162,13 @@ class World:
             pytest.fail(f"interrupted at {self.place}, another caller hangs:\n{stack}")
         if failures:
             raise failures[0]
+        end = time.monotonic() + 60
+        while len(self.store.pipeline.persister) and time.monotonic() < end:
+            time.sleep(0.001)  # what an interrupted call has begun goes on
+        assert not len(self.store.pipeline.persister), f"interrupted at {self.place}, a request never ends"
+        descent = self.store.pipeline._descent
+        left = [descent._watchers, *descent._under_way.values(), *descent._requested.values()]
+        assert not any(left), f"interrupted at {self.place}, writes on request are left"
         self.session.match(prompt(0)).release()
         found = self.store.statistics()
         line = found.pipeline
@@ -189,6 +204,7 @@ class World:
 
         return {
             "store": lambda: session.store(prompt(self.fresh + 1), content(self.fresh + 1)),
+            "durable": lambda: session.store(prompt(self.fresh + 1), content(self.fresh + 1), durable=True),
             "match": lambda: session.match(prompt(known)).release(),
             "load": load,
             "copy": copy,
@@ -206,7 +222,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     world.store.close()
 
 
-VERBS = ["store", "match", "load", "copy", "reserve", "prefetch", "drop", "pin"]
+VERBS = ["store", "durable", "match", "load", "copy", "reserve", "prefetch", "drop", "pin"]
 
 
 def interrupt(world: World, verb: str, at: int) -> bool:
@@ -229,7 +245,7 @@ def test_nothing_is_left_of_a_call_that_is_interrupted_anywhere(world: World, ve
     for at in sorted(chance.sample(range(1, points.count), min(25, points.count - 1))):
         interrupted += interrupt(world, verb, at)
         world.new()
-        world.check()
+        world.check(verb == "durable")
     assert interrupted, "no call was interrupted: this test tested nothing"
 
 
@@ -241,7 +257,7 @@ def test_nothing_is_left_of_a_call_that_is_interrupted_at_hundreds_of_points(wor
     for at in range(1, points.count, max(1, points.count // 400)):
         interrupt(world, verb, at)
         world.new()
-        world.check()
+        world.check(verb == "durable")
 
 
 def test_a_real_signal_may_come_at_any_time(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ class LocalDesk:
         self.store = store
         self._index = store.index
         self._pipeline = store.pipeline
+        self._ready = store.pipeline.ready
         self.layout = layout
         tokens, sizes = layout.block_tokens, layout.geometry
         self._identities = {
@@ -231,13 +232,17 @@ class LocalDesk:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
         speed = self._prefill if prefill is None else prefill
-        now = self.store.sweep()
-        with self._index.lock:
-            try:
-                return self._match(names, have, speed, room, now)
-            except BaseException:
-                self._pipeline.repair()
-                raise
+        try:
+            now = self.store.sweep()
+            with self._index.lock:
+                try:
+                    return self._match(names, have, speed, room, now)
+                except BaseException:
+                    self._pipeline.repair()
+                    raise
+        finally:
+            if self._ready:  # whoever waited for what was given up or repaired here
+                self._pipeline.call_ready()
 
     def _match(self, names: Names, have: int, speed: float, room: int, now: float) -> LocalHolding:
         layout, index = self.layout, self._index
@@ -452,15 +457,19 @@ class LocalDesk:
         return reservation
 
     def _stored(self, groups: Sequence[Group], names: Names, stop: int, priority: int, expiry: float) -> None:
-        with self._index.lock:
-            try:
-                for group in groups:
-                    rows = self._raised(names, group, stop, priority)
-                    self._pipeline.extend(rows, expiry)
-                    self._pipeline.stored(rows)
-            except BaseException:
-                self._pipeline.repair()
-                raise
+        try:
+            with self._index.lock:
+                try:
+                    for group in groups:
+                        rows = self._raised(names, group, stop, priority)
+                        self._pipeline.extend(rows, expiry)
+                        self._pipeline.stored(rows)
+                except BaseException:
+                    self._pipeline.repair()
+                    raise
+        finally:
+            if self._ready:
+                self._pipeline.call_ready()
 
     def _extend(self, groups: Sequence[Group], names: Names, stop: int, expiry: float) -> None:
         """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
@@ -473,9 +482,13 @@ class LocalDesk:
         """Remove the blocks of a prompt that have expired, so that they can be stored again."""
         for group in groups:
             for keys in slices.parts(names.keys(group.suffix)[:stop]):
-                with self._index.lock:
-                    rows = self._index.rows(keys)
-                    events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                try:
+                    with self._index.lock:
+                        rows = self._index.rows(keys)
+                        events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                finally:
+                    if self._ready:
+                        self._pipeline.call_ready()
                 self.store.feed.publish(events)
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:

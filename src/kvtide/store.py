@@ -537,6 +537,7 @@ class Store(Home):
             self._ended = True
             with self.index.lock:
                 self.pipeline.reclaim()
+            self.pipeline.call_ready()
             self.pipeline.flush()
             self._wait_for_credit()
             for cold in self.colds:

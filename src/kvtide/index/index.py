@@ -233,11 +233,12 @@ class Index:
             return
         self.departures += 1
         self.priority[row] = max(self.priority[row], self.priority[old])
-        if (pinned := self._pinned.pop(old, None)) is not None:
+        if (pinned := self._pinned.get(old)) is not None:
+            self._pinned[row] = pinned
             for owner in pinned:
                 owner.move(old, row)
-            self._pinned[row] = pinned
             self.pins[row], self.pins[old] = self.pins[old], 0
+            del self._pinned[old]  # at last: ``repair`` knows owners from here
         if self.mortal:
             self.expiry[old] = np.inf
 
@@ -339,7 +340,7 @@ class Index:
         return [row for row, key in enumerate(self._keys) if key is not None and known.get(key) != row]
 
     def repair(self) -> None:
-        """Forget rows that are nowhere and held by nobody. Looks at all rows."""
+        """Forget rows that are nowhere and held by nobody, and pins of rows that nobody finds. Looks at all rows."""
         size = self.size
         if len(self._parents) < size:
             self._parents.append(b"")
@@ -348,6 +349,8 @@ class Index:
             nowhere &= state[:size] == ABSENT
             place[:size][state[:size] == ABSENT] = NOWHERE
         nowhere[NO_ROW] = False
+        if self._pinned:
+            self._recount_pins()
         self._free = []
         for row in np.flatnonzero(nowhere)[::-1].tolist():
             if not self.retire(row):
@@ -538,12 +541,28 @@ class Index:
                 owners.discard(owner)
             self._count_pins(row)
 
+    def _recount_pins(self) -> None:
+        """Pins may be half ended: end those of rows that nobody finds, and count the others anew."""
+        pinned: dict[int, set[Pins]] = {}
+        for owner in set[Pins]().union(*self._pinned.values()):
+            for row in owner.repair():
+                key = self._keys[row]
+                if key is not None and self._rows.get(key) == row:
+                    pinned.setdefault(row, set()).add(owner)
+                else:
+                    owner.end(row)
+        self.pins[: self.size] = 0
+        self._pinned = pinned
+        for row in pinned:
+            self._count_pins(row)
+
     def _end_pins(self, rows: Rows) -> None:
         """Rows are removed: nobody has pinned them any more."""
         for row in rows[self.pins[rows] > 0].tolist():
-            for owner in self._pinned.pop(row):
+            for owner in self._pinned.get(row, ()):
                 owner.end(row)
             self.pins[row] = 0
+            self._pinned.pop(row, None)  # at last: ``repair`` knows owners from here
 
     def _count_pins(self, row: int) -> None:
         owners = self._pinned[row]

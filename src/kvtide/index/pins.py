@@ -72,13 +72,14 @@ class Pins:
         return True
 
     def end(self, row: int) -> None:
-        """End all pins of a row."""
-        del self._counts[row]
-        self._charge(-self._sizes.pop(row))
+        """End all pins of a row, if there are any left: whoever was interrupted here comes again."""
+        self._counts.pop(row, None)
+        self._charge(-self._sizes.pop(row, 0))
 
     def move(self, row: int, to: int) -> None:
         """What was pinned in one row is in another now."""
-        self._counts[to], self._sizes[to] = self._counts.pop(row), self._sizes.pop(row)
+        if row in self._counts:
+            self._counts[to], self._sizes[to] = self._counts.pop(row), self._sizes.pop(row)
 
     def repair(self) -> list[int]:
         """After a change was left half done: make the sums anew. Answers the rows that are pinned."""

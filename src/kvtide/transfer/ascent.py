@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -113,6 +113,8 @@ class Ascent:
         """Reads that have not ended, by the identity of the batch that the lane was given."""
         self._ready: dict[Callable[[], None], None] = {}
         """What is to be called outside the lock, for those who wait for rows."""
+        self._landing: list[Callable[[], None]] = []
+        """The same while it is made, under the lock: if that is interrupted, ``repair`` finds it here."""
         self.interrupted: Callable[[], None] = lambda: None
         """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
         self._parked: dict[int, list[tuple[Lease, Identity, Transfer]]] = {}
@@ -161,10 +163,17 @@ class Ascent:
         left = rows
         while len(left):
             left = self._start(left, identity, transfer)
-            if len(left) and not self._room.grow(identity):
+            if len(left) and not self._grow(identity):
                 self._counts["loads dropped: no room in DRAM"] += len(left)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
+
+    def _grow(self, identity: Identity) -> bool:
+        try:
+            return self._room.grow(identity)
+        except BaseException:
+            self.call_ready()  # what was left half done is repaired: some may have waited for it
+            raise
 
     def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:
         """Start or join a read for each row. Answers those for which DRAM must grow first."""
@@ -286,6 +295,11 @@ class Ascent:
         """Let ``ready`` be called by the next ``call_ready``, perhaps twice."""
         self._ready[ready] = None
 
+    @property
+    def ready(self) -> Collection[Callable[[], None]]:
+        """What ``call_ready`` has to call. One object for good, so that whoever is in a hurry looks here first."""
+        return self._ready
+
     def call_ready(self) -> None:
         """Call what was left for when nobody on this thread has the lock."""
         if self._ready and not self._index.lock_is_mine():
@@ -300,6 +314,7 @@ class Ascent:
         """Rows that are on their way to DRAM though nobody brings them will not come; ``written`` are somebody's to
         fill. Their slots are in the book until it is made anew. Under the lock."""
         index, brought = self._index, set(written)
+        self._leave_landing()
         for number, job in list(self._jobs.items()):
             if job.cold.lane.reading(job.reads):
                 brought.update(job.rows.tolist())
@@ -311,7 +326,7 @@ class Ascent:
         index.place[DRAM][lost] = NOWHERE
         over = [row for row in self._flights if state[row] != PENDING]
         if over:
-            self.later(self.landed(over, [bool(state[row] == SEALED) for row in over]))
+            self.land_later(over, [bool(state[row] == SEALED) for row in over])
 
     def _land(self, job: _Job, results: Sequence[ReadResult] | None) -> Callable[[], None]:
         """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
@@ -340,6 +355,7 @@ class Ascent:
             for row in arrived.tolist():
                 self._failures.pop((cold.number, index.key(row)), None)
         tell = self.landed(numbers, good)
+        self._landing.pop()
         events: list[Event] = []
         if self._feed.followed and len(arrived):
             events.append(BlockStored("dram", index.keys(arrived)))
@@ -380,19 +396,45 @@ class Ascent:
         self._failures.pop((cold.number, key), None)
         return True
 
+    def land_later(self, rows: Sequence[int], good: Sequence[bool]) -> None:
+        """Let those who wait for rows be told by the next ``call_ready``. Under the lock.
+
+        If this is interrupted, and ``repair`` is called, they are told all the same.
+        """
+        self.landed(rows, good)
+        self._leave_landing()
+
+    def _leave_landing(self) -> None:
+        for tell in self._landing:
+            self._ready[tell] = None
+        self._landing.clear()
+
     def landed(self, rows: Sequence[int], good: Sequence[bool]) -> Callable[[], None]:
-        """What to call, outside the lock, for those who wait for rows."""
-        # Each transfer is told of all the rows; it knows which of them it waits for.
-        waiting = set(chain.from_iterable(set(map(self._flights.pop, rows, repeat(())))))
-        parked = list(chain.from_iterable(map(self._parked.pop, rows, repeat(())))) if self._parked else []
+        """What to call, outside the lock, for those who wait for rows. It stays in ``_landing``."""
+        waiting: set[Transfer] = set()
+        parked: deque[tuple[Lease, Identity, Transfer]] = deque()
 
         def tell() -> None:
             for transfer in waiting:
                 transfer.finish(rows, good)
             while parked:
-                lease, identity, transfer = parked.pop()
-                with lease:
+                try:
+                    waits = lease, identity, transfer = parked.pop()
+                except IndexError:  # another thread was sooner
+                    return
+                try:
                     if transfer.wanted:
                         self._bring(lease.rows, identity, transfer)
+                except BaseException:
+                    parked.append(waits)  # whoever calls this again brings it
+                    raise
+                lease.release()
 
+        # Known before they are taken out, and in single steps: whoever is interrupted in between forgets none.
+        self._landing.append(tell)
+        # Each transfer is told of all the rows; it knows which of them it waits for.
+        waiting.update(chain.from_iterable(set(map(self._flights.get, rows, repeat(())))))
+        deque(map(self._flights.pop, rows, repeat(())), maxlen=0)
+        if self._parked:
+            parked.extend(chain.from_iterable(map(self._parked.pop, rows, repeat(()))))
         return tell

@@ -16,6 +16,7 @@ import numpy as np
 from kvtide.block import BlockKey
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.interrupts import to_the_end
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Renewal, Renewing, Write
@@ -70,6 +71,10 @@ class Descent:
         """Rows that are to be written on request, by tier."""
         self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
         """Those of them that are being written, and their bytes."""
+        self._told: list[_Watcher] = []
+        """Whom ``tell`` is to tell. Kept here, so that an interrupted caller does not forget them."""
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
 
     def write(self, cold: Cold, rows: Rows) -> None:
         """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
@@ -183,7 +188,6 @@ class Descent:
         index = self._index
         kept: list[BlockKey] = []
         dropped: list[tuple[BlockKey, int]] = []
-        tell: list[_Watcher] = []
         small = cold.tier.statistics().budget if NOWHERE in places else 0
         shorter: list[Renewal] = []
         with index.lock:
@@ -213,7 +217,7 @@ class Descent:
             self._residents.unhold(rows_of([item.owner for item in items]))
             events, self._unsaid = self._unsaid, []
             if self._watchers or self._under_way[cold.number]:
-                tell = self._over(cold, [item.owner for item in items])
+                self._over(cold, [item.owner for item in items])
         if dropped:
             self._eraser.erase(cold, dropped)
         if kept:
@@ -221,7 +225,7 @@ class Descent:
         self._feed.publish(events)
         if shorter:  # its expiry was changed while it was written
             self.renew(cold, shorter, lambda erased: None)
-        _tell(tell)
+        self.tell()
 
     def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
         """See ``Pipeline.renew``."""
@@ -272,19 +276,77 @@ class Descent:
                 else:
                     del self._watchers[cold.number, row]
 
-    def write_on_request(self, cold: Cold, rows: Rows) -> None:
+    def watched(self, cold: Cold, row: int, what: object) -> bool:
+        """Whether somebody is to be told ``what`` when a write of a row to a tier has ended. Under the lock."""
+        return any(known is what for _, known in self._watchers.get((cold.number, row), ()))
+
+    def request(self, cold: Cold, row: int, told: Callable[[list[Any]], None], what: object) -> None:
+        """``watch`` a row that ``write_on_request`` is to write. Under the lock."""
+        self._requested[cold.number].append(row)
+        self.watch(cold, row, told, what)
+
+    def withdraw(self, told: Callable[[list[Any]], None]) -> None:
+        """Nobody is to be told through ``told`` any more; what only it asked for is not written. Under the lock."""
+        for place, watchers in list(self._watchers.items()):
+            left = [watcher for watcher in watchers if watcher[0] is not told]
+            if left:
+                self._watchers[place] = left
+            else:
+                del self._watchers[place]
+        for number, waiting in self._requested.items():
+            self._requested[number] = deque(row for row in waiting if (number, row) in self._watchers)
+
+    def write_on_request(self, cold: Cold) -> None:
         """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
         wait. Who watches them is told of each. Not under the lock."""
-        with self._index.lock:
-            self._requested[cold.number].extend(rows.tolist())
-            tell = self._write_requested(cold)
-        _tell(tell)
+        try:
+            with self._index.lock:
+                try:
+                    self._write_requested(cold)
+                except BaseException:
+                    self.interrupted()
+                    raise
+        finally:
+            self.tell()
 
-    def _write_requested(self, cold: Cold) -> list[_Watcher]:
-        """Write more of what was asked for, if there is little of it under way. Under the lock; call the answer outside
-        of it."""
+    def repair(self) -> bool:
+        """Writes that were given up have ended: whoever watches one that is neither under way nor to be begun is to be
+        told. Answers whether ``tell`` has somebody to tell. Under the lock, when the states of the rows are right."""
+        for cold in self._colds:
+            state, under_way = self._index.state[cold.number], self._under_way[cold.number]
+            for row in [row for row in under_way if state[row] != PENDING]:
+                del under_way[row]
+            waiting = set(self._requested[cold.number])
+            for number, row in list(self._watchers):
+                if number == cold.number and state[row] != PENDING and row not in waiting:
+                    self._ended(number, row)
+        return bool(self._told)
+
+    def _ended(self, number: int, row: int) -> None:
+        """A write has ended, or will not be made: who watches it is to be told. Under the lock."""
+        # In this order: who is interrupted in between lets them be told twice, and not never.
+        self._told += self._watchers.get((number, row), ())
+        self._watchers.pop((number, row), None)
+
+    def tell(self) -> None:
+        """Tell those who watched what has ended. Outside the lock."""
+        if self._told:
+            to_the_end(self._tell_all)  # others wait for it
+
+    def _tell_all(self) -> None:
+        some: list[_Watcher] = []
+        try:
+            with self._index.lock:
+                some, self._told = self._told, some
+            _tell(some)
+        except BaseException:
+            with self._index.lock:
+                self._told = some + self._told
+            raise
+
+    def _write_requested(self, cold: Cold) -> None:
+        """Write more of what was asked for, if there is little of it under way. Under the lock; ``tell`` outside."""
         waiting, under_way = self._requested[cold.number], self._under_way[cold.number]
-        tell: list[_Watcher] = []
         while waiting and sum(under_way.values()) < _CHUNK:
             some: dict[int, int] = {}
             while waiting and sum(some.values()) < _ENOUGH:
@@ -294,23 +356,21 @@ class Descent:
                 if self._index.state[DRAM][row] == SEALED:
                     some[row] = len(self._residents.span(row))
                 else:
-                    tell += self._watchers.pop((cold.number, row), ())
+                    self._ended(cold.number, row)
             under_way.update(some)  # before they are submitted: a tier may answer at once
             self._submit(cold, rows_of(list(some)), requested=True)
             for row in some:
                 if self._index.state[cold.number][row] != PENDING:
                     under_way.pop(row, None)
-                    tell += self._watchers.pop((cold.number, row), ())
-        return tell
+                    self._ended(cold.number, row)
 
-    def _over(self, cold: Cold, rows: Sequence[int]) -> list[_Watcher]:
-        """Writes have ended: who is to be told. Under the lock."""
+    def _over(self, cold: Cold, rows: Sequence[int]) -> None:
+        """Writes have ended. Under the lock; ``tell`` outside."""
         under_way = self._under_way[cold.number]
-        tell: list[_Watcher] = []
         for row in rows:
             under_way.pop(row, None)
-            tell += self._watchers.pop((cold.number, row), ())
-        return tell + self._write_requested(cold)
+            self._ended(cold.number, row)
+        self._write_requested(cold)
 
     # -- what is written ----------------------------------------------------------------------------------
 
@@ -372,10 +432,17 @@ class Descent:
                 # Pinned ones too: what must not leave DRAM must not be lost with it either.
                 rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
                 rows = rows[~self.saved(rows)]
-                rows = self._submit(cold, rows[np.argsort(self._policy.score(rows))[::-1]], last=True)
+                rows = self._flush(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
             while len(rows) and cold.lane.wait_idle(cold.patience):
                 with self._index.lock:
-                    rows = self._submit(cold, rows, last=True)
+                    rows = self._flush(cold, rows)
+
+    def _flush(self, cold: Cold, rows: Rows) -> Rows:
+        try:
+            return self._submit(cold, rows, last=True)
+        except BaseException:
+            self.interrupted()
+            raise
 
 
 def _tell(watchers: list[_Watcher]) -> None:

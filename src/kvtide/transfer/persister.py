@@ -29,6 +29,7 @@ from kvtide.clock import Clock
 from kvtide.events import BlockRemoved, Event, Feed
 from kvtide.index.index import DRAM, PENDING, SEALED, Index
 from kvtide.index.lease import Lease
+from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity
 from kvtide.transfer.ascent import Ascent
 from kvtide.transfer.cold import Cold
@@ -99,10 +100,13 @@ class _Arriving(Transfer):
 
     def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
         with self._lock:
-            here = [block for row in rows if (block := self._blocks.pop(row, None)) is not None]
-            self._ended = not self._blocks
+            here = [block for row in rows if (block := self._blocks.get(row)) is not None]
         if here:
             self._go_on(here)
+        with self._lock:  # not before: whoever is interrupted comes again
+            for row in rows:
+                self._blocks.pop(row, None)
+            self._ended = not self._blocks
 
 
 _Syncing = tuple[Request, _Block, int]
@@ -133,9 +137,11 @@ class Persister:
         self._open: set[Request] = set()
         self._syncs: dict[int, list[_Syncing]] = {cold.number: [] for cold in self._durable}
         """What is to be synced when the sync that is under way has ended, by tier."""
-        self._busy: set[int] = set()
-        """Tiers that are syncing."""
+        self._busy: dict[int, list[_Syncing]] = {}
+        """Tiers that are syncing, and what."""
         self._closed = False
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -146,20 +152,33 @@ class Persister:
         transfer = Transfer(clock)
         request = Request(wanted, transfer, self._advance)
         transfer.expect(range(len(request.blocks)))
-        with self._index.lock:
-            closed = self._closed
-            if not closed:
-                self._open.add(request)
         transfer.on_end(functools.partial(self._ended, request))
-        if closed:
-            self._cut_off(request)
-        elif not self._durable:
-            self._end(request, request.blocks, Unwritten.NOT_DURABLE if self._colds else Unwritten.NO_TIER)
-        else:
-            self._hold_all(request)
-            self._advance(request, request.blocks)
-        transfer.started()
+        try:
+            with self._index.lock:
+                closed = self._closed
+                if not closed:
+                    self._open.add(request)
+            if closed:
+                self._cut_off(request)
+            elif not self._durable:
+                self._end(request, request.blocks, Unwritten.NOT_DURABLE if self._colds else Unwritten.NO_TIER)
+            else:
+                self._hold_all(request)
+                self._advance(request, request.blocks)
+            transfer.started()
+        except BaseException:
+            to_the_end(functools.partial(self._withdraw, request))
+            raise
         return request
+
+    def _withdraw(self, request: Request) -> None:
+        """Nobody will get this request: whoever asked for it was interrupted."""
+        request.transfer.cancel()
+        with self._index.lock:
+            self._descent.withdraw(request.go_on)
+        self._ended(request)  # again: the callback may have been interrupted
+        self._ascent.call_ready()
+        self._descent.tell()
 
     def close(self) -> None:
         """End what has not ended: nothing moves any more."""
@@ -174,12 +193,14 @@ class Persister:
         request.transfer.cancel()
 
     def _ended(self, request: Request) -> None:
+        for first in range(0, len(request.blocks), _SLICE):
+            with self._index.lock:
+                for block in request.blocks[first : first + _SLICE]:
+                    if block.lease is not None:
+                        self._descent.unwatch(block.row, request.go_on)
+                    self._let_go(block)
         with self._index.lock:
             self._open.discard(request)
-            for block in request.blocks:
-                if block.lease is not None:
-                    self._descent.unwatch(block.row, request.go_on)
-                self._let_go(block)
 
     def _let_go(self, block: _Block) -> None:
         """Under the lock."""
@@ -205,8 +226,12 @@ class Persister:
             with self._index.lock:
                 if request.transfer.ended:
                     return
-                for block in request.blocks[first : first + _SLICE]:
-                    self._follow(block)
+                try:
+                    for block in request.blocks[first : first + _SLICE]:
+                        self._follow(block)
+                except BaseException:
+                    self.interrupted()
+                    raise
 
     def _follow(self, block: _Block) -> bool:
         """Hold the row that has the block's key now; False if there is none. Under the lock."""
@@ -225,55 +250,74 @@ class Persister:
             self._step(request, blocks[first : first + _SLICE])
 
     def _step(self, request: Request, blocks: Sequence[_Block]) -> None:
-        index = self._index
         failed: dict[Unwritten, list[_Block]] = {}
         syncs: dict[int, list[_Syncing]] = {}
-        writes: dict[int, list[int]] = {}
-        landing: list[_Block] = []
+        writes: set[int] = set()
         loads: list[_Block] = []
-        with index.lock:
+        with self._index.lock:
             if request.transfer.ended:
                 return
-            for block in blocks:
-                known = block.row
-                if not self._follow(block):
-                    failed.setdefault(Unwritten.REMOVED if known else Unwritten.NOT_STORED, []).append(block)
-                    continue
-                row, cold = block.row, self._where(block)
-                if cold is not None and index.state[cold.number][row] == SEALED:
-                    place = int(index.place[cold.number][row])
-                    syncs.setdefault(cold.number, []).append((request, block, place))
-                elif cold is not None:
-                    self._descent.watch(cold, row, request.go_on, block)
-                elif index.state[DRAM][row] == PENDING:
-                    landing.append(block)
-                elif index.state[DRAM][row] == SEALED:
-                    target = next((c for c in self._durable if c.number not in block.tried), None)
-                    if target is None:
-                        failed.setdefault(self._refusal(block), []).append(block)
-                    else:
-                        block.tried.append(target.number)
-                        self._descent.watch(target, row, request.go_on, block)
-                        writes.setdefault(target.number, []).append(row)
-                elif not block.loaded and any(index.state[number][row] == SEALED for number in self._colds):
-                    block.loaded = True
-                    loads.append(block)
-                else:
-                    failed.setdefault(self._refusal(block), []).append(block)
-            if landing:
-                arriving = _Arriving(request, landing)
-                for block in landing:
-                    self._ascent.join(block.row, arriving)
+            try:
+                self._decide(request, blocks, failed, syncs, writes, loads)
+            except BaseException:
+                self.interrupted()
+                raise
         for reason, some in failed.items():
             self._end(request, some, reason)
         for number, pending in syncs.items():
             self._sync(self._colds[number], pending)
-        for number, rows in writes.items():
-            self._descent.write_on_request(self._colds[number], rows_of(rows))
+        for number in writes:
+            self._descent.write_on_request(self._colds[number])
         for block in loads:  # from a tier that is not durable
             loading = Transfer(request.transfer.clock)
             loading.on_end(functools.partial(request.go_on, [block]))
             self._ascent.load([(rows_of([block.row]), block.identity)], loading)
+
+    def _decide(
+        self,
+        request: Request,
+        blocks: Sequence[_Block],
+        failed: dict[Unwritten, list[_Block]],
+        syncs: dict[int, list[_Syncing]],
+        writes: set[int],
+        loads: list[_Block],
+    ) -> None:
+        """What is to be done for each of these blocks: which have failed, which are to be synced, to which tiers there
+        is something to write, and which are to be read. Under the lock."""
+        index = self._index
+        landing: list[_Block] = []
+        for block in blocks:
+            known = block.row
+            if not self._follow(block):
+                failed.setdefault(Unwritten.REMOVED if known else Unwritten.NOT_STORED, []).append(block)
+                continue
+            row, cold = block.row, self._where(block)
+            if cold is not None and index.state[cold.number][row] == SEALED:
+                place = int(index.place[cold.number][row])
+                syncs.setdefault(cold.number, []).append((request, block, place))
+            elif any(self._descent.watched(c, row, block) for c in self._durable):
+                pass  # who was interrupted here comes again: it waits already
+            elif cold is not None:
+                self._descent.watch(cold, row, request.go_on, block)
+            elif index.state[DRAM][row] == PENDING:
+                landing.append(block)
+            elif index.state[DRAM][row] == SEALED:
+                target = next((c for c in self._durable if c.number not in block.tried), None)
+                if target is None:
+                    failed.setdefault(self._refusal(block), []).append(block)
+                else:
+                    writes.add(target.number)
+                    self._descent.request(target, row, request.go_on, block)
+                    block.tried.append(target.number)
+            elif not block.loaded and any(index.state[number][row] == SEALED for number in self._colds):
+                block.loaded = True
+                loads.append(block)
+            else:
+                failed.setdefault(self._refusal(block), []).append(block)
+        if landing:
+            arriving = _Arriving(request, landing)
+            for block in landing:
+                self._ascent.join(block.row, arriving)
 
     def _where(self, block: _Block) -> Cold | None:
         """The durable tier that has the block or is about to get it. Under the lock."""
@@ -297,14 +341,25 @@ class Persister:
 
     def _sync(self, cold: Cold, blocks: list[_Syncing]) -> None:
         """Sync blocks, together with all others that come while a sync is under way."""
-        with self._index.lock:
-            self._syncs[cold.number] += blocks
-            if cold.number in self._busy or not self._syncs[cold.number]:
-                return
-            self._busy.add(cold.number)
-            batch, self._syncs[cold.number] = self._syncs[cold.number], []
         assert cold.sync is not None
-        cold.sync([(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch))
+        number = cold.number
+        batch: list[_Syncing] = []
+        try:
+            with self._index.lock:
+                self._syncs[number] += blocks
+                if number in self._busy or not self._syncs[number]:
+                    return
+                batch = self._busy[number] = self._syncs[number]
+                self._syncs[number] = []
+            cold.sync([(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch))
+        except BaseException:
+            with self._index.lock:
+                # Nobody knows whether the tier was asked, and others wait for it too: ask once more.
+                if self._busy.get(number) is batch:
+                    del self._busy[number]
+                    self._syncs[number] += batch
+            self._sync(cold, [])
+            raise
 
     def _synced(self, cold: Cold, batch: list[_Syncing], results: Sequence[bool]) -> None:
         index, number = self._index, cold.number
@@ -312,7 +367,9 @@ class Persister:
         again: dict[Request, list[_Block]] = {}
         events: list[Event] = []
         with index.lock:
-            self._busy.discard(number)
+            if self._busy.get(number) is not batch:
+                return  # it is synced once more
+            del self._busy[number]
             for (request, block, place), good in zip(batch, results, strict=True):
                 row = block.row
                 there = block.lease is not None and index.row(block.key) == row

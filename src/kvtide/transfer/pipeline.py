@@ -168,10 +168,13 @@ class Pipeline:
         """The rows that open reservations are to fill, by the reservation's serial number."""
         self._abandoned: deque[int] = deque()
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
-        residents.interrupted = self._ascent.interrupted = self._room.interrupted = self.repair
+        residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
+        residents.repaired = self.call_ready = self._ascent.call_ready
+        self.ready = self._ascent.ready
         self.others = residents.others
         self.load_in_slices = self._ascent.load_in_slices
         self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        self.persister.interrupted = self.repair
         self.report = descent.report
         self._longer: set[int] = set()
         """Rows that live longer than their records say. Some may have left since."""
@@ -184,8 +187,10 @@ class Pipeline:
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
-            evictors = {"dram": self._evictor, **{c.name: c.evictor for c in self._colds}}
             self.reclaim()
+        self.call_ready()
+        with self._index.lock:
+            evictors = {"dram": self._evictor, **{c.name: c.evictor for c in self._colds}}
             return PipelineStatistics(
                 self._index.leases,
                 len(self._open),
@@ -272,6 +277,8 @@ class Pipeline:
             lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
             state[lost] = ABSENT
             cold.lane.repair()
+        if self._descent.repair():
+            self._ascent.later(self._descent.tell)
         moving = self._room.moving()
         index.recount_holds(moving.rows)
         self._residents.repair(moving, set(self._hidden.values()))
@@ -281,13 +288,17 @@ class Pipeline:
         self.counts["interrupted calls"] += 1
 
     def reclaim(self) -> None:
-        """End the rights that nobody can give back. Under the lock."""
-        while self._residents.abandoned:
-            self._residents.end_lease(self._residents.abandoned[0])
-            self._residents.abandoned.popleft()
-        while self._abandoned:
-            self._give_up(self._abandoned[0])
-            self._abandoned.popleft()
+        """End the rights that nobody can give back. Under the lock; ``call_ready`` outside of it."""
+        try:
+            while self._residents.abandoned:
+                self._residents.end_lease(self._residents.abandoned[0])
+                self._residents.abandoned.popleft()
+            while self._abandoned:
+                self._give_up(self._abandoned[0])
+                self._abandoned.popleft()
+        except BaseException:
+            self.repair()
+            raise
 
     @property
     def abandoned(self) -> bool:
@@ -297,8 +308,12 @@ class Pipeline:
     def _give_up(self, serial: int) -> None:
         """Abort a reservation, if it has not ended. Under the lock."""
         if serial in self._open:
-            del self._open[serial]
-            self.repair()  # its rows are nobody's to fill now
+            try:
+                self._end(serial, None, [])
+            except BaseException:
+                self._open.pop(serial, None)  # its rows are nobody's to fill now
+                self.repair()
+                raise
 
     # -- in from callers ----------------------------------------------------------------------------------
 
@@ -314,6 +329,8 @@ class Pipeline:
                 if self.abandoned:
                     self.reclaim()
                 self._open[serial] = granted.rows
+            if self.ready:
+                self.call_ready()
             for pledge in pledges:
                 for part in pledge.parts():
                     if not self._reserve(part, granted):
@@ -416,7 +433,7 @@ class Pipeline:
             with self._index.lock:
                 if reservation.serial in self._open:
                     try:
-                        self._end(reservation, sealed, events)
+                        self._end(reservation.serial, reservation.generations if sealed else None, events)
                     except BaseException:
                         self._open.pop(reservation.serial, None)
                         self.repair()
@@ -425,12 +442,13 @@ class Pipeline:
             self._ascent.call_ready()
         self._feed.publish(events)
 
-    def _end(self, reservation: Reservation, sealed: bool, events: list[Event]) -> None:
-        index, rows = self._index, rows_of(self._open[reservation.serial])
-        if sealed:
-            generations = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
-            assert generations == reservation.generations, "a slot changed hands under a writer"
-        good = np.full(len(rows), sealed)
+    def _end(self, serial: int, generations: Sequence[int] | None, events: list[Event]) -> None:
+        """``generations``: of the slots of what is to be sealed; None: nothing is. Under the lock."""
+        index, rows = self._index, rows_of(self._open[serial])
+        if generations is not None:
+            found = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
+            assert found == generations, "a slot changed hands under a writer"
+        good = np.full(len(rows), generations is not None)
         if self._residents.doomed:
             good &= ~self._residents.are_doomed(rows)
         self._writing.difference_update(rows.tolist())
@@ -439,14 +457,14 @@ class Pipeline:
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
         self._residents.leave_many(rows[~good])
-        self._ascent.later(self._ascent.landed(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken)))
+        self._ascent.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
         self.counts["blocks stored"] += len(kept)
         if self._feed.followed and len(kept):
             events.append(BlockStored("dram", index.keys(kept)))
         self._residents.unhold(rows)
-        del self._open[reservation.serial]
+        del self._open[serial]
         self._room.save_ahead(len(kept))
 
     def _settle(self, rows: Rows, good: Mask) -> list[int]:
@@ -510,11 +528,11 @@ class Pipeline:
         with self._index.lock:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
-            ready = self._ascent.landed(rows.tolist(), [False] * len(rows))
+            self._ascent.land_later(rows.tolist(), [False] * len(rows))
             self._detach_many(rows, "unreadable", events)
             self.counts[f"blocks late from {cold}"] += len(rows)
         self._feed.publish(events)
-        ready()
+        self._ascent.call_ready()
 
     def make_room(self, number: int, size: int) -> bool:
         """Evict from a tier so that a slot of ``size`` comes free; False if nothing may leave."""
@@ -542,20 +560,24 @@ class Pipeline:
         ``erase``, before anything is taken: who is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
-        with index.lock:
-            rows = index.rows(keys)
-            found = np.unique(rows[rows > 0])
-            try:
-                for cold, items in zip(colds, erase, strict=True):
-                    # Row 0 is nowhere; but a tier may have traces of blocks that the index knows nothing of any more.
-                    items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
-                self._detach_many(self._with_hidden(keys, found), "dropped", events)
-                self._eraser.await_dying(keys, tally)
-            except BaseException:
-                self.repair()
-                self._detach_all(keys)
-                raise
-            self.counts["blocks dropped"] += len(found)
+        try:
+            with index.lock:
+                rows = index.rows(keys)
+                found = np.unique(rows[rows > 0])
+                try:
+                    for cold, items in zip(colds, erase, strict=True):
+                        # Row 0 is nowhere; but a tier may have traces of blocks that the index knows no more.
+                        items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
+                    self._detach_many(self._with_hidden(keys, found), "dropped", events)
+                    self._eraser.await_dying(keys, tally)
+                except BaseException:
+                    self.repair()
+                    self._detach_all(keys)
+                    raise
+                self.counts["blocks dropped"] += len(found)
+        finally:
+            if self.ready:
+                self.call_ready()
         self._feed.publish(events)
         return len(found)
 

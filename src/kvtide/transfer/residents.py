@@ -50,6 +50,8 @@ class Residents:
         self._dram = dram
         self.interrupted: Callable[[], None] = lambda: None
         """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        self.repaired: Callable[[], None] = lambda: None
+        """Called after that, outside the lock: some may have waited for what was left."""
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` points here."""
         self._footprints: list[int] = []
@@ -89,12 +91,16 @@ class Residents:
         return lease
 
     def _release(self, number: int) -> None:
-        with self._index.lock:
-            try:
-                self.end_lease(number)
-            except BaseException:
-                self.interrupted()
-                raise
+        try:
+            with self._index.lock:
+                try:
+                    self.end_lease(number)
+                except BaseException:
+                    self.interrupted()
+                    raise
+        except BaseException:
+            self.repaired()
+            raise
 
     def end_lease(self, number: int) -> None:
         """End a lease, if it has not ended. Under the index's lock."""

@@ -84,8 +84,13 @@ class Search:
         first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
         if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
             wishes = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
-            self._under_way.add(first)
-            self._seek({first}, wishes, blocks)
+            try:
+                self._under_way.add(first)
+                self._seek({first}, wishes, blocks)
+            except BaseException:
+                # Nobody may look for it: to those who ask next it must not seem to be looked for already.
+                self._under_way.discard(first)
+                raise
         return first in self._under_way
 
     def _seek(
