@@ -225,7 +225,8 @@ def main() -> None:
             wall = results[task]["wall_ratio"]
             print(
                 f"{task:11} {results[task]['us']:10.1f} us  {results[task]['cpu_us']:10.1f} CPU us"
-                f"   CPU x {middle:.3f} ({low:.3f} to {high:.3f})   wall x {wall[1]:.3f} ({wall[0]:.3f} to {wall[2]:.3f})",
+                f"   CPU x {middle:.3f} ({low:.3f} to {high:.3f})"
+                f"   wall x {wall[1]:.3f} ({wall[0]:.3f} to {wall[2]:.3f})",
                 flush=True,
             )
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
