@@ -39,6 +39,20 @@ def test_idle_memory_is_kept_until_another_needs_it() -> None:
     assert (pool.taken, pool.most) == (0, 10 * MIB)
 
 
+def test_a_job_that_takes_as_much_as_the_one_before_gets_the_same_memory() -> None:
+    """Though that one did not use all that it was granted. New memory would cost a fault for every page."""
+    pool = Pool(10 * MIB)
+    own, memory = workspace(pool)
+    own.begin(6 * MIB)
+    first = np.frombuffer(memory.get(4 * MIB), np.uint8).ctypes.data
+    own.end()
+    assert pool.taken == 4 * MIB
+    own.begin(6 * MIB)
+    assert pool.taken == 6 * MIB
+    assert np.frombuffer(memory.get(4 * MIB), np.uint8).ctypes.data == first
+    own.end()
+
+
 def test_a_job_waits_for_its_memory_and_a_large_one_is_alone() -> None:
     pool = Pool(10 * MIB)
     running, most = 0, 0

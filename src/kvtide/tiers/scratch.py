@@ -91,6 +91,11 @@ class Pool:
             self._idle.pop(who, None)
             if nbytes <= who.charge:
                 return
+            # What it kept of a job that took as much is what it needs now. Getting it anew would cost a fault per page.
+            if nbytes == who.granted and not self._next.locked() and self._fits(who, nbytes):
+                self._charge(who, nbytes)
+                return
+            who.granted = nbytes
             who.drop()  # nobody who waits has anything that another may wait for
             self._charge(who, 0)
             self._lock.notify_all()
@@ -125,7 +130,7 @@ class Pool:
 class Workspace:
     """What one thread has of a pool; without one, as much as it likes."""
 
-    __slots__ = ("_kept", "_pool", "_working", "charge")
+    __slots__ = ("_kept", "_pool", "_working", "charge", "granted")
 
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool
@@ -133,6 +138,8 @@ class Workspace:
         self._working = False
         self.charge = 0
         """Bytes that the pool counts for us. The pool's to change."""
+        self.granted = 0
+        """Bytes that were last asked for and not there. The pool's to change."""
 
     def keep(self, memory: Kept) -> None:
         """``memory`` is the thread's, and used in jobs alone."""
