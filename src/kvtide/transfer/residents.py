@@ -105,10 +105,14 @@ class Residents:
     def end_lease(self, number: int) -> None:
         """End a lease, if it has not ended. Under the index's lock."""
         rows = self._index.leased(number)
-        if rows is not None:
-            last = self._last_holds(rows)
+        if rows is None:
+            return
+        if not self.doomed:
             self._index.end_lease(number, rows)
-            self._vacate_doomed(last)
+            return
+        last = self._last_holds(rows)
+        self._index.end_lease(number, rows)
+        self._vacate_doomed(last)
 
     def unhold(self, rows: Rows) -> None:
         """End a hold on distinct rows."""
