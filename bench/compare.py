@@ -3,7 +3,7 @@
 ``python -m bench.compare COMMIT [TASK ...]`` checks COMMIT out into a temporary folder and runs the same tasks with the
 code of both, each in a process of its own that stays alive. The two take turns, round by round, and change who is
 first. A task's ratio is the median of the rounds' ratios, with the quartiles of those; above 1 this checkout costs
-more. CPU time counts all threads, and the node's process too. Writes ``bench/results/compare.json``.
+more. CPU time counts all threads, and the node's process too. Writes ``bench/results/compare/latest.json``.
 
 Tasks use only calls that both commits have. What a call answers may differ between them, so it is not looked at.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "bench" / "results" / "compare.json"
+RESULT = ROOT / "bench" / "results" / "compare" / "latest.json"
 MIB = 1 << 20
 
 Task = Callable[[], int]
@@ -183,11 +183,18 @@ def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[flo
             process.wait(60)
 
 
+def _commit(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def _quartiles(values: list[float]) -> list[float]:
     return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
 
 
 def main() -> None:
+    from kvtide.benchmarks.record import machine  # here, for a worker runs this file with another's kvtide
+
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").partition("\n")[0])
     every = ["match", "store", "step", "nvme-read", "nvme-write", "zstd-read", "zstd-write"]
     parser.add_argument("commit", help="the commit to compare with, or a folder with its checkout")
@@ -205,6 +212,7 @@ def main() -> None:
             git = ["git", "-C", str(ROOT), "worktree"]
             subprocess.run([*git, "add", "--quiet", "--detach", str(before), given.commit], check=True)
             stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
+        commit, beside = _commit(ROOT), _commit(before)
         results: dict[str, Any] = {}
         for task in given.task:
             with _worker(ROOT, [task]) as ours, _worker(before, [task]) as theirs:
@@ -229,9 +237,11 @@ def main() -> None:
                 f"   wall x {wall[1]:.3f} ({wall[0]:.3f} to {wall[2]:.3f})",
                 flush=True,
             )
+    found = {"commit": commit, "beside": beside, "machine": machine()}
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    tasks = {**(kept.get("tasks", {}) if kept.get("beside") == given.commit else {}), **results}
-    RESULT.write_text(json.dumps({"beside": given.commit, "tasks": tasks}, indent=2) + "\n")
+    tasks = {**(kept["tasks"] if found.items() <= kept.items() else {}), **results}
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({**found, "tasks": tasks}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -124,12 +124,18 @@ def test_prompts_at_borders(plain: Engine, first: Engine, client: Client) -> Non
     for length in (1, 127, 128, 129, 255, 256, 257):  # a page has 128 tokens
         tokens = prompt(length, length)
         plain.reset_prefix_cache()
-        true = plain.complete(tokens)
+        true, warm = plain.complete(tokens), plain.complete(tokens)
         same(ask(first, tokens), true)
         at_rest(client)
         found = hit(first, tokens)
-        assert (found.tokens, found.logprobs) == (true.tokens, true.logprobs), length
         assert found.cached == length // BLOCK * BLOCK
+        if found.cached == warm.cached:
+            same(found, warm)
+        else:
+            # Of a prompt that is there to its end one token is computed, where vLLM's own cache leaves it a whole page:
+            # on some processors the last bits depend on how many are computed together.
+            assert found.tokens == true.tokens, length
+            assert found.logprobs == pytest.approx(true.logprobs, abs=1e-3), length
 
 
 def test_what_an_engine_has_itself_is_not_loaded(plain: Engine, first: Engine, client: Client) -> None:
@@ -147,8 +153,11 @@ def test_what_an_engine_has_itself_is_not_loaded(plain: Engine, first: Engine, c
 def test_generated_blocks_are_stored(plain: Engine, first: Engine) -> None:
     tokens = prompt(4, 200)
     said = first.complete(tokens, 100).tokens
+    plain.reset_prefix_cache()
+    assert plain.complete(tokens, 100).tokens == said
     follow_up = tokens + said + prompt(5, 20)
-    same(hit(first, follow_up), reference(plain, follow_up).warm)
+    # The last bits of a block depend on whether it was generated, token by token, or computed as a part of a prompt.
+    same(hit(first, follow_up), plain.complete(follow_up))
 
 
 def test_salts_share_nothing(plain: Engine, first: Engine, client: Client) -> None:
