@@ -387,3 +387,20 @@ def test_a_flush_that_cannot_begin_is_told_and_the_next_can(node: Thread, monkey
             patched.setattr(threading.Thread, "start", fail)
             assert not client.flush(30).complete
         assert client.flush(30).complete
+
+
+def test_a_drop_is_done_before_what_follows_it_in_a_request_and_after_its_client_is_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "SLICE", 16)
+    monkeypatch.setattr(work, "TURN", 1)
+    tokens = prompt(*range(1, 101))
+    with Client(pair.node.path) as client, client.session(MODEL) as session:
+        session.store(tokens, data(PLAIN, tokens))
+        names = session.chain(tokens).joined
+        _, found = pair.ask(pair.busy, [p.Drop(pair.session, names, 50), p.Find(pair.session, names)])
+        assert found == ["found", [True] * 50 + [False] * 50]
+        pair.busy.sendall(p.frame(p.Request(9, [p.Drop(pair.session, names, 0)])))
+        eventually(lambda: sum(session.find(tokens)) < 50)
+        pair.busy.close()
+        eventually(lambda: sum(session.find(tokens)) == 0)

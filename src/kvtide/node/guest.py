@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
@@ -97,8 +96,6 @@ class Guest:
         self._numbers = host.numbers
         self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
         self._sessions: dict[int, Booked] = {}
-        self._slices: deque[Callable[[], bool]] = deque()
-        """Work that was answered and is still to be done, slice by slice."""
         self._window = Window(host.store, trust.role >= Role.WRITE)
         self._crews = Membership(host.teams, self._window, self._numbers, trust)
         memory = sum(part.config.dram.budget for part in host.store.parts)
@@ -479,7 +476,7 @@ class Guest:
             count += session.pin(part, None, step)
         yield count
 
-    def _drop(self, o: p.Drop) -> int:
+    def _drop(self, o: p.Drop) -> Iterator[int]:
         session = self._session(o.session)
         names, groups = self._names(session, o.digests), session.layout.groups
         self._left -= names.blocks * len(groups) * (work.MOVE - 1)  # spent slice by slice
@@ -490,10 +487,10 @@ class Guest:
             self._host.soon(lambda: self.tidings.keep(number, drop.found, f"{failed}" if failed else ""))
 
         drop = Drop(session.desk.store.pipeline, keys, done)
-        self._in_turns(drop.step)
-        return number
+        yield from self._all_of(drop.step)
+        yield number
 
-    def _expire(self, o: p.Expire) -> int:
+    def _expire(self, o: p.Expire) -> Iterator[int]:
         session = self._session(o.session)
         names = self._names(session, o.digests)
         if not 0 <= o.start <= names.blocks or (o.ttl is not None and not o.ttl > 0):
@@ -506,32 +503,25 @@ class Guest:
             self._host.soon(lambda: self.tidings.keep(number, expiring.found, f"{failed}" if failed else ""))
 
         expiring = Expiring(store.pipeline, keys, heads, session.desk.expiry(o.ttl), store.sweep(), done)
-        self._in_turns(expiring.step)
-        return number
+        yield from self._all_of(expiring.step)
+        yield number
+
+    def _all_of(self, step: Callable[[], bool]) -> Iterator[int]:
+        """Call ``step``, each a slice of the index's, until it is False; then the request's next operation is done."""
+        try:
+            while step():
+                yield slices.SLICE * work.MOVE
+        except (
+            GeneratorExit
+        ):  # the client has hung up. What is half dropped would come back, so it is done all the same
+            self._in_turns(step)
+            raise
+        self._spent += slices.SLICE * work.MOVE
 
     def _in_turns(self, step: Callable[[], bool]) -> None:
-        """Call ``step`` until it is False, with the other clients served in between. Each is a slice of the index's.
-
-        It is done even if the client hangs up: what is half dropped would come back. All such work of a client has one
-        turn together, however much of it there is.
-        """
-        self._slices.append(step)
-        if len(self._slices) == 1:
-            self._host.loop.after_others(self._next_slices)
-
-    def _next_slices(self) -> None:
-        try:
-            for _ in range(max(1, work.SLICE // slices.SLICE)):
-                if not self._slices[0]():
-                    self._slices.popleft()
-                if not self._slices:
-                    return
-        except BaseException:
-            self._slices.popleft()
-            raise
-        finally:
-            if self._slices:
-                self._host.loop.after_others(self._next_slices)
+        """Call ``step`` until it is False, with the other clients served in between."""
+        if step():
+            self._host.loop.after_others(lambda: self._in_turns(step))
 
     def _flush(self, o: p.Flush) -> int:
         if o.blocks:

@@ -52,7 +52,7 @@ class Node(Process):
     def restart(self) -> None:
         """Kill it when the disk has all it was given, and start it again: nothing is in DRAM then."""
         with Client(self.path) as client:
-            assert client.flush(60)
+            assert client.flush(60).complete
         self.kill()
         self.start()
 
