@@ -157,7 +157,8 @@ def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[flo
     with tempfile.TemporaryDirectory(prefix="kvtide-compare-") as folder:
         # KVTIDE_... of whoever runs this must not change what is measured.
         variables = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
-        variables |= {"PYTHONPATH": str(tree / "src"), "KVTIDE_CONFIG": os.devnull}
+        path = os.pathsep.join([str(tree / "src"), *filter(None, [variables.get("PYTHONPATH")])])
+        variables |= {"PYTHONPATH": path, "KVTIDE_CONFIG": os.devnull}
         process = subprocess.Popen(
             [sys.executable, __file__, "--worker", folder, *wanted],
             env=variables,
