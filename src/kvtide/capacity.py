@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtide.errors import ConfigError
 from kvtide.show import size
 
-__all__ = ["check_disk", "check_memory", "memory_limits"]
+__all__ = ["check_disk", "check_memory", "group_folders", "memory_limits"]
 
 log = logging.getLogger("kvtide.store")
 
@@ -39,7 +39,8 @@ def _total(root: Path) -> int | None:
         return None
 
 
-def _groups(root: Path) -> Iterator[int]:
+def group_folders(root: Path = _ROOT) -> Iterator[tuple[Path, bool]]:
+    """The folders of the control groups for memory that this process is in, and whether they are of version 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -49,16 +50,20 @@ def _groups(root: Path) -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
         inside = Path(path.lstrip("/"))
         # In a container the path may be the host's: what can be seen of it, and the container's own root, count.
         for place in (base / inside, *(base / above for above in inside.parents)):
-            try:
-                text = (place / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal():  # else "max"; version 1 has a huge number for that
-                yield int(text)
+            yield place, bool(controllers)
+
+
+def _groups(root: Path) -> Iterator[int]:
+    for place, first_version in group_folders(root):
+        try:
+            text = (place / ("memory.limit_in_bytes" if first_version else "memory.max")).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():  # else "max"; version 1 has a huge number for that
+            yield int(text)
 
 
 def check_memory(budget: int, node: bool, root: Path = _ROOT) -> None:

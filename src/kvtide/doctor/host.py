@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtide.capacity import group_folders
 from kvtide.config import Config
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.show import size
@@ -41,25 +42,15 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ]
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    for place, first_version in group_folders(root):
+        limit, used, cached = names[first_version]
+        try:
+            text = (place / limit).read_text().strip()
+            taken = int((place / used).read_text()) - _fields((place / "memory.stat").read_text()).get(cached, 0)
+        except (OSError, ValueError):
             continue
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        limit, used, cached = names[bool(controllers)]
-        inside = Path(path.lstrip("/"))
-        for place in (base / inside, *(base / above for above in inside.parents)):
-            try:
-                text = (place / limit).read_text().strip()
-                taken = int((place / used).read_text()) - _fields((place / "memory.stat").read_text()).get(cached, 0)
-            except (OSError, ValueError):
-                continue
-            if text.isdecimal():
-                yield int(text), taken
+        if text.isdecimal():
+            yield int(text), taken
 
 
 def _fields(text: str) -> dict[str, int]:
