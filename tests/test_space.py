@@ -6,6 +6,7 @@ all of that the tier keeps what it can hold, and nothing becomes unwritable for 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from kvtide import config
 from kvtide.block import Layout
+from kvtide.errors import TierError
 from kvtide.index.keys import Model
 from kvtide.session import Session
 from kvtide.store import Store
@@ -341,3 +343,15 @@ def test_what_leaves_is_replaced(tmp_path: Path, seed: int, codec: str) -> None:
         agree(store)
     finally:
         store.close()
+
+
+def test_a_new_directory_on_a_full_disk_is_refused_with_its_reason(mounted: Path) -> None:
+    with (mounted / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(MIB))
+    nvme: Any = {"path": str(mounted / "tier"), "budget": "16MiB", "segment": "1MiB"}
+    settings = config.read(env={}, dram={"budget": "16MiB"}, nvme=nvme)
+    with pytest.raises(TierError, match=r"tier: No space left on device"):
+        Store(settings)
+    (mounted / "filler").unlink()
+    Store(settings).close()

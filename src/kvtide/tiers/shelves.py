@@ -133,8 +133,11 @@ class Shelves:
         """Failed writes in a row to slots that were written before: the disk did not lack room for them."""
         self._write_again = 0.0
         """When withheld slots are used again."""
-        self._directory.create()
-        self._directory.lock()
+        try:
+            self._directory.create()
+            self._directory.lock()
+        except OSError as e:
+            raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
         try:
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
