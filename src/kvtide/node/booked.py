@@ -92,13 +92,16 @@ class Account:
     up; when there is not, each block is counted once, which takes longer.
     """
 
-    __slots__ = ("_counts", "_enough", "_free", "_held", "_kept", "_pinned", "keeps")
+    __slots__ = ("_counts", "_enough", "_first", "_free", "_held", "_kept", "_others", "_store", "keeps")
 
     def __init__(self, room: int) -> None:
         self._free = room
         """Bytes that it may still hold or pin, pins not counted. For the node's thread alone."""
-        self._pinned: dict[Store, PinCharge] = {}
-        """What it has pinned in each store. Pins end on any thread: with a block that expires, for one."""
+        self._store: Store | None = None
+        self._first = PinCharge()
+        """What it has pinned in that store. Pins end on any thread: with a block that expires, for one."""
+        self._others: dict[Store, PinCharge] = {}
+        """What it has pinned in others. There are some only where shares are reserved for tenants."""
         self.keeps = room
         """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
         leave."""
@@ -112,9 +115,9 @@ class Account:
     @property
     def room(self) -> int:
         """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
-        free = self._free
-        for charge in self._pinned.values():  # usually one, and asked at every step of an engine: so no sum()
-            free -= charge.nbytes
+        free = self._free - self._first.nbytes  # asked several times at every step of an engine
+        if self._others:
+            free -= sum(charge.nbytes for charge in self._others.values())
         return free
 
     def charge(self, nbytes: int) -> None:
@@ -123,7 +126,9 @@ class Account:
 
     def pins(self, store: Store) -> PinCharge:
         """Where its sessions say what they have pinned in a store."""
-        return self._pinned.setdefault(store, PinCharge())
+        if self._store is None:
+            self._store = store
+        return self._first if store is self._store else self._others.setdefault(store, PinCharge())
 
     def hold(self, holding: LocalHolding, desk: LocalDesk) -> None:
         self._held[holding] = desk

@@ -52,8 +52,8 @@ class Connection:
     """``receive`` is called with each frame's body, and ``lost``, once, when it is over.
 
     What ``receive`` returns is the work on that frame, in steps, each of which says how many units it took (see
-    ``work.py``); the first one must be done with the body. When a turn's units are spent, the other clients are served
-    before the next step, and nothing more is read of this one.
+    ``work.py``), or the units of what is done already. Nothing of it may need the body. When a turn's units are spent,
+    the other clients are served before the next step, and nothing more is read of this one.
     """
 
     def __init__(self, loop: Loop, sock: socket.socket, peer: Peer, largest: int = p.LARGEST) -> None:
@@ -77,7 +77,7 @@ class Connection:
         """That came and were not asked for yet."""
         self.greeted = False
         """Descriptors come with its hello. Later they are not wanted, and the system closes them."""
-        self.receive: Callable[[bytes | memoryview], Iterator[int] | None] = lambda body: None
+        self.receive: Callable[[bytes | memoryview], Iterator[int] | int | None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
         self.drained: Callable[[], None] = lambda: None
         """Called when the client has read everything."""
@@ -162,7 +162,11 @@ class Connection:
         try:
             if body is not None:
                 self._spent += work.MESSAGE + len(body) // work.DECODED
-                self._work = self.receive(body)
+                found = self.receive(body)
+                if isinstance(found, int):
+                    self._spent += found
+                    return self._spent < work.TURN
+                self._work = found
             if self._work is not None:
                 for units in self._work:
                     self._spent += units

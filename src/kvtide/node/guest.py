@@ -54,6 +54,8 @@ _STATUS = 4 << 20
 """Bytes of the statistics, at most: a connection with more than 8 MiB unsent is closed."""
 _MODELS = 16
 """Of a client's models so many are told."""
+_SHORT = 1 << 13
+"""Bytes of a request that need not be done in steps, if it is only a match."""
 _WHOLE = 1 << 16
 """Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
 _DESCRIPTORS = 64
@@ -145,20 +147,39 @@ class Guest:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _receive(self, body: bytes | memoryview) -> Iterator[int]:
-        """Do what a request asks for, and answer it, in steps; see ``work.py``."""
-        operations: Sequence[p.Operation | p.Failure | msgspec.Raw]
+    def _receive(self, body: bytes | memoryview) -> Iterator[int] | int:
+        """Do what a request asks for, and answer it: in steps, or at once, in so many units; see ``work.py``."""
+        self.requests += 1
+        if len(body) > _WHOLE:  # then each operation is decoded in its turn
+            raw = _RAW.decode(body)
+            return self._in_steps(raw.number, raw.operations)
         try:
-            if len(body) > _WHOLE:  # then each operation is decoded in its turn
-                raw = _RAW.decode(body)
-                number, operations = raw.number, raw.operations
-            else:
-                request = self._decoder.decode(body)
-                number, operations = request.number, request.operations
+            request = self._decoder.decode(body)
         except msgspec.DecodeError:
             raw = _RAW.decode(body)
-            number, operations = raw.number, [self._understood(operation) for operation in raw.operations]
-        self.requests += 1
+            return self._in_steps(raw.number, [self._understood(operation) for operation in raw.operations])
+        operations = request.operations
+        if len(body) <= _SHORT and operations and type(match := operations[-1]) is p.Match:
+            if len(operations) == 1:
+                return self._at_once(request.number, match, None)
+            if len(operations) == 2 and type(release := operations[0]) is p.Release and len(release.holdings) == 1:
+                return self._at_once(request.number, match, release)
+        return self._in_steps(request.number, operations)
+
+    def _at_once(self, number: int, match: p.Match, release: p.Release | None) -> int:
+        """The request that engines make at every step: a match, and what the step before gives back. It is so short
+        that the others need no turn in between."""
+        self._left, self._spent = work.FRAME, 2 * work.OPERATION
+        if release is None:
+            self._reply(number, [self._answer(match)])  # type: ignore[list-item]  # no iterator: see _match
+        elif self._account.ample:  # then nobody waits for what is given back: the answer goes first
+            self._reply(number, [None, self._answer(match)])  # type: ignore[list-item]
+            self._answer(release)
+        else:
+            self._reply(number, [self._answer(release), self._answer(match)])  # type: ignore[list-item]
+        return self._spent
+
+    def _in_steps(self, number: int, operations: Sequence[p.Operation | p.Failure | msgspec.Raw]) -> Iterator[int]:
         # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
         answers: list[p.Answer] = []
