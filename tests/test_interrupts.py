@@ -75,6 +75,8 @@ class Points:
         name = frame.f_code.co_filename
         if not name.startswith(SOURCE) and name not in LIBRARY:
             return None
+        if frame.f_code.co_name == "__del__":  # what is raised there is printed by CPython, and nobody gets it
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "return":
             self._last.pop(frame, None)

@@ -145,8 +145,9 @@ class Residents:
     def enter(self, rows: Rows, places: Sequence[int], identity: Identity) -> None:
         """Rows get slots, PENDING and held, for somebody to fill."""
         index, these = self._index, at(rows)
-        index.state[DRAM][these] = PENDING
+        # First the place: whoever is interrupted in between has rows that are nowhere, and none that are pending nowhere.
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
+        index.state[DRAM][these] = PENDING
         index.space[these] = space = self._space(identity)
         self._rows[space] += len(rows)
         index.tenant[these] = self._tenants.get(identity.tenant, len(self._tenants))
