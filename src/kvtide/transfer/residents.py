@@ -145,7 +145,7 @@ class Residents:
     def enter(self, rows: Rows, places: Sequence[int], identity: Identity) -> None:
         """Rows get slots, PENDING and held, for somebody to fill."""
         index, these = self._index, at(rows)
-        # First the place: whoever is interrupted in between has rows that are nowhere, and none that are pending nowhere.
+        # First the place: an interrupt in between leaves rows that are nowhere, and none that are pending without one.
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
         index.state[DRAM][these] = PENDING
         index.space[these] = space = self._space(identity)
