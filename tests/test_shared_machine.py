@@ -156,7 +156,7 @@ class TwoWriters(RuleBasedStateMachine):
             at = int(where * len(whole))
             spoilt = {
                 "cut": whole[:at],
-                "flip": whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :],
+                "flip": whole[:at] + bytes(byte ^ 8 for byte in whole[at : at + 1]) + whole[at + 1 :],
                 "other": files[(which + 1) % len(files)].read_bytes(),
                 "rubbish": os.urandom(len(whole)),
             }[how]

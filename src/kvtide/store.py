@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -360,18 +360,11 @@ class Store(Home):
     def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
         """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
         forks.check(self.origin)
-        ended = threading.Event()
-        failed = 0
-
-        def done(count: int) -> None:
-            nonlocal failed
-            failed = count
-            ended.set()
-
-        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), done)
+        ended: SimpleQueue[int] = SimpleQueue()
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put)
         while expiring.step():
             rest()
-        if not ended.wait(self._patience(timeout)):
+        if (failed := _wait_for(ended, self._patience(timeout))) is None:
             raise TierError(f"changing the expiry of {len(keys)} blocks took too long; it goes on in the background")
         if failed:
             raise TierError(
@@ -383,17 +376,10 @@ class Store(Home):
     def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``."""
         forks.check(self.origin)
-        ended = threading.Event()
-        failed = 0
-
-        def done(count: int) -> None:
-            nonlocal failed
-            failed = count
-            ended.set()
-
+        ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, done)
-        if not ended.wait(timeout):
+        found = self.pipeline.drop(keys, ended.put)
+        if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
             raise TierError(
@@ -553,3 +539,12 @@ class Store(Home):
 def _until(end: float | None) -> float | None:
     """Seconds that are left; None: as long as it takes."""
     return None if end is None else max(0.0, end - time.monotonic())
+
+
+def _wait_for(ended: SimpleQueue[int], timeout: float | None) -> int | None:
+    """What is put there; None if that takes longer. An interrupted wait for a ``threading.Event`` may raise a
+    RuntimeError instead of the interrupt; one for this queue, which is written in C, does not."""
+    try:
+        return ended.get(timeout=timeout)
+    except Empty:
+        return None
