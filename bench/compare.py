@@ -48,19 +48,19 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
     import kvtide
     from kvtide import config
     from kvtide.benchmarks.node import running
+    from kvtide.benchmarks.settings import TINY
 
     def opened(**sections: Any) -> kvtide.Store:
         return stack.enter_context(kvtide.Store(config.read(os.devnull, env={}, **sections)))
 
-    tiny = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
-    block = np.zeros(tiny.geometry["full"].nbytes, np.uint8)
+    block = np.zeros(TINY.geometry["full"].nbytes, np.uint8)
     fresh = itertools.count(1)
     tasks: dict[str, Task] = {}
     pid = 0
 
     if "match" in wanted:
         small = opened(dram={"budget": 64 * MIB})
-        session = stack.enter_context(small.session(kvtide.Model(tiny, "compare")))
+        session = stack.enter_context(small.session(kvtide.Model(TINY, "compare")))
         prompt = np.arange(512 * 16, dtype=np.uint32)
         session.store(prompt, [block] * 512)
 
@@ -73,7 +73,7 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
 
     if "store" in wanted:
         full = opened(dram={"budget": 64 * MIB, "segment": "16MiB"})
-        writer = stack.enter_context(full.session(kvtide.Model(tiny, "compare")))
+        writer = stack.enter_context(full.session(kvtide.Model(TINY, "compare")))
 
         def store() -> int:
             """64 blocks at a time into a tier that is full, so that each evicts one."""
@@ -88,7 +88,7 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
     if "step" in wanted:
         path, pid = stack.enter_context(running(64 * MIB))
         client = stack.enter_context(kvtide.connect(f"unix:{path}"))
-        asker = stack.enter_context(client.session(kvtide.Model(tiny, "compare")))
+        asker = stack.enter_context(client.session(kvtide.Model(TINY, "compare")))
         asked = np.arange(64 * 16, dtype=np.uint32)
         asker.store(asked, [block] * 64)
 
@@ -154,14 +154,13 @@ def worker(folder: str, wanted: list[str]) -> None:
 
 @contextmanager
 def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[float, float]]]:
+    from kvtide.benchmarks.settings import environment  # here, for a worker runs this file with another's kvtide
+
     with tempfile.TemporaryDirectory(prefix="kvtide-compare-") as folder:
-        # KVTIDE_... of whoever runs this must not change what is measured.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
-        path = os.pathsep.join([str(tree / "src"), *filter(None, [variables.get("PYTHONPATH")])])
-        variables |= {"PYTHONPATH": path, "KVTIDE_CONFIG": os.devnull}
+        path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
             [sys.executable, __file__, "--worker", folder, *wanted],
-            env=variables,
+            env=environment(PYTHONPATH=path, KVTIDE_CONFIG=os.devnull),
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

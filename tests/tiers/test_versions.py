@@ -12,23 +12,26 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_digest
 
-import kvtide
-from kvtide import inspection
+from kvtide import config, inspection
 from kvtide.block import ALIGN, Layout
+from kvtide.clock import Clock
+from kvtide.index.index import SEALED
 from kvtide.index.keys import Model
 from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store import NVME, Store
+from kvtide.testing.clock import FakeClock
 from kvtide.tiers import directory, record
 from kvtide.tiers.directory import FORMAT
+from kvtide.tiers.nvme import Nvme
 
 MODEL = Model(Layout.attention(layers=1, heads=1, head_dim=1024, block_tokens=16), "versions")
 OTHER = Model(Layout.attention(layers=1, heads=1, head_dim=1536, block_tokens=16), "versions")
 NAMES = [("with journal", True), ("without journal", False)]
 
 
-def opened(folder: Path, **nvme: Any) -> Store:
+def opened(folder: Path, clock: Clock | None = None, **nvme: Any) -> Store:
     known = {"path": str(folder / "tier"), "budget": "16MiB", "segment": "1MiB", "store": "through", "threads": 2}
-    return kvtide.open(dram={"budget": "4MiB", "segment": "1MiB"}, nvme=known | nvme)
+    return Store(config.read(dram={"budget": "4MiB", "segment": "1MiB"}, nvme=known | nvme), clock=clock)
 
 
 def data(seed: int, model: Model = MODEL) -> np.ndarray[Any, Any]:
@@ -83,10 +86,10 @@ def older(folder: Path) -> None:
             f.write(sealed(head, 32))
 
 
-def newer(folder: Path, change: Callable[[bytearray], None]) -> dict[str, list[int]]:
-    """Let every second record be one of a later version; where they are."""
+def newer(folder: Path, change: Callable[[bytearray], None], files: int | None = None) -> dict[str, list[int]]:
+    """Let every second record, of so many segments or all, be one of a later version; where they are."""
     changed: dict[str, list[int]] = {}
-    for file in (folder / "tier").glob("*.segment"):
+    for file in sorted((folder / "tier").glob("*.segment"))[:files]:
         with file.open("r+b") as f:
             size, count = struct.unpack_from("<Q", f.read(24), 16)[0], 0
             for at in range(ALIGN, file.stat().st_size, size):
@@ -275,3 +278,27 @@ def test_damage_does_not_pass_for_a_newer_record(tmp_path: Path, blocks: range) 
     distrust(tmp_path, False)
     with opened(tmp_path) as store:
         assert store.statistics().tiers["nvme"].blocks == 0
+
+
+@pytest.mark.parametrize(("model", "files"), [(MODEL, None), (OTHER, 1)], ids=["one size", "another size"])
+def test_slots_beside_newer_records_are_used_and_belong_to_the_blocks_in_them(
+    tmp_path: Path, model: Model, files: int | None
+) -> None:
+    """All that was there has expired: slots are taken many at a time, and empty segments are cut for another size."""
+    with opened(tmp_path, FakeClock()) as store, store.session(MODEL) as session:  # its clock stands years ago
+        for seed in range(400):
+            session.store([seed] * 16, [data(seed)], ttl=1.0)
+        assert store.flush(60)
+    where = newer(tmp_path, version_2, files)
+    before = segments(tmp_path)
+    with opened(tmp_path) as store, store.session(model) as session:
+        for seed in range(5):
+            tokens = [token for i in range(16) for token in [1000 + 16 * seed + i] * 16]
+            session.store(tokens, [data(1000 + 16 * seed + i, model) for i in range(16)])
+            assert store.flush(60), "none was refused"
+        rows = np.flatnonzero(store.index.state[NVME][: store.index.size] == SEALED)
+        assert len(rows) == 80
+        nvme = next(cold.tier for cold in store.colds if cold.number == NVME)
+        assert isinstance(nvme, Nvme)
+        assert nvme.owners(store.index.place[NVME][rows]).tolist() == rows.tolist()
+    assert kept(tmp_path, where, before)

@@ -439,9 +439,9 @@ class Shelves:
                     if spare is not None:
                         self.segments.drain(spare)
                 try:
-                    if spare is not None and self._holds_newer(spare):
-                        continue  # it is not empty after all
                     if spare is not None:
+                        if self._holds_newer(spare):
+                            continue  # it is not empty after all
                         slots = self._reuse(spare, size)
                     if slots:
                         self._cut(size, slots, None if spare is None else spare.number)
