@@ -190,10 +190,11 @@ def test_two_writers_against_a_model() -> None:
     run_state_machine_as_test(
         TwoWriters,
         settings=settings(
-            max_examples=12,
+            max_examples=40,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
-    assert min(TwoWriters.seen[what] for what in ("found", "vanished", "broken")) > 3, TwoWriters.seen
+    for what in ("found", "vanished", "broken"):
+        assert TwoWriters.seen[what], f"the run never came to {what!r}: {TwoWriters.seen}"
