@@ -441,14 +441,16 @@ class Store(Home):
         end = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
             part._wait_for_credit(end)
-        found = Flushed(0)
+        found: Flushed | None = None
         for part in self.parts:
             # Each in turn, whether or not the one before was in time.
             idle = [c.lane.wait_idle(_until(end)) for c in part.colds]
-            found += part.pipeline.report(timed_out=not all(idle))
+            told = part.pipeline.report(timed_out=not all(idle))
+            found = told if found is None else found + told
+        assert found is not None
         with self._lock:
             before, self._lost = self._lost, self.lost
-            return found + Flushed(0, {}, self._lost - before)
+            return found if self._lost == before else found + Flushed(0, {}, self._lost - before)
 
     @property
     def lost(self) -> Counter[Unwritten]:

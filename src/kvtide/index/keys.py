@@ -265,15 +265,22 @@ class Chain:
         self._named += raw[:end]
         head = self.block_tokens.to_bytes(4, "little")
         hasher = blake3(key=self.namer._key)  # one for all blocks: making one costs as much as half a block
-        digests, tail = self.digests, b""
+        digests = self.digests
         parent = digests[-1] if digests else ROOT
+        # Nearly all of what naming costs is here, so each lookup counts.
+        reset, update, digest, append = hasher.reset, hasher.update, hasher.digest, digests.append
+        if not self._extras:
+            for at in range(0, end, size):
+                reset()
+                update(parent + head + raw[at : at + size])
+                parent = digest()
+                append(parent)
+            return
         for at in range(0, end, size):
-            if self._extras:
-                tail = self._extra_bytes(len(digests))
-            hasher.reset()
-            hasher.update(parent + head + raw[at : at + size] + tail)
-            parent = hasher.digest()
-            digests.append(parent)
+            reset()
+            update(parent + head + raw[at : at + size] + self._extra_bytes(len(digests)))
+            parent = digest()
+            append(parent)
 
     def _extra_bytes(self, block: int) -> bytes:
         first = block * self.block_tokens

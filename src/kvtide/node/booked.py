@@ -115,7 +115,7 @@ class Account:
     @property
     def room(self) -> int:
         """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
-        free = self._free - self._first.nbytes  # asked several times at every step of an engine
+        free = self._free - self._first.nbytes
         if self._others:
             free -= sum(charge.nbytes for charge in self._others.values())
         return free
@@ -200,7 +200,9 @@ class Account:
     @property
     def ample(self) -> bool:
         """Whether it may hold so much more that what it gives back can wait."""
-        return self.room > self._enough
+        if self._others:
+            return self.room > self._enough
+        return self._free - self._first.nbytes > self._enough  # asked twice at every step of an engine
 
 
 class Booked:

@@ -194,6 +194,7 @@ class Header:
         out[16:32] = xxh3_128_digest(out[:size])
 
 
+@lru_cache(256)  # asked three times for each block that is written, of few sizes
 def header_bytes(sections: int, tokens: int = 0) -> int:
     """The size of the header of a record with that many sections and, kept in it, that many bytes of tokens."""
     fields = FIELD.size + tokens if tokens else 0

@@ -393,7 +393,9 @@ class Segments:
         """After ``claim``: work out again which slots are free."""
         self._close(segment)
         free = np.flatnonzero(segment.owner == EMPTY)[::-1].tolist()
-        segment.free = array("I", [slot for slot in free if slot not in segment.withheld])
+        if segment.withheld:
+            free = [slot for slot in free if slot not in segment.withheld]
+        segment.free = array("I", free)
         if segment.free and not segment.draining:
             self._open.setdefault(segment.kind, []).append(segment)
 

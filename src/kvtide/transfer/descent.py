@@ -185,39 +185,42 @@ class Descent:
         return bool(rows)
 
     def _written(self, cold: Cold, items: Sequence[Write], places: Sequence[int]) -> None:
-        index = self._index
+        index, residents, quota, number = self._index, self._residents, cold.quota, cold.number
         kept: list[BlockKey] = []
         dropped: list[tuple[BlockKey, int]] = []
         small = cold.tier.statistics().budget if NOWHERE in places else 0
         shorter: list[Renewal] = []
+        owners = [item.owner for item in items]
+        rows = rows_of(owners)
         with index.lock:
-            for item, place in zip(items, places, strict=True):
-                charged = cold.quota.account.charged(item.owner) if cold.quota is not None else 0
-                index.remove(item.owner, cold.number)
-                if item.owner in self._residents.doomed:
+            doomed, refused, unwritten = residents.doomed, residents.refused, residents.unwritten
+            for item, row, place, expiry in zip(items, owners, places, index.expiry[rows].tolist(), strict=True):
+                charged = quota.account.charged(row) if quota is not None else 0
+                index.remove(row, number)
+                if row in doomed:
                     # A failed write too may have left its name.
                     dropped.append((item.key, place))
                 elif place == NOWHERE:
-                    self._residents.refused.add(item.owner)
+                    refused.add(row)
                     reason = Unwritten.TIER_TOO_SMALL if 0 < small < len(item.span) else Unwritten.WRITE_FAILED
-                    self._residents.note_unwritten([item.owner], cold.number, reason)
+                    residents.note_unwritten([row], number, reason)
                 else:
-                    index.put(item.owner, cold.number, SEALED, place)
-                    if cold.quota is not None and charged:
+                    index.put(row, number, SEALED, place)
+                    if quota is not None and charged:
                         # A compressed block takes less than it was charged for.
                         taken = charged if cold.evictor is None else cold.evictor.size(place)
-                        cold.quota.account.enter(rows_of([item.owner]), taken)
-                    self._residents.refused.discard(item.owner)
-                    if self._residents.unwritten:
-                        self._residents.note_written(item.owner, cold.number)
+                        quota.account.enter(rows_of([row]), taken)
+                    refused.discard(row)
+                    if unwritten:
+                        residents.note_written(row, number)
                     kept.append(item.key)
-                    if item.expiry > (when := float(index.expiry[item.owner])):
-                        shorter.append((item.key, place, when))
+                    if item.expiry > expiry:
+                        shorter.append((item.key, place, expiry))
             self._counts[f"blocks written to {cold.name}"] += len(kept)
-            self._residents.unhold(rows_of([item.owner for item in items]))
+            residents.unhold(rows)
             events, self._unsaid = self._unsaid, []
-            if self._watchers or self._under_way[cold.number]:
-                self._over(cold, [item.owner for item in items])
+            if self._watchers or self._under_way[number]:
+                self._over(cold, owners)
         if dropped:
             self._eraser.erase(cold, dropped)
         if kept:
@@ -376,32 +379,37 @@ class Descent:
 
     def report(self, timed_out: bool) -> Flushed:
         """What is in DRAM and written, or why it is not; ``timed_out``: though writes are still under way."""
-        index, found = self._index, Counter[Unwritten]()
-        written = first = 0
-        while True:
+        index, residents, found = self._index, self._residents, dict[Unwritten, int]()
+        written = 0
+
+        def note(reason: Unwritten, count: int) -> None:
+            if count:
+                found[reason] = found.get(reason, 0) + count
+
+        for first in range(0, index.size, _LOOK):
             with index.lock:
-                if first >= index.size:
-                    break
-                rows = first + np.flatnonzero(index.state[DRAM][first : min(first + _LOOK, index.size)] == SEALED)
-                if self._residents.doomed:
-                    rows = rows[~self._residents.are_doomed(rows)]
+                rows = first + np.flatnonzero(index.state[DRAM][first : first + _LOOK] == SEALED)
+                if residents.doomed:
+                    rows = rows[~residents.are_doomed(rows)]
                 saved = self.saved(rows)
-                written += int(np.count_nonzero(saved))
+                good = int(np.count_nonzero(saved))
+                written += good
+                if good == len(rows) and not timed_out and not residents.unwritten:
+                    continue  # as usual
                 coming = np.zeros(len(rows), np.bool_)
                 for cold in self._colds:
                     coming |= index.state[cold.number][rows] == PENDING
-                if timed_out and coming.any():
-                    found[Unwritten.TIMEOUT] += int(np.count_nonzero(coming))
+                if timed_out:
+                    note(Unwritten.TIMEOUT, int(np.count_nonzero(coming)))
                 rest = ~saved & ~coming
-                if self._residents.unwritten:
+                if residents.unwritten:
                     for i, row in enumerate(rows.tolist()):
-                        if (reasons := self._residents.unwritten.get(row)) is not None:
-                            found.update(reasons.values())
+                        if (reasons := residents.unwritten.get(row)) is not None:
+                            for reason in reasons.values():
+                                note(reason, 1)
                             rest[i] = False
-                if count := int(np.count_nonzero(rest)):
-                    found[Unwritten.NOT_ADMITTED if self._colds else Unwritten.NO_TIER] += count
-            first += _LOOK
-        return Flushed(written, dict(found), complete=not found[Unwritten.TIMEOUT])
+                note(Unwritten.NOT_ADMITTED if self._colds else Unwritten.NO_TIER, int(np.count_nonzero(rest)))
+        return Flushed(written, found, complete=Unwritten.TIMEOUT not in found)
 
     def count_lost(self, rows: Sequence[int]) -> None:
         """Rows leave DRAM: note which of them no tier has, though one was to have them. Under the lock."""
