@@ -879,6 +879,22 @@ def test_a_sync_on_request_covers_what_was_written_and_nothing_else(path: Path) 
     caller.close()
 
 
+def test_a_sync_does_not_answer_for_a_record_that_took_the_slot_meanwhile(path: Path) -> None:
+    disk = FaultyDisk()
+    caller = opened(path, disk)
+    tier = caller.tier
+    assert isinstance(tier, Nvme)
+    (place,) = caller.write(keys(1), SMALL)
+    answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
+    with disk.gate("sync", "*.segment") as gate:
+        tier.sync([(keys(1)[0], place)], answers.put)
+        assert gate.wait_for(1)
+        tier.evict(keys(1)[0], place)
+        assert caller.write(keys(1, start=10), SMALL) == [place], "another block has the slot"
+    assert list(answers.get(timeout=30)) == [False]
+    caller.close()
+
+
 def test_what_cannot_be_synced_is_not_acknowledged(path: Path) -> None:
     disk = FaultyDisk()
     caller = opened(path, disk, durable=True)

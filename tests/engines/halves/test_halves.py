@@ -12,7 +12,8 @@ import pytest
 
 from kvtide.block import Group, Kind, Layout
 from kvtide.engines import packing
-from kvtide.engines.halves import tenancy, worker
+from kvtide.engines.halves import room, tenancy, worker
+from kvtide.engines.halves.room import Room
 from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.wishes import Wishes
 from kvtide.index.keys import Model, Tenant
@@ -85,6 +86,19 @@ def test_a_load_begins_where_the_engine_ends(engines: Engines) -> None:
         serve(toy, "part", whole[: own + 1], Wishes(no_load=True, no_store=True))
         found = serve(toy, "rest", whole)
         assert (found.own, found.cached) == (own, 256 - own)
+
+
+def test_a_step_of_more_blocks_than_the_node_reserves_at_a_time_is_stored_whole(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    reserve = Room._reserve_one
+    monkeypatch.setattr(Room, "_reserve_one", lambda self, w: asked.append(w.stop - w.start) or reserve(self, w))
+    monkeypatch.setattr(room, "RESERVED", 3)
+    toy = engines(chunk=1000)
+    serve(toy, "first", prompt(1, 10 * BLOCK + 1))
+    assert serve(engines(), "same", prompt(1, 10 * BLOCK + 1)).cached == 10 * BLOCK
+    assert asked == [3, 3, 3, 1]
 
 
 def test_generated_tokens_are_stored_too(engines: Engines) -> None:
