@@ -1,9 +1,11 @@
 """This checkout beside another commit: what a match, a store, a step of the node and NVMe cost.
 
 ``python -m bench.compare COMMIT [TASK ...]`` checks COMMIT out into a temporary folder and runs the same tasks with the
-code of both, each in a process of its own that stays alive. The two take turns, round by round, and change who is
-first. A task's ratio is the median of the rounds' ratios, with the quartiles of those; above 1 this checkout costs
-more. CPU time counts all threads, and the node's process too. Writes ``bench/results/compare/latest.json``.
+code of both, each in a process of its own. The two take turns, round by round, and change who is first. Where a process
+happens to have its memory makes it a few per cent faster or slower for its life, so after a few rounds a new pair of
+processes is started. A pair's ratio is the median of its rounds' ratios; a task's ratio is the median of its pairs',
+with their quartiles; above 1 this checkout costs more. CPU time counts all threads, and the node's process too. Writes
+``bench/results/compare/latest.json``.
 
 Tasks use only calls that both commits have. What a call answers may differ between them, so it is not looked at.
 """
@@ -41,8 +43,8 @@ def _cpu(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str, Task], int]:
-    """The tasks, and the process number of the node, or 0."""
+def _prepared(stack: ExitStack, folder: Path, wanted: str) -> tuple[Task, int]:
+    """The task of that name, and the process number of the node, or 0."""
     import numpy as np
 
     import kvtide
@@ -55,10 +57,8 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
 
     block = np.zeros(TINY.geometry["full"].nbytes, np.uint8)
     fresh = itertools.count(1)
-    tasks: dict[str, Task] = {}
-    pid = 0
 
-    if "match" in wanted:
+    if wanted == "match":
         small = opened(dram={"budget": 64 * MIB})
         session = stack.enter_context(small.session(kvtide.Model(TINY, "compare")))
         prompt = np.arange(512 * 16, dtype=np.uint32)
@@ -69,9 +69,9 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
                 session.match(prompt).release()
             return 200
 
-        tasks["match"] = match
+        return match, 0
 
-    if "store" in wanted:
+    if wanted == "store":
         full = opened(dram={"budget": 64 * MIB, "segment": "16MiB"})
         writer = stack.enter_context(full.session(kvtide.Model(TINY, "compare")))
 
@@ -83,9 +83,9 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
 
         for _ in range(4):
             store()
-        tasks["store"] = store
+        return store, 0
 
-    if "step" in wanted:
+    if wanted == "step":
         path, pid = stack.enter_context(running(64 * MIB))
         client = stack.enter_context(kvtide.connect(f"unix:{path}"))
         asker = stack.enter_context(client.session(kvtide.Model(TINY, "compare")))
@@ -97,50 +97,45 @@ def _tasks(stack: ExitStack, folder: Path, wanted: list[str]) -> tuple[dict[str,
                 asker.match(asked).release()
             return 500
 
-        tasks["step"] = step
+        return step, pid
 
-    if {"nvme-write", "nvme-read", "zstd-write", "zstd-read"} & set(wanted):
-        shape = kvtide.Layout.attention(layers=8, heads=4, head_dim=64, block_tokens=64)  # 512 KiB
-        nbytes = shape.geometry["full"].nbytes
-        noise = np.random.default_rng(0).standard_normal(nbytes // 2, np.float32).view(np.uint16)[1::2].copy()
-        content = noise.view(np.uint8)[:nbytes]
-        for codec in ("raw", "zstd"):
-            name = "nvme" if codec == "raw" else "zstd"
-            if not {f"{name}-write", f"{name}-read"} & set(wanted):
-                continue
-            tier = {"path": str(folder / codec), "budget": 1024 * MIB, "store": "through", "codec": codec}
-            on_disk = opened(dram={"budget": 64 * MIB, "segment": "16MiB"}, nvme=tier)
-            mover = stack.enter_context(on_disk.session(kvtide.Model(shape, "compare")))
+    codec, _, verb = wanted.partition("-")
+    shape = kvtide.Layout.attention(layers=8, heads=4, head_dim=64, block_tokens=64)  # 512 KiB
+    nbytes = shape.geometry["full"].nbytes
+    noise = np.random.default_rng(0).standard_normal(nbytes // 2, np.float32).view(np.uint16)[1::2].copy()
+    content = noise.view(np.uint8)[:nbytes]
+    tier = {"path": str(folder / "tier"), "budget": 1024 * MIB, "store": "through"}
+    tier["codec"] = "raw" if codec == "nvme" else codec
+    on_disk = opened(dram={"budget": 64 * MIB, "segment": "16MiB"}, nvme=tier)
+    mover = stack.enter_context(on_disk.session(kvtide.Model(shape, "compare")))
+    prompts = itertools.cycle(range(16))
 
-            def write(mover: Any = mover, on_disk: Any = on_disk, many: int = 4) -> int:
-                for _ in range(many):
-                    mover.store(np.full(32 * 64, next(fresh), np.uint32), [content] * 32)
-                    on_disk.flush(60)
-                return 32 * many
+    def write() -> int:
+        for _ in range(4):
+            mover.store(np.full(32 * 64, next(fresh), np.uint32), [content] * 32)
+            on_disk.flush(60)
+        return 32 * 4
 
-            def read(mover: Any = mover, prompts: Any = itertools.cycle(range(16))) -> int:  # noqa: B008
-                """Blocks that left DRAM long ago: of 256 MiB, 64 are there."""
-                for _ in range(8):
-                    number = next(prompts)
-                    with mover.match(np.full(16 * 64, 1 << 30 | number, np.uint32)) as found:
-                        mover.load(found).wait()
-                return 8 * 16
+    def read() -> int:
+        """Blocks that left DRAM long ago: of 128 MiB, 64 are there."""
+        for _ in range(8):
+            number = next(prompts)
+            with mover.match(np.full(16 * 64, 1 << 30 | number, np.uint32)) as found:
+                mover.load(found).wait()
+        return 8 * 16
 
-            for number in range(16):
-                mover.store(np.full(16 * 64, 1 << 30 | number, np.uint32), [content] * 16)
-                on_disk.flush(60)
-            tasks[f"{name}-read"] = read
-            tasks[f"{name}-write"] = write
-    return {name: tasks[name] for name in wanted}, pid
+    for number in range(16):
+        mover.store(np.full(16 * 64, 1 << 30 | number, np.uint32), [content] * 16)
+        on_disk.flush(60)
+    return (read if verb == "read" else write), 0
 
 
-def worker(folder: str, wanted: list[str]) -> None:
-    """Do a round of the task that each line names, and answer wall and CPU seconds for one operation."""
+def worker(folder: str, wanted: str) -> None:
+    """Do a round of the task for each line, and answer wall and CPU seconds for one operation."""
     with ExitStack() as stack:
-        tasks, pid = _tasks(stack, Path(folder), wanted)
+        task, pid = _prepared(stack, Path(folder), wanted)
         print("ready", flush=True)
-        for line in sys.stdin:
-            task = tasks[line.strip()]
+        for _ in sys.stdin:
             theirs = _cpu(pid) if pid else 0.0
             wall, cpu = time.perf_counter(), time.process_time()
             count = task()
@@ -153,13 +148,13 @@ def worker(folder: str, wanted: list[str]) -> None:
 
 
 @contextmanager
-def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[float, float]]]:
+def _worker(tree: Path, wanted: str) -> Iterator[Callable[[], tuple[float, float]]]:
     from kvtide.benchmarks.settings import environment  # here, for a worker runs this file with another's kvtide
 
     with tempfile.TemporaryDirectory(prefix="kvtide-compare-") as folder:
         path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", folder, *wanted],
+            [sys.executable, __file__, "--worker", folder, wanted],
             env=environment(PYTHONPATH=path, KVTIDE_CONFIG=os.devnull),
             cwd=folder,
             stdin=subprocess.PIPE,
@@ -170,8 +165,8 @@ def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[flo
         assert process.stdout is not None
         to, answers = process.stdin, process.stdout
 
-        def ask(task: str) -> tuple[float, float]:
-            print(task, file=to, flush=True)
+        def ask() -> tuple[float, float]:
+            print(file=to, flush=True)
             wall, cpu = json.loads(answers.readline())
             return wall, cpu
 
@@ -181,6 +176,18 @@ def _worker(tree: Path, wanted: list[str]) -> Iterator[Callable[[str], tuple[flo
         finally:
             to.close()
             process.wait(60)
+
+
+def _measured(task: str, before: Path, rounds: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Ours and theirs, round by round, of one pair of processes."""
+    with _worker(ROOT, task) as ours, _worker(before, task) as theirs:
+        ours(), theirs()  # the first round warms caches
+        found = []
+        for number in range(rounds):
+            turn = [ours, theirs] if number % 2 else [theirs, ours]
+            measured = {ask: ask() for ask in turn}
+            found.append((measured[ours], measured[theirs]))
+        return found
 
 
 def _commit(tree: Path) -> str:
@@ -199,7 +206,8 @@ def main() -> None:
     every = ["match", "store", "step", "nvme-read", "nvme-write", "zstd-read", "zstd-write"]
     parser.add_argument("commit", help="the commit to compare with, or a folder with its checkout")
     parser.add_argument("task", nargs="*", default=every, help=f"of {', '.join(every)}; all if none is named")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--pairs", type=int, default=9, help="of processes, one after the other")
+    parser.add_argument("--rounds", type=int, default=5, help="of each pair")
     given = parser.parse_args()
     for task in given.task:
         if task not in every:
@@ -215,18 +223,14 @@ def main() -> None:
         commit, beside = _commit(ROOT), _commit(before)
         results: dict[str, Any] = {}
         for task in given.task:
-            with _worker(ROOT, [task]) as ours, _worker(before, [task]) as theirs:
-                ours(task), theirs(task)  # the first round warms caches
-                pairs = []
-                for number in range(given.rounds):
-                    turn = [ours, theirs] if number % 2 else [theirs, ours]
-                    measured = {ask: ask(task) for ask in turn}
-                    pairs.append((measured[ours], measured[theirs]))
+            pairs = [_measured(task, before, given.rounds) for _ in range(given.pairs)]
+            every_round = [both for pair in pairs for both in pair]
             results[task] = {
-                "us": round(statistics.median(o[0] for o, _ in pairs) * 1e6, 2),
-                "cpu_us": round(statistics.median(o[1] for o, _ in pairs) * 1e6, 2),
-                "wall_ratio": _quartiles([o[0] / t[0] for o, t in pairs]),
-                "cpu_ratio": _quartiles([o[1] / t[1] for o, t in pairs]),
+                "us": round(statistics.median(ours[0] for ours, _ in every_round) * 1e6, 2),
+                "cpu_us": round(statistics.median(ours[1] for ours, _ in every_round) * 1e6, 2),
+                "wall_ratio": _quartiles([statistics.median(o[0] / t[0] for o, t in pair) for pair in pairs]),
+                "cpu_ratio": _quartiles([statistics.median(o[1] / t[1] for o, t in pair) for pair in pairs]),
+                "pairs": given.pairs,
                 "rounds": given.rounds,
             }
             low, middle, high = results[task]["cpu_ratio"]
@@ -246,6 +250,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], sys.argv[3:])
+        worker(sys.argv[2], sys.argv[3])
     else:
         main()
