@@ -497,3 +497,21 @@ def test_a_paper_that_is_no_file_does_not_decide_who_keeps_the_budget(tmp_path: 
     assert blobs.create("evictor.1", b"mine", 5.0)
     assert not blobs.create("evictor.1", b"another's", 5.0)
     assert [(name, size) for name, size, _ in blobs.list(5.0)] == [("evictor.1", 4)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["evictor.", "evictor.x.y", "evictor.1.2", "ask.x", "ask.1.me.1.many", "back.1.2.3.4.5", "grant....", "used."],
+)
+def test_a_paper_that_nobody_can_have_written_is_not_read(tmp_path: Path, name: str) -> None:
+    """Whoever wants to write gets credit all the same."""
+    clock, blobs = FakeClock(), Files(tmp_path)
+    (tmp_path / name[:2]).mkdir()
+    (tmp_path / name[:2] / name).touch()
+    papers = Papers(blobs, 6.0)
+    steward = Steward(papers, 1 << 20, clock)
+    steward.step()
+    papers.say("ask", 1, "me", 1, 1000)
+    steward.step()
+    assert [(paper.who, paper.nbytes) for paper in papers.find("grant")] == [("me", 1000)]
+    assert steward.statistics().term == 1
