@@ -16,8 +16,10 @@ child, on the only thread that there is. It must take no lock and write nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Iterable
@@ -107,7 +109,13 @@ class LockFile:
         self._fd = -1
         tell(self)
         with _opening:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # It is ours alone: whoever put a link or a FIFO there wants us to write elsewhere, or to wait.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._fd = os.open(path, flags, 0o600)
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                fd, self._fd = self._fd, -1
+                os.close(fd)
+                raise OSError(errno.EINVAL, "not a regular file: take it away", str(path))
 
     def take(self, *, wait: bool) -> None:
         """Take the lock. Raises BlockingIOError if another has it and we do not wait."""

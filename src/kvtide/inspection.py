@@ -30,8 +30,8 @@ from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.codec import PLANES, RAW, ZSTD
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
-from kvtide.tiers.disk import AnyPath, Disk
-from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, replay
+from kvtide.tiers.disk import AnyPath, Disk, check_regular
+from kvtide.tiers.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, longest, replay
 from kvtide.tiers.parcel import check_sections
 from kvtide.tiers.record import Header, OtherVersion, Rejected, parse
 from kvtide.tiers.scratch import Scratch
@@ -170,7 +170,7 @@ class _ReadOnly(Disk):
 
     def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
         assert not create
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):
             if direct:
                 return os.open(path, flags | os.O_DIRECT)
@@ -265,7 +265,12 @@ class _Look:
         for number in self._directory.segments():
             path = self._directory.segment(number)
             try:
-                size, fd = path.stat().st_size, self._disk.open(path, direct=True)
+                fd = self._disk.open(path, direct=True)
+                try:
+                    size = check_regular(fd, path).st_size
+                except OSError:
+                    self._disk.close(fd)
+                    raise
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE):
                     raise TierError(f"{self._path} has more segments than files may be open: raise ulimit -n") from e
@@ -297,7 +302,8 @@ class _Look:
     def _journal(self) -> tuple[JournalState, _Rows]:
         path = self._directory.journal
         for _ in range(5):  # the end of a journal that is being written may look torn for an instant
-            records, doubt = replay(path, boot_id(), self._directory.sealing)
+            most = longest(sum(header.slots for header in self._headers.values()))
+            records, doubt = replay(path, boot_id(), self._directory.sealing, most)
             if doubt != "torn":
                 break
         size = path.stat().st_size if path.exists() else 0

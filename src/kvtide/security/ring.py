@@ -27,7 +27,7 @@ from kvtide.security.audit import Audit, audit_of
 from kvtide.security.keyfile import Entry, KeyFile, Keys
 from kvtide.security.wrapping import Away, Unavailable, Wrapper, wrapper
 
-__all__ = ["DESTROYED", "OWN", "DataKey", "Ring", "open_ring"]
+__all__ = ["DESTROYED", "OWN", "UNKNOWN", "DataKey", "Ring", "open_ring"]
 
 log = logging.getLogger("kvtide.security")
 
@@ -36,6 +36,9 @@ OWN = bytes(16)
 
 DESTROYED = "its key was destroyed"
 """Why a key is ``Unavailable`` for good."""
+
+UNKNOWN = "its key is not known here"
+"""Why a key is ``Unavailable`` that is not in the key file."""
 
 _ALL = b""
 """For all keys at once."""
@@ -256,5 +259,5 @@ def open_ring(settings: Security, clock: Clock | None = None) -> Ring | None:
 def _entry(keys: Keys, number: bytes) -> Entry:
     found = next((e for e in keys.keys if e.id == number.hex()), None)
     if found is None:
-        raise Unavailable("its key is not known here")
+        raise Unavailable(UNKNOWN)
     return found

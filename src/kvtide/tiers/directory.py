@@ -27,8 +27,8 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError, TierVersionError
 from kvtide.forks import LockFile
-from kvtide.tiers.disk import Disk
-from kvtide.tiers.record import Header, OtherVersion, Rejected, parse, recognise
+from kvtide.tiers.disk import Disk, read_whole
+from kvtide.tiers.record import FAR, Header, OtherVersion, Rejected, parse, recognise
 from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 
@@ -38,6 +38,10 @@ FORMAT = 1
 
 _SEGMENT = struct.Struct("<8sHHIQQ16s")
 _MAGIC = b"KVTIDE\nS"
+_ABOUT = 4096
+"""The most bytes of a kvtide.json."""
+_NUMBERS = 1 << 20
+"""Segment files have lower numbers: the lowest that is free is taken, and no process has so many files open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class SegmentHeader:
 def _read_1(page: bytes) -> SegmentHeader:
     """A segment header of version 1, or of 0, which has the same fields."""
     _, version, _, slots, size, cut, _ = _SEGMENT.unpack_from(page)
-    if not slots or not size or size % ALIGN:
+    if not slots or not size or size % ALIGN or cut >= 2 * FAR - 1:
         raise Rejected("corrupt header")
     return SegmentHeader(size, slots, cut, version)
 
@@ -129,8 +133,10 @@ class Directory:
 
     def _name(self) -> None:
         fresh = self.path / "kvtide.json.new"
-        fresh.write_text(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
-        with fresh.open("rb") as f:
+        fresh.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours to write to
+        with fresh.open("x") as f:
+            f.write(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
+            f.flush()
             self.disk.sync(f.fileno())  # else a power loss may leave the name with nothing behind it
         self.disk.rename(fresh, self.path / "kvtide.json")
 
@@ -143,10 +149,10 @@ class Directory:
         """The version of the directory. Raises unless it is kvtide's, and not newer than we are."""
         name = self.path / "kvtide.json"
         try:
-            about = json.loads(name.read_text())
+            about = json.loads(read_whole(name, _ABOUT))
             version = about["version"]
             ours = about["format"] == "kvtide nvme" and isinstance(version, int)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             ours, version = False, 0
         except OSError as e:
             if isinstance(e, FileNotFoundError):
@@ -197,7 +203,8 @@ class Directory:
         """The numbers of the segment files that are there."""
         for name in sorted(self.path.glob("*.segment")):
             # Only names that we give: what else lies here is not ours to touch.
-            if name.stem.isdecimal() and name == self.segment(int(name.stem)):
+            known = len(name.stem) < 8 and name.stem.isdecimal() and int(name.stem) < _NUMBERS
+            if known and name == self.segment(int(name.stem)):
                 yield int(name.stem)
 
     def direct_works(self) -> bool:
@@ -205,6 +212,7 @@ class Directory:
         probe = self.path / "probe"
         fd = -1
         try:
+            probe.unlink(missing_ok=True)  # what somebody else has put there says nothing of the filesystem
             fd = self.disk.open(probe, direct=True, create=True)
             self.disk.write(fd, [Scratch().get(ALIGN)], 0)
         except OSError as e:
@@ -213,7 +221,8 @@ class Directory:
         finally:
             if fd >= 0:
                 self.disk.close(fd)
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
         return True
 
     def segment_header(self, fd: int) -> SegmentHeader:
@@ -249,6 +258,7 @@ class Directory:
                     if size > len(found) and size <= segment.size:
                         found = self._more(fd, ALIGN + (first + i) * segment.size, size)
                     header = parse(found, self.sealing.open_header)
+                    self.sealing.check(found)
                 except OtherVersion as e:
                     yield first + i, e
                     continue

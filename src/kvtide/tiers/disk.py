@@ -1,16 +1,24 @@
-"""The system calls of a tier on files, in one place, so that tests can break each of them."""
+"""The system calls of a tier on files, in one place, so that tests can break each of them.
+
+Others may be able to write to the folder of a tier. What they put there must cost us no more than blocks, so a file
+inside it is opened without following a link and without waiting for the other end of a FIFO, must be a regular one
+(``Irregular`` is raised for anything else), and is read up to a limit. The folder itself may be a link.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtide.block import ALIGN, Span
 from kvtide.tiers.record import Rejected
 
-__all__ = ["VECTORS", "AnyPath", "Disk"]
+__all__ = ["VECTORS", "AnyPath", "Disk", "Irregular", "check_regular", "read_whole"]
 
 AnyPath = str | Path
 """Strings where a path is made for every block: a Path costs ten times as much, at each step."""
@@ -18,19 +26,83 @@ AnyPath = str | Path
 VECTORS = 1024
 """The most parts of memory that one call reads into or writes from."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_INSIDE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How files in the folder of a tier are opened. O_NONBLOCK means nothing to a regular file."""
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.ESPIPE}
+"""What the system answers where a link, a socket, a device, a folder or a FIFO is opened or read as a file."""
 _PUNCH = 3
 """Of fallocate(2): FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 
 
+class Irregular(OSError):  # noqa: N818 - a verdict on what is there
+    """There is something else than a regular file, or than a folder that is no link."""
+
+    def __init__(self, path: AnyPath, what: str = "not a regular file") -> None:
+        super().__init__(errno.ELOOP, what, str(path))
+
+
+def check_regular(fd: int, path: AnyPath) -> os.stat_result:
+    """What fstat says of a regular file. Raises Irregular."""
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        raise Irregular(path)
+    return about
+
+
+def read_whole(path: AnyPath, most: int | None = None) -> bytes:
+    """The bytes of a file in a tier's folder. Raises Irregular, and OSError (EFBIG) if it has more than ``most``."""
+    with _irregular(path):
+        fd = os.open(path, os.O_RDONLY | _INSIDE)
+    try:
+        size = check_regular(fd, path).st_size
+        if most is not None and size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and no such file has more than {most}", str(path))
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(size)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _irregular(path: AnyPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in _NO_FILE:
+            raise Irregular(path) from e
+        raise
+
+
 class Disk:
-    """The real disk. Methods raise OSError; offsets and lengths are in bytes."""
+    """The real disk. Methods raise OSError; offsets and lengths are in bytes.
+
+    Those on the files of shared storage (``open_to_read``, ``exists``, ``delete``, ``entries``) do not follow a link in
+    place of the folder that the file is in, either.
+    """
 
     def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+        """Whoever did not make the file himself has to ``check_regular``."""
+        flags = os.O_RDWR | _INSIDE | (os.O_CREAT if create else 0)
+        try:
+            return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+        except OSError as e:
+            # EINVAL says that there is no direct I/O; but of a FIFO it says nothing about the filesystem.
+            if e.errno in _NO_FILE or (e.errno == errno.EINVAL and direct and not _is_regular(path)):
+                raise Irregular(path) from e
+            raise
 
     def open_to_read(self, path: AnyPath, *, direct: bool) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        """To read with ``read``, which refuses whatever is not a regular file: so that needs no call of its own."""
+        folder, name = _real_folder(path)
+        try:
+            return os.open(name, os.O_RDONLY | _INSIDE | (os.O_DIRECT if direct else 0), dir_fd=folder)
+        except OSError as e:
+            if e.errno in _NO_FILE or (e.errno == errno.EINVAL and direct and not _is_regular(name, folder)):
+                raise Irregular(path) from e
+            raise
+        finally:
+            os.close(folder)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -51,7 +123,12 @@ class Disk:
 
     def read(self, fd: int, into: Sequence[Span], offset: int) -> int:
         """Fill the buffers from ``offset``; answers how many bytes came, which may be fewer."""
-        return os.preadv(fd, into, offset)
+        try:
+            return os.preadv(fd, into, offset)
+        except OSError as e:
+            if e.errno in _NO_FILE:
+                raise Irregular(f"file descriptor {fd}") from e
+            raise
 
     def read_all(self, fd: int, into: Sequence[Span], offset: int) -> int:
         """As ``read``, but fewer bytes come only where the file ends."""
@@ -85,7 +162,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Return when the names in this folder will survive a power loss."""
-        folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
@@ -99,8 +176,8 @@ class Disk:
 
     def unlink(self, path: Path) -> None:
         """Remove a file, if it is there, and let that survive a power loss: what it held must not come back."""
-        if path.exists():
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # not path.exists(), for which a link to nowhere is nothing
+            path.unlink()
             self.sync_folder(path.parent)
 
     def link(self, old: AnyPath, new: AnyPath) -> None:
@@ -108,19 +185,47 @@ class Disk:
         Path(new).hardlink_to(old)
 
     def exists(self, path: AnyPath) -> bool:
+        """Whether there is a regular file. Raises Irregular for a folder that is none."""
         try:  # not os.path.exists, for which a mount that refuses is an empty one
-            os.stat(path)  # noqa: PTH116 - see AnyPath
-        except (FileNotFoundError, NotADirectoryError):
+            folder, name = _real_folder(path)
+        except FileNotFoundError:
             return False
-        return True
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(folder)
 
     def delete(self, path: AnyPath) -> bool:
         """Remove a file; whether it was there. A power loss may bring it back."""
         try:
-            os.unlink(path)  # noqa: PTH108 - see AnyPath
+            folder, name = _real_folder(path)
         except FileNotFoundError:
             return False
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(folder)
         return True
+
+    def entries(self, folder: AnyPath) -> Iterator[tuple[str, os.stat_result]]:
+        """The regular files of a folder. Raises Irregular where that is no folder."""
+        here, _ = _real_folder(f"{folder}/.")
+        try:
+            listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+        finally:
+            os.close(here)
+        try:
+            for name in sorted(os.listdir(listing)):  # noqa: PTH208 - it is a descriptor
+                with contextlib.suppress(FileNotFoundError):  # it left meanwhile
+                    about = os.stat(name, dir_fd=listing, follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        yield name, about
+        finally:
+            os.close(listing)
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,6 +239,27 @@ class Disk:
             return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         except OSError:
             return b""
+
+
+def _real_folder(path: AnyPath) -> tuple[int, str]:
+    """The folder that a file is in, opened to find the file in it, and the file's name.
+
+    Raises Irregular if it is a link, or no folder. Others may replace it at any time: so it is opened, not looked at.
+    """
+    above, _, name = str(path).rpartition("/")
+    try:
+        return os.open(above, _FOLDER), name
+    except OSError as e:
+        if e.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise Irregular(above, "a link, or not a folder") from e
+        raise
+
+
+def _is_regular(path: AnyPath, folder: int | None = None) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return True  # then it is not that which was refused
 
 
 def _pass(left: list[Span], count: int) -> None:

@@ -5,6 +5,10 @@ finds a blob finds it whole, whatever became of its writer, and writers need not
 same blob both succeed, and one of the equal files stays. The folder of a blob follows from its name, so that no
 folder gets too long, and nothing is ever listed for a request.
 
+Others can write here too. What has a blob's name and is no regular file is no blob: nobody finds it, and a store of
+that blob takes its place. Where a folder of blobs is a link, its blobs are not there and are not written: whatever the
+link leads to is not ours to read or remove.
+
 A filesystem that hangs cannot be interrupted: a call ends when the kernel lets it, and ``timeout`` is only looked at
 between files. The tier does not wait for it; see shared.py.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import secrets
 import time
@@ -23,9 +28,12 @@ from typing import TypeVar
 
 from kvtide.block import ALIGN, Span
 from kvtide.tiers.blobs import Turn
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.disk import Disk, Irregular, check_regular
+from kvtide.tiers.record import Rejected
 
 __all__ = ["Files"]
+
+log = logging.getLogger("kvtide.files")
 
 T = TypeVar("T")
 
@@ -47,6 +55,7 @@ class Files:
         self._numbers = itertools.count()
         self._rooted = False
         """Whether the names of the folders above were synced."""
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<Files {self._root}>"
@@ -63,10 +72,28 @@ class Files:
             fd = self._open(self._path(name), direct=aligned, write=False)
         except FileNotFoundError:
             return -1
+        except Irregular as e:
+            self._warn(e, name)
+            return -1
         try:
             return self._disk.read_all(fd, spans, offset)
+        except Irregular as e:
+            self._warn(e, name)
+            return -1
         finally:
             self._disk.close(fd)
+
+    def _warn(self, e: Irregular, name: str) -> None:
+        """Say once what lies here that is not ours: whoever put it here could fill the log with it."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: %s is %s, so it is not used; there may be more of them. Somebody else writes to this folder: "
+                "see who may, and take away what is not kvtide's",
+                self._root,
+                e.filename if "/" in str(e.filename) else self._path(name),
+                e.strerror,
+            )
 
     def write(
         self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = contextlib.nullcontext
@@ -75,18 +102,40 @@ class Files:
         for name, spans in batch:
             left.check()
             path = self._path(name)
-            if not self._disk.exists(path):
+            if not self._there(name, path):
                 with self._new(path, spans, lambda: left.stopped(turn)) as new:
-                    self._disk.rename(new, path, durable=False)
+                    try:
+                        self._disk.rename(new, path, durable=False)
+                    except (IsADirectoryError, NotADirectoryError) as e:
+                        raise Rejected("a folder has its name") from e
         return [True] * len(batch)
+
+    def _there(self, name: str, path: str) -> bool:
+        """Whether there is such a blob. Raises Rejected if there cannot be one, as its folder is a link.
+
+        Whoever puts a link there after this look gets a file of ours elsewhere, under a name that he cannot choose.
+        Nothing that was there before is read, replaced or removed by that.
+        """
+        try:
+            return self._disk.exists(path)
+        except Irregular as e:
+            self._warn(e, name)
+            raise Rejected("its folder is a link or a file") from e
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:
         path = self._path(name)
+        try:
+            if self._there(name, path):
+                return False
+        except Rejected as e:
+            raise OSError(errno.ENOTDIR, str(e), path) from e
         with self._new(path, [memoryview(data)] if data else [], contextlib.nullcontext, direct=False) as new:
             try:
                 self._disk.link(new, path)
             except FileExistsError:
-                return False
+                if self._disk.exists(path) or not self._remove(path):
+                    return False
+                self._disk.link(new, path)  # a FIFO, say, had its name: then nobody else could win either
             except OSError as e:
                 if e.errno in _NO_LINKS:
                     raise OSError(
@@ -148,7 +197,12 @@ class Files:
         return opened(direct=False)
 
     def find(self, names: Sequence[str], timeout: float) -> list[bool]:
-        return [self._disk.exists(self._path(name)) for name in _within(timeout, names)]
+        return [self._found(name) for name in _within(timeout, names)]
+
+    def _found(self, name: str) -> bool:
+        with contextlib.suppress(Rejected):
+            return self._there(name, self._path(name))
+        return False
 
     def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
         folders: dict[Path, None] = {}
@@ -157,11 +211,15 @@ class Files:
             path = self._path(name)
             try:
                 fd = self._disk.open_to_read(path, direct=False)
-            except FileNotFoundError:
+            except (FileNotFoundError, Irregular):
                 found.append(False)
                 continue
             try:
+                check_regular(fd, path)
                 self._disk.sync(fd)
+            except Irregular:
+                found.append(False)
+                continue
             finally:
                 self._disk.close(fd)
             found.append(True)
@@ -175,9 +233,16 @@ class Files:
         return found
 
     def delete(self, names: Sequence[str], timeout: float) -> None:
-        gone = [path for path in map(self._path, _within(timeout, names)) if self._disk.delete(path)]
+        gone = [path for path in map(self._path, _within(timeout, names)) if self._remove(path)]
         for folder in {Path(path).parent for path in gone}:
             self._disk.sync_folder(folder)
+
+    def _remove(self, path: str) -> bool:
+        """Remove a file; False if there is none: also where a folder has its name, or its own folder is a link."""
+        try:
+            return self._disk.delete(path)
+        except (Irregular, IsADirectoryError):
+            return False
 
     def list(self, timeout: float, prefix: str = "") -> Iterator[tuple[str, int, float]]:
         for path, about in self._entries(timeout, prefix):
@@ -190,7 +255,7 @@ class Files:
             alive()
             if path.suffix == _NEW:
                 if now - about.st_mtime > age:
-                    removed += self._disk.delete(path)
+                    removed += self._remove(str(path))
                 else:
                     left += about.st_size
         return removed, left
@@ -199,12 +264,15 @@ class Files:
         root = Path(self._root)
         folders = [prefix[:_SHARD]] if len(prefix) >= _SHARD else self._disk.names(root)
         for folder in _within(timeout, folders):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                for name in self._disk.names(root / folder):
-                    if name.startswith(prefix):
-                        with contextlib.suppress(FileNotFoundError):  # it left meanwhile
-                            path = root / folder / name
-                            yield path, path.stat()
+            try:
+                for name, about in self._disk.entries(root / folder):
+                    # What lies in another folder than its name says is not ours, and would not be found to be removed.
+                    if name.startswith(prefix) and name[:_SHARD] == folder:
+                        yield root / folder / name, about
+            except FileNotFoundError:
+                continue
+            except Irregular as e:
+                self._warn(e, folder)
 
     def close(self) -> None:
         """There is nothing to let go of: no file stays open."""

@@ -26,6 +26,7 @@ The file is rewritten by atomic rename when it has grown past twice what it need
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import struct
@@ -38,8 +39,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvtide import forks
 from kvtide.security.ring import OWN
-from kvtide.tiers.disk import Disk
-from kvtide.tiers.record import Rejected
+from kvtide.tiers.disk import Disk, read_whole
+from kvtide.tiers.record import FAR, Rejected
 from kvtide.tiers.sealing import OPEN, Paper, Sealing
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "boot_id",
     "entry",
     "latest",
+    "longest",
     "replay",
 ]
 
@@ -113,20 +115,23 @@ def entry(
     return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
 
 
-def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, slots: int | None = None) -> tuple[Records, str]:
+def longest(slots: int) -> int:
+    """The most bytes of the journal of a directory with so many slots."""
+    return PER_SLOT * slots + RESERVE
+
+
+def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, most: int | None = None) -> tuple[Records, str]:
     """All records in order, and why they cannot be trusted ("" if they can).
 
-    A journal is longer than that of a directory with so many ``slots`` can be only if something else wrote to it: it is
-    not read, for it may be larger than memory.
+    A journal has more than ``most`` bytes only if something else wrote to it: it is not read, for it may be larger than
+    memory. Likewise for numbers that no writer of ours can have reached.
     """
     try:
-        if slots is not None and path.stat().st_size > PER_SLOT * slots + RESERVE:
-            return np.zeros(0, RECORD), "too long"
-        data = path.read_bytes()
+        data = read_whole(path, most)
     except FileNotFoundError:
         return np.zeros(0, RECORD), "missing"
     except OSError as e:
-        return np.zeros(0, RECORD), f"unreadable: {e.strerror}"
+        return np.zeros(0, RECORD), "too long" if e.errno == errno.EFBIG else f"unreadable: {e.strerror}"
     parts: list[Records] = []
     closed, writer, at = False, b"", 0
     paper: Paper | None = None
@@ -147,6 +152,8 @@ def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, slots: int | None =
             except Rejected as e:
                 return np.zeros(0, RECORD), f"sealed, and {e}"
         elif kind == _RECORDS:
+            if paper is None and not sealing.accepts_open:
+                return np.zeros(0, RECORD), "not sealed"
             try:
                 plain = body if paper is None else paper.open(at, body)
                 parts.append(np.frombuffer(plain, RECORD))
@@ -159,7 +166,10 @@ def replay(path: Path, boot: bytes, sealing: Sealing = OPEN, slots: int | None =
         return np.zeros(0, RECORD), "empty"
     if not closed and (not boot or writer != boot):
         return np.zeros(0, RECORD), "from before a power loss"
-    return np.concatenate(parts) if parts else np.zeros(0, RECORD), ""
+    records = np.concatenate(parts) if parts else np.zeros(0, RECORD)
+    if int(records["sequence"].max(initial=0)) >= FAR:
+        return np.zeros(0, RECORD), "foreign"
+    return records, ""
 
 
 def latest(records: Records) -> Records:
@@ -202,7 +212,7 @@ class Journal:
         """Keep only the last word on each slot, of those that are ``current``."""
         if self.failed:
             return
-        records, doubt = replay(self._path, self.boot, self._sealing)
+        records, doubt = replay(self._path, self.boot, self._sealing, self._size)
         if doubt:
             self._fail(OSError(f"the journal is {doubt}"))
         else:
@@ -219,7 +229,8 @@ class Journal:
         try:
             self._shut()
             self._disk.unlink(fresh)
-            self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(fresh, flags, 0o600)
             self._size = 0
             self._put(_OPENED, self.boot)
             seal = self._sealing.new(OWN)

@@ -9,6 +9,11 @@ What another version of kvtide wrote is not lost by an opening, as long as it fi
   it is empty;
 - one of an older version that cannot be read any more is *kept*: it counts, and leaves when room is needed;
 - a record that cannot be read, in a segment that can, is kept likewise; a newer one until somebody drops it.
+
+Sequence numbers go on from the highest that is found, so a single forged one could leave none for what is written after
+it. No writer gets to 2^62 by counting. If a number from there on is found, whatever has 2^61 or more counts as damaged,
+and the count goes on from what is left. A lower forged number leaves enough for all writes to come; if it is so close
+to 2^62 that these pass it, the next opening drops them together with the forged one.
 """
 
 from __future__ import annotations
@@ -25,8 +30,21 @@ from kvtide.block import ALIGN, BlockKey, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.base import Held
 from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
-from kvtide.tiers.journal import FREED, HOLDS, KEEPS, PER_SLOT, RECORD, WRITING, Journal, entry, latest, replay
-from kvtide.tiers.record import Header, OtherVersion, Rejected
+from kvtide.tiers.disk import Irregular, check_regular
+from kvtide.tiers.journal import (
+    FREED,
+    HOLDS,
+    KEEPS,
+    PER_SLOT,
+    RECORD,
+    WRITING,
+    Journal,
+    entry,
+    latest,
+    longest,
+    replay,
+)
+from kvtide.tiers.record import FAR, Header, OtherVersion, Rejected
 from kvtide.tiers.sealing import NO_KEY
 from kvtide.tiers.segments import KEPT, OLD, Segment, Segments, by_segment, place_of, segment_of, slot_of
 
@@ -38,6 +56,8 @@ ANY = BlockKey(b"")
 """What a header that could not be read may name: every drop overwrites it."""
 
 
+_DOUBTFUL = FAR // 2
+"""Whatever has a higher sequence number than this goes when one above FAR is found."""
 _NEVER = (1 << 63) - 1
 """The "cut" of a segment that cannot be read: whatever the journal says of it is older."""
 
@@ -55,7 +75,7 @@ def _holds(place: int, found: Header) -> bytes:
 
 def _unread(reason: str) -> bool:
     """Whether a header may be whole, though it could not be read this time."""
-    return reason == "torn" or reason.startswith(("unreadable", *NO_KEY))
+    return reason in ("torn", "not sealed") or reason.startswith(("unreadable", *NO_KEY))
 
 
 def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, int]) -> npt.NDArray[np.bool_]:
@@ -94,27 +114,57 @@ class Opening:
         numbers = list(self._directory.segments())
         # First look at all of them: if one is newer, nothing may be touched.
         headers = {number: self._look(number) for number in numbers}
+        forged = any(isinstance(h, SegmentHeader) and h.readable and h.cut >= FAR for h in headers.values())
         # If the budget does not suffice for all, the oldest go first, before them those that nobody can read.
         for number, header in sorted(headers.items(), key=_worth, reverse=True):
             self._open_segment(number, header)
         self._directory.upgrade()
-        slots = sum(header.slots for header in headers.values() if isinstance(header, SegmentHeader))
-        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing, slots)
+        # Of segments that fit the budget alone: a header may say that there are billions of slots.
+        most = longest(self._segments.slots)
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.sealing, most)
         if doubt:
             if numbers:
                 log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
             records = self._from_headers()
+            forged = forged or int(records["sequence"].max(initial=0)) >= FAR
         else:
             records = self._finish_writing(latest(records))
             self._not_seen(records)
+        if forged:
+            records = self._without_doubtful(records)
         return self._adopt(records, journal)
+
+    def _without_doubtful(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Let go of whatever has a sequence number that nobody reaches; answers the other records."""
+        doubtful = [s for s in self._segments if _DOUBTFUL <= self.cuts[s.number] != _NEVER]
+        for segment in doubtful:
+            number = segment.number
+            self._segments.remove(segment)
+            self.kept = {place: what for place, what in self.kept.items() if segment_of(place) != number}
+            del self.sequences[number], self.cuts[number]
+            self.unseen.pop(number, None)
+            self._let_go(number, "a sequence number that cannot be")
+        cuts = (cut for cut in self.cuts.values() if cut != _NEVER)
+        self.sequence = max(cuts, default=0) + 1
+        wrong = records["sequence"] >= _DOUBTFUL
+        self.reasons += Counter({"a sequence number that cannot be": int(wrong.sum())})
+        records = records.copy()
+        # Their slots are free. Which blocks their headers name is as doubtful: every drop overwrites them.
+        records["kind"][wrong], records["key"][wrong], records["sequence"][wrong] = FREED, ANY, self.sequence
+        return records[current(records, self._segments, self.cuts)]
 
     def _look(self, number: int) -> SegmentHeader | str:
         """Open a segment file; answers how it is cut, or why that cannot be said."""
         path = self._directory.segment(number)
-        fd = self.files[number] = self._disk.open(path, direct=self._direct)
-        if not os.fstat(fd).st_size:
-            return ""  # emptied, and not needed since
+        try:
+            fd = self._disk.open(path, direct=self._direct)
+            self.files[number] = fd
+            if not check_regular(fd, path).st_size:
+                return ""  # emptied, and not needed since
+        except Irregular as e:
+            if path.is_dir() and not path.is_symlink():
+                raise TierError(f"cannot open {path}: it is a folder, which is not kvtide's. Take it away") from e
+            return str(e.strerror)
         try:
             return self._directory.segment_header(fd)
         except OSError as e:
@@ -134,10 +184,10 @@ class Opening:
 
     def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
         """Take a segment into the book, or its bytes back."""
-        path, fd = self._directory.segment(number), self.files[number]
+        path = self._directory.segment(number)
         problem = header
         if isinstance(header, SegmentHeader):
-            problem = ""
+            problem, fd = "", self.files[number]
             if header.nbytes + header.slots * PER_SLOT > self._segments.budget - self._segments.taken:
                 problem = "over budget"
             elif header.version == FORMAT and os.fstat(fd).st_size != header.nbytes:
@@ -160,10 +210,16 @@ class Opening:
                     self._segments.claim(segment, np.zeros(1, np.int64), KEPT)
                     self.kept[place_of(number, 0)] = ANY, False
                 return
+        assert isinstance(problem, str)
+        self._let_go(number, problem)
+
+    def _let_go(self, number: int, problem: str) -> None:
+        path, fd = self._directory.segment(number), self.files.pop(number, None)
         if problem:
             log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
             self.reasons[f"segment: {problem}"] += 1
-        self._disk.close(self.files.pop(number))
+        if fd is not None:
+            self._disk.close(fd)
         self._disk.unlink(path)
 
     def _from_headers(self) -> npt.NDArray[np.void]:

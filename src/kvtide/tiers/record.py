@@ -58,6 +58,7 @@ from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 
 __all__ = [
     "BODY",
+    "FAR",
     "FLAG_SEALED",
     "MAGIC",
     "SECTION",
@@ -85,6 +86,8 @@ __all__ = [
 MAGIC = b"KVTIDE\r\n"
 VERSION = 1
 FLAG_SEALED = 1
+FAR = 1 << 62
+"""A sequence number that no writer reaches by counting. See opening.py for what becomes of one that is found."""
 
 _CLEAR = struct.Struct("<8sHHI16s16s32s16s")
 _BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16s16s")
@@ -293,7 +296,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
         _,
     ) = _BODY.unpack_from(whole, BODY)
     table = TABLE + count * SECTION.itemsize
-    if not count or table + fields_size > size:
+    if not count or table + fields_size > size or sequence >= 2 * FAR:  # the last is no int64
         raise Rejected("corrupt header")
     sections = np.frombuffer(whole, SECTION, count, TABLE)
     return Header(

@@ -32,6 +32,8 @@ PAGE_BYTES = PAGE * _DIGEST
 _KEPT = 64
 """Pages that are kept: a second's work of a busy steward is one or two."""
 PAGES = "evicted."
+_MOST = 4 << 20
+"""Bytes of names that are read of one blob: none that we write is half as long, but others may write here too."""
 
 
 def packed(names: Iterable[str]) -> bytes:
@@ -40,8 +42,8 @@ def packed(names: Iterable[str]) -> bytes:
 
 
 def names_in(blobs: Blobs, name: str, nbytes: int, timeout: float) -> list[str] | None:
-    """The names of blocks in the first ``nbytes`` of a blob; None if it is gone."""
-    data = Scratch().get(nbytes)
+    """The names of blocks in the first ``nbytes`` of a blob, or in as much of it as we write; None if it is gone."""
+    data = Scratch().get(min(nbytes, _MOST))
     got = blobs.read_part(name, data, 0, timeout) if nbytes else 0
     return None if got < 0 else [data[i : i + _DIGEST].hex() for i in range(0, got - _DIGEST + 1, _DIGEST)]
 

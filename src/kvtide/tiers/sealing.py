@@ -242,7 +242,8 @@ class Sealing:
     def __init__(self, ring: Ring | None = None, *, seals: bool = True, accept_open: bool = False) -> None:
         self._ring = ring
         self.seals = seals and ring is not None
-        self._accept_open = accept_open or not self.seals
+        self.accepts_open = accept_open or not self.seals
+        """Whether what is in the open is believed, though somebody without a key could have made it."""
 
     def new(self, tenant: bytes) -> Seal | None:
         """What seals a new record of a tenant's; None where records stay in the open. Raises Rejected."""
@@ -295,7 +296,7 @@ class Sealing:
 
     def check(self, start: Span) -> None:
         """Raises Rejected if a record that begins so is in the open and must not be."""
-        if not self._accept_open and not start[12] & FLAG_SEALED:
+        if not self.accepts_open and not start[12] & FLAG_SEALED:
             raise Rejected("not sealed")
 
     def open_header(self, page: bytearray) -> None:

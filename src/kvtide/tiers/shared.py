@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey, Span
 from kvtide.clock import Clock, SystemClock
+from kvtide.security.ring import UNKNOWN
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.calls import Calls
@@ -56,7 +57,7 @@ _ABSENT = 2.0
 _REMEMBERED = 100_000
 _GONE = "gone"
 _RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
-_RUBBISH |= {"expired", "not sealed", "its key was destroyed"}
+_RUBBISH |= {"expired", "not sealed", "forged header", "its key was destroyed"}
 """What is wrong with a blob that can never be read under its name."""
 
 
@@ -151,6 +152,8 @@ class Shared:
         self._leaving: set[BlockKey] = set()
         """Evicted or dropped, and not yet deleted."""
         self._evicted = Trickle(self.drop, lambda items: self._leaving.difference_update(key for key, _ in items))
+        self._keyless: set[BlockKey] = set()
+        """Found sealed with a key that nobody here knows: the next to write the block replaces that."""
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
         self._calls = Calls("kvtide-shared-start")
@@ -328,7 +331,11 @@ class Shared:
                 if item.key in self._leaving or (item.key in self._undead and not self._delete([item.key])[0]):
                     raise Rejected("leaving")
                 self._undead.discard(item.key)
-                if found:
+                if item.key in self._keyless:
+                    if not self._delete([item.key])[0]:
+                        raise Rejected("leaving")
+                    self._keyless.discard(item.key)
+                elif found:
                     kept.add(name)
                     continue
                 packed = packer.pack(item)
@@ -449,6 +456,11 @@ class Shared:
         """There is no such block, or none that can be read: for a moment, or for good; or not for this asker."""
         if isinstance(e, NotForAsker):
             self._miss(_refused(key, who))  # whose it is must find it at once
+            if str(e) == UNKNOWN:
+                # Anybody can write such a blob. Another host may know the key, so it stays until there is a better one.
+                if len(self._keyless) >= _REMEMBERED:
+                    self._keyless.clear()
+                self._keyless.add(key)
             return
         self._miss(key)
         if isinstance(e, Rejected) and str(e) in _RUBBISH:

@@ -523,7 +523,9 @@ class Shelves:
         """The file of a new segment, at its full size, with a header that survives a power loss."""
         fd = self._files.get(segment.number)
         if fd is None:
-            fd = self._disk.open(self._directory.segment(segment.number), direct=self._direct, create=True)
+            path = self._directory.segment(segment.number)
+            self._disk.unlink(path)  # what has that name and is not in the book is not ours; a link, say
+            fd = self._disk.open(path, direct=self._direct, create=True)
             self._files[segment.number] = fd
             self._nameless.add(segment.number)
         self._sequences[segment.number] = np.zeros(segment.slots, np.int64)

@@ -150,8 +150,13 @@ def _beat(term: int, beat: int) -> str:
 
 
 def _beats(names: Iterable[str]) -> list[tuple[int, int]]:
-    parts = [name.split(".") for name in names if name.startswith(_BEATS)]
-    return sorted((int(term), int(beat)) for _, term, beat in parts)
+    """Those that we wrote: whatever else begins so, somebody else has put there."""
+    found: list[tuple[int, int]] = []
+    for name in names:
+        match name.split("."):
+            case [_, term, beat] if term.isdecimal() and beat.isdecimal() and name == _beat(int(term), int(beat)):
+                found.append((int(term), int(beat)))
+    return sorted(found)
 
 
 @dataclass(slots=True)
@@ -208,8 +213,9 @@ class Papers:
         prefix = f"{kind}." if term is None else f"{kind}.{term:010d}.{who}"
         found = []
         for name, _, _ in self.blobs.list(self.timeout, prefix):
-            _, of, whose, number, nbytes = name.split(".")
-            found.append(Paper(name, int(of), whose, int(number), int(nbytes)))
+            match name.split("."):
+                case [_, of, whose, number, nbytes] if of.isdecimal() and number.isdecimal() and nbytes.isdecimal():
+                    found.append(Paper(name, int(of), whose, int(number), int(nbytes)))
         return found
 
     def say(self, kind: str, term: int, who: str, number: int, nbytes: int) -> Paper:
