@@ -90,6 +90,7 @@ def disk(tmp_path: Path, clock: FakeClock) -> Callable[..., Store]:
     """Opens a store with a disk, plain or encrypted."""
 
     def opened(encrypt: bool = False) -> Store:
+        (tmp_path / "kek").touch(0o600)
         (tmp_path / "kek").write_bytes(WRAPPING)
         security = {
             "encrypt": encrypt,
