@@ -30,6 +30,7 @@ from kvtide.errors import ConfigError
 from kvtide.node.erasing import erase
 from kvtide.node.host import Host
 from kvtide.node.passes import Caller, Passes
+from kvtide.node.protocol import UNKNOWN
 from kvtide.node.roles import Role
 from kvtide.node.statistics import Status
 
@@ -51,7 +52,13 @@ _FRESH = 0.1
 """Seconds for which an answer is good."""
 
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found"}
-_REASONS |= {405: "Method Not Allowed", 409: "Conflict", 431: "Request Too Large", 500: "Internal Server Error"}
+_REASONS |= {
+    405: "Method Not Allowed",
+    409: "Conflict",
+    422: "Unprocessable Content",
+    431: "Request Too Large",
+    500: "Internal Server Error",
+}
 _REASONS |= {503: "Service Unavailable"}
 
 PAGES: dict[str, Role | None] = {
@@ -222,7 +229,7 @@ class Http:
         erase(self._host, tenant, f"{caller.name} over HTTP", lambda *how: ended.put_nowait(how))
         count, failure = await ended.get()
         if failure:
-            raise _Refused(409, failure)
+            raise _Refused(422 if count == UNKNOWN else 409, failure)
         return _response(200, json.dumps({"blocks": count}), "application/json")
 
 
