@@ -215,7 +215,7 @@ def test_a_certificate_gives_the_role_of_its_name(mutual: Reached, pki: Pki) -> 
     assert [mutual.ask("/metrics", tls)[0] for tls in (reader, operator, nobody)] == [200, 200, 401]
     assert [mutual.ask(FORGET, tls)[0] for tls in (reader, operator, nobody)] == [403, 422, 401]
     eventually(lambda: ("prometheus over HTTP", "forget", "refused") in mutual.acts())
-    assert ("ops.example.com over HTTP", "forget", "done") in mutual.acts()
+    assert ("ops.example.com over HTTP", "forget", "UnknownTenantError") in mutual.acts()
 
 
 @pytest.mark.parametrize("what", ["none", "expired", "of another authority", "signed by itself"])
