@@ -208,6 +208,13 @@ class Node(_Section, frozen=True):
     http: Annotated[
         str, _plain("Where it answers /healthz, /metrics and /status: 127.0.0.1:9410, say; empty: nowhere.")
     ] = ""
+    hosts: Annotated[
+        str,
+        _plain(
+            "Names, beside localhost, its address and this host's name, by which /metrics and /status are asked for "
+            "where nobody needs a certificate or token."
+        ),
+    ] = ""
     certificate: Annotated[str, _path("File with our own certificate and its key, for HTTPS; empty: HTTP.")] = ""
     authority: Annotated[
         str, _path("File with the authority of certificates of those who ask over HTTPS, and who must have one.")
@@ -404,14 +411,16 @@ def _implicit() -> str | None:
     try:
         about = os.lstat(_HERE)
         if about.st_uid not in trusted:
-            return _ignored(about)  # whatever it is: a link may lead to a file of ours that is meant for another place
+            _ignored(about)  # whatever it is: a link may lead to a file of ours that is meant for another place
+            return None
         # Neither a file that takes its place now nor one that waits for a writer may hold us up.
         with open(os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as f:
             about = os.fstat(f.fileno())
             if not stat.S_ISREG(about.st_mode):
                 return None
             if about.st_uid not in trusted:
-                return _ignored(about)
+                _ignored(about)
+                return None
             mode = stat.S_IMODE(about.st_mode)
             if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _alone(about.st_uid, about.st_gid)):
                 raise ConfigError(
