@@ -12,7 +12,8 @@ import pytest
 
 from kvtide.node.client import Client
 from kvtide.node.hosts import Hosts
-from tests.node.test_http import MODEL, PLAIN, Watched, data, prompt
+from kvtide.testing.interface import MODEL, PLAIN, data, prompt
+from tests.node.test_http import Watched
 from tests.serve.serving import Served
 
 EVIL = ("evil.example", "evil.example:9410", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "")
