@@ -50,6 +50,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 def everything(folder: Path) -> dict[str, Any]:
     """The settings of a store with shared storage, keys and a learning policy."""
+    (folder / "kek").touch(0o600)
     (folder / "kek").write_text("01" * 32)
     return settings(
         folder,

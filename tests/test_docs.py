@@ -36,6 +36,13 @@ def settings_page() -> str:
         "of `kvtide.open`: each wins over those before it. An unknown name is an error that names the nearest known",
         "one. `kvtide config > kvtide.toml` writes a complete file to start from; `kvtide config --explain` shows what",
         "is in force here, and where each value comes from.",
+        "",
+        "A `kvtide.toml` in the working directory that neither `--config` nor `$KVTIDE_CONFIG` names is read only if",
+        "it belongs to root or to the user: one of anybody else is ignored, with a warning. If it is root's or the",
+        "user's own and others may write to it, that is an error (`chmod go-w kvtide.toml`); a group that is his",
+        "private one does not count. It cannot lead to secrets either:",
+        ", ".join(f"`{name}`" for name in sorted(config.SECRETS)),
+        "are an error there, unless they are empty. A file that is named has neither limit.",
     ]
     section = ""
     for setting in config.explain(env={}):

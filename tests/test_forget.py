@@ -33,6 +33,7 @@ TOKENS = list(range(16 * 6))
 
 
 def settings(folder: Path, encrypt: bool = True) -> dict[str, Any]:
+    (folder / "kek").touch(0o600)
     (folder / "kek").write_bytes(WRAPPING)
     return {
         "dram": {"budget": "8MiB", "segment": "1MiB"},
@@ -227,6 +228,7 @@ def test_rotation_by_command(tmp_path: Path, run: Callable[..., tuple[int, str]]
     with kvtide.open(**settings(tmp_path)) as home:
         store(home, OTHER)
     code, made = run("keys", "make")
+    (tmp_path / "new").touch(0o600)
     (tmp_path / "new").write_text(made)
     source = f"file:{tmp_path / 'new'}"
     code, said = run("keys", "rotate", "--to", source)

@@ -26,6 +26,7 @@ BLOCKS = [np.full(MODEL.layout.geometry["full"].nbytes, i, np.uint8) for i in ra
 
 def settings(folder: Path) -> dict[str, Any]:
     """Of a store with every kind of thread, as few of each as there may be."""
+    (folder / "kek").touch(0o600)
     (folder / "kek").write_text("01" * 32)
     return {
         "dram": {"budget": "4MiB", "segment": "1MiB", "prefault": True},

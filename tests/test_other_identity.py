@@ -83,6 +83,7 @@ CODECS: dict[str, dict[str, Any]] = {
 def test_a_record_on_disk_stays_for_its_owner(tmp_path: Path, asker: str, how: str) -> None:
     options: dict[str, Any] = {section: dict(values) for section, values in CODECS[how].items()}
     if how == "sealed":
+        (tmp_path / "kek").touch(0o600)
         (tmp_path / "kek").write_bytes(WRAPPING)
         options["security"] |= {"key_source": f"file:{tmp_path / 'kek'}", "key_file": str(tmp_path / "keys")}
     with open_store(tmp_path / "kv", **options) as store, store.session(MODEL) as owner:

@@ -173,6 +173,7 @@ def test_blocks_that_must_be_written_before_they_leave_make_room_in_time(tmp_pat
 
 @pytest.mark.parametrize("encrypt", [False, True], ids=["open", "sealed"])
 def test_a_lowered_quota_brings_its_tenant_down_at_the_next_start(tmp_path: Path, encrypt: bool) -> None:
+    (tmp_path / "kek").touch(0o600)
     (tmp_path / "kek").write_bytes(WRAPPING)
     keys = {"key_source": f"file:{tmp_path / 'kek'}", "key_file": str(tmp_path / "keys.json")}
     security = {"encrypt": encrypt, **keys}

@@ -11,11 +11,18 @@ The structs below are the whole description. A field's annotation carries its he
 how it is written; everything else follows from it, so that a new setting is one new field. Nothing
 is ignored: an unknown key is a ``ConfigError`` that names the nearest known one, and a bad value is
 an error even where a later layer would have replaced it.
+
+A ``kvtide.toml`` that nobody named, because it lies in the working directory, may have been put there by somebody else.
+It is used only if it belongs to root or to this user, and may not name secrets: see ``_implicit``.
 """
 
 from __future__ import annotations
 
+import grp
+import logging
 import os
+import pwd
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -34,6 +41,8 @@ from kvtide.units import plain as _plain
 from kvtide.units import shares as _shares
 from kvtide.units import size as _size
 from kvtide.units import time as _time
+
+log = logging.getLogger("kvtide.config")
 
 Value = bool | int | float | str
 _Given = tuple[str, str, str, object]  # source, section, name, value
@@ -199,6 +208,13 @@ class Node(_Section, frozen=True):
     http: Annotated[
         str, _plain("Where it answers /healthz, /metrics and /status: 127.0.0.1:9410, say; empty: nowhere.")
     ] = ""
+    hosts: Annotated[
+        str,
+        _plain(
+            "Names, beside localhost, its address and this host's name, by which /metrics and /status are asked for "
+            "where nobody needs a certificate or token."
+        ),
+    ] = ""
     certificate: Annotated[str, _path("File with our own certificate and its key, for HTTPS; empty: HTTP.")] = ""
     authority: Annotated[
         str, _path("File with the authority of certificates of those who ask over HTTPS, and who must have one.")
@@ -313,9 +329,9 @@ def read(
 ) -> Config:
     """The settings in force.
 
-    ``file`` defaults to ``$KVTIDE_CONFIG``, else ``./kvtide.toml`` where there is one; ``env``
-    defaults to the process's environment. Arguments are sections (``dram={"budget": "1GiB"}``) or
-    dotted names in a mapping (``{"dram.budget": "1GiB"}``). Raises ``ConfigError``.
+    ``file`` defaults to ``$KVTIDE_CONFIG``, else ``./kvtide.toml`` where there is one that is root's
+    or this user's; ``env`` defaults to the process's environment. Arguments are sections
+    (``dram={"budget": "1GiB"}``) or dotted names in a mapping (``{"dram.budget": "1GiB"}``). Raises ``ConfigError``.
     """
     tree: dict[str, dict[str, Value]] = {section: {} for section in _sections()}
     for setting in explain(file, env, overrides, **sections):
@@ -349,16 +365,100 @@ def explain(
 
 
 def _from_file(file: str | Path | None, env: Mapping[str, str]) -> Iterator[_Given]:
-    here = "kvtide.toml" if Path("kvtide.toml").is_file() else ""
-    if not (chosen := file or env.get("KVTIDE_CONFIG") or here):
-        return
-    path = Path(chosen)
+    chosen = file or env.get("KVTIDE_CONFIG")
+    path = Path(chosen or _HERE)
     try:
         path = path.expanduser()
-        tree = tomllib.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8") if chosen else _implicit()
+        tree = tomllib.loads(text or "")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
-    yield from _from_tree(tree, str(path))
+    for source, section, name, given in _from_tree(tree, str(path)):
+        if not chosen and f"{section}.{name}" in SECRETS and given:
+            raise ConfigError(
+                f"{path}: {section}.{name} leads to a secret, and this file was read only because it lies in the "
+                f"working directory, where others may have put it: name it with --config {path} or "
+                f"KVTIDE_CONFIG={path}, or give the setting in the environment"
+            )
+        yield source, section, name, given
+
+
+_HERE = "kvtide.toml"
+SECRETS = frozenset(
+    {
+        "node.certificate",
+        "node.tokens",
+        "security.key_file",
+        "security.key_source",
+        "valkey.identity",
+        "valkey.password_file",
+    }
+)
+"""Settings that lead to secrets. A file that nobody named may not have them: it could make us use a key or a password
+where its author wants it, or wrap keys with one that he knows. A repository that was cloned is the user's own."""
+_warned: set[tuple[int, int]] = set()
+"""Files that were ignored, by device and inode: of each is told once."""
+
+
+def _implicit() -> str | None:
+    """The text of ``kvtide.toml`` in the working directory; None if there is none, or if it is not to be trusted.
+
+    What belongs to another user is ignored, with a warning: in a folder that all may write to, such as /tmp, anybody
+    can put one there, and an error would let him stop whoever works there. What belongs to root or to this user but
+    others may write to is an error: its owner can mend that, and to ignore it would silently change what is done.
+    """
+    trusted = {0, os.geteuid()}
+    try:
+        about = os.lstat(_HERE)
+        if about.st_uid not in trusted:
+            _ignored(about)  # whatever it is: a link may lead to a file of ours that is meant for another place
+            return None
+        # Neither a file that takes its place now nor one that waits for a writer may hold us up.
+        with open(os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as f:
+            about = os.fstat(f.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                return None
+            if about.st_uid not in trusted:
+                _ignored(about)
+                return None
+            mode = stat.S_IMODE(about.st_mode)
+            if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _alone(about.st_uid, about.st_gid)):
+                raise ConfigError(
+                    f"{Path(_HERE).absolute()} belongs to {_user(about.st_uid)}, but others may write to it (mode "
+                    f"{mode:04o}): chmod go-w {_HERE}, or name the file with --config or KVTIDE_CONFIG"
+                )
+            return f.read()
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _ignored(about: os.stat_result) -> None:
+    if (about.st_dev, about.st_ino) not in _warned:
+        _warned.add((about.st_dev, about.st_ino))
+        log.warning(
+            "%s is ignored: it belongs to %s (mode %04o), not to root or to %s. If you trust it, name it with --config "
+            "or KVTIDE_CONFIG",
+            Path(_HERE).absolute(),
+            _user(about.st_uid),
+            stat.S_IMODE(about.st_mode),
+            _user(os.geteuid()),
+        )
+
+
+def _alone(uid: int, gid: int) -> bool:
+    """Whether a group is a user's private one, as most systems make it: then files of umask 002 are his alone."""
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and user.pw_name == group.gr_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:

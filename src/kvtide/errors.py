@@ -13,6 +13,7 @@
     ├── AuditError             the audit log cannot be read or written
     ├── AccessError            whoever asks has no role, or one that does not suffice
     ├── HeldError              a tenant's blocks are under a legal hold and cannot be forgotten
+    ├── UnknownTenantError     there is neither a key nor a block of the tenant that is to be forgotten
     ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
@@ -40,6 +41,7 @@ __all__ = [
     "TierLockedError",
     "TierVersionError",
     "TraceError",
+    "UnknownTenantError",
 ]
 
 
@@ -85,6 +87,10 @@ class AccessError(KvtideError):
 
 class HeldError(KvtideError):
     """A tenant's blocks are under a legal hold. End it with ``kvtide hold --release`` first."""
+
+
+class UnknownTenantError(KvtideError):
+    """There is neither a key nor a block of the tenant that is to be forgotten. Check its tag, and whom you ask."""
 
 
 class TraceError(KvtideError):

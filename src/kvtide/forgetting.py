@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtide import arguments
 from kvtide.block import BlockKey
-from kvtide.errors import KvtideError, LayoutError
+from kvtide.errors import KvtideError, LayoutError, UnknownTenantError
 from kvtide.index.index import SEALED
 from kvtide.index.slices import slices
 from kvtide.security.acts import destroy
@@ -24,7 +24,7 @@ from kvtide.tiers.record import belongs
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["forget"]
+__all__ = ["forget", "unknown"]
 
 
 def forget(store: Store, tenant: bytes, who: str) -> int:
@@ -44,9 +44,10 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             for part in store.parts:
                 refused.enter_context(part.pipeline.forgetting(tenant))
             known = [set(part.pipeline.keys_of(tenant)) for part in store.parts]
-            if settings.key_file:
-                file = KeyFile(Path(settings.key_file).expanduser())
-                destroy(file, tenant, store.clock)
+            here = any(known)
+            file = KeyFile(Path(settings.key_file).expanduser()) if settings.key_file else None
+            if file is not None:
+                destroy(file, tenant, store.clock, known=here)
                 mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
             if store.ring is not None:
                 store.ring.revoke(tenant)
@@ -58,8 +59,12 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                     found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
                 except KvtideError as e:
                     errors.append(e)  # the others forget it all the same
+            if found and not mine and not here and file is not None:
+                destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
         if errors:
             raise errors[0]
+        if not found and not mine:
+            raise UnknownTenantError(unknown(tenant))
         result = f"done: {found} blocks"
         return found
     except KvtideError as e:
@@ -68,6 +73,15 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
     finally:
         if audit is not None:
             audit.record("forget", result, who, tenant=tenant.hex())
+
+
+def unknown(tenant: bytes) -> str:
+    """What is said of a tenant of whom nothing is known."""
+    return (
+        f"there is no tenant {tenant.hex()}: neither a key nor a block of it is known here, and nothing was done. "
+        "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. Whose "
+        "a block in shared storage is cannot be told without a key"
+    )
 
 
 def _keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:

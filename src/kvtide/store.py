@@ -399,7 +399,8 @@ class Store(Home):
     def forget(self, tenant: bytes, who: str = "") -> int:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
 
-        Raises HeldError, and does nothing, under a legal hold; TierError if blocks could not all be erased, which are
+        Raises HeldError, and does nothing, under a legal hold; UnknownTenantError if there is neither a key nor a block
+        of it; TierError if blocks could not all be erased, which are
         then unreadable if they were sealed. Takes as long as reading a page of every slot on disk, and does not keep
         others waiting. Until it returns, the tenant can neither store nor load blocks.
         """

@@ -42,6 +42,7 @@ def opened(kind: str, sealed: bool, folder: Path, request: pytest.FixtureRequest
     """A storage in which nothing is yet."""
     shared: Settings = {}
     if sealed:
+        (folder / "kek").touch(0o600)
         (folder / "kek").write_bytes(WRAPPING)
         keys = {"key_source": f"file:{folder / 'kek'}", "key_file": str(folder / "keys.json")}
         shared["security"] = {"encrypt": "true", **keys}

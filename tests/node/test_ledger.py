@@ -119,6 +119,22 @@ def test_a_broken_book_is_told_and_does_no_harm(node: Process) -> None:
         assert store(session) == BLOCKS
 
 
+def test_nobody_else_reads_the_book(node: Process) -> None:
+    """Neither a new one, nor one that is there already, nor what an interrupted writer left."""
+    book, rest = node.path.with_suffix(".lent"), node.path.with_name("node.lent-new")
+    with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
+        store(session)
+        assert book.stat().st_mode & 0o777 == 0o600
+        node.kill()
+        book.chmod(0o644)
+        rest.write_bytes(b"")
+        rest.chmod(0o644)
+        node.start()
+        assert book.stat().st_mode & 0o777 == 0o600
+        eventually(lambda: store(session) == BLOCKS)
+        assert (book.stat().st_mode & 0o777, rest.exists()) == (0o600, False)
+
+
 def test_memory_that_is_given_up_is_free_though_clients_have_it_mapped(node: Process) -> None:
     """A segment that suits no other size is given back to the system, and taken anew."""
     wide = Layout.attention(layers=5, heads=4, head_dim=64)

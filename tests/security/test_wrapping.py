@@ -43,8 +43,9 @@ def test_no_byte_of_a_wrapped_key_may_change() -> None:
 
 
 def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "raw").write_bytes(KEY)
-    (tmp_path / "hex").write_text(KEY.hex() + "\n")
+    for name, data in (("raw", KEY), ("hex", KEY.hex().encode() + b"\n")):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_bytes(data)
     wrapped = LocalWrapper(KEY).wrap(SECRET)
     for source in (f"file:{tmp_path / 'raw'}", f"file:{tmp_path / 'hex'}", "env:MINE"):
         assert wrapper(source, {"MINE": KEY.hex()}).unwrap(wrapped) == SECRET

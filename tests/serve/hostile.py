@@ -13,7 +13,7 @@ from tests.serve.serving import Served
 
 KEY = "sesame"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-POST = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 class Raw:

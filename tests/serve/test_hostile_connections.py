@@ -57,7 +57,7 @@ def test_who_says_nothing_is_left(quick: Served) -> None:
         assert silent.rest() == b""
 
 
-@pytest.mark.parametrize("before", ["", "GET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
+@pytest.mark.parametrize("before", ["", "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_head_that_does_not_end_is_given_up(quick: Served, before: str) -> None:
     """The first of a connection, or a later one."""
     with Raw(quick, before) as slow:
@@ -91,12 +91,12 @@ def test_a_body_that_does_not_end_is_given_up(quick: Served) -> None:
 
 
 def test_who_does_not_read_his_answers_is_left(quick: Served) -> None:
-    with Raw(quick, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 1) as deaf:
+    with Raw(quick, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1) as deaf:
         assert deaf.socket.recv(1)
         deaf.socket.settimeout(1)
         try:
             while True:
-                deaf.send("GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+                deaf.send("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         except (TimeoutError, ConnectionError):
             pass  # the server does not read any more
         eventually(lambda: quick.connections == 0)

@@ -111,6 +111,7 @@ def test_a_long_section_is_compressed_in_parts(itemsize: int) -> None:
 @pytest.mark.parametrize("encrypt", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 def test_a_store_takes_no_more_than_it_says(tmp_path: Path, compression: str, encrypt: bool) -> None:
+    (tmp_path / "kek").touch(0o600)
     (tmp_path / "kek").write_text("01" * 32)
     model = Model(Layout.attention(layers=2, heads=1, head_dim=1 << 16, block_tokens=16, dtype="bfloat16"), "scratch")
     nbytes = model.layout.geometry["full"].nbytes

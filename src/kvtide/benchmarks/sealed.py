@@ -26,6 +26,7 @@ def sealed(settings: Settings) -> Iterator[Record]:
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name, ExitStack() as stack:
             folder = Path(name)
+            (folder / "key").touch(0o600)
             (folder / "key").write_bytes(secrets.token_bytes(32))
             security = {
                 "encrypt": True,

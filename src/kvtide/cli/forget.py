@@ -42,9 +42,11 @@ def forget(
 
     What is claimed: without its key no sealed block can be read any more, by anybody. Headers are overwritten and the
     rest is given to the disk to discard; what a medium keeps of that, and backups, are beyond our reach. The exit code
-    is 0 if all is done, 1 if something ends later, 2 if it was refused.
+    is 0 if all is done, 1 if something ends later, 2 if it was refused, or if nobody who was asked has a key or a block
+    of such a tenant.
     """
-    from kvtide.errors import AccessError, ConfigError, KvtideError, TierError
+    from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
+    from kvtide.forgetting import unknown
     from kvtide.node.afar import Afar
     from kvtide.node.client import Client
     from kvtide.security.acts import destroy
@@ -68,24 +70,35 @@ def forget(
         with Store(settings) as store:
             typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)} blocks")
         return
+    known = False
     if settings.security.key_file:
         log.record("destroy keys", "begun", tenant=tag.hex())  # what cannot be written down is not done
         try:
-            count = destroy(KeyFile(Path(settings.security.key_file).expanduser()), tag)
+            file_of_keys = KeyFile(Path(settings.security.key_file).expanduser())
+            count = destroy(file_of_keys, tag, known=False)  # nodes that have blocks of it write that down themselves
+            known = file_of_keys.read().names(tag)
         except KvtideError as e:
             log.record("destroy keys", f"{type(e).__name__}: {e}", tenant=tag.hex())
             raise
         log.record("destroy keys", f"done: {count} keys", tenant=tag.hex())
     late = False
-    end = datetime.now(UTC) + timedelta(seconds=settings.security.lease)
     for name, reach in nodes:
         try:
             with reach() as node:
                 said = f"done, {node.forget(tag)} blocks"
+                known = True
+        except UnknownTenantError:
+            said = "has no such tenant"
         except (TierError, AccessError) as e:
             late = True
+            if settings.security.key_file and not known:
+                destroy(KeyFile(Path(settings.security.key_file).expanduser()), tag)  # by which it hears, if it can
+                known = True
+            end = datetime.now(UTC) + timedelta(seconds=settings.security.lease)
             said = f"ends by {end.isoformat(timespec='seconds')} ({e})" if settings.security.encrypt else f"failed: {e}"
         log.record("forget at a node", said, tenant=tag.hex(), node=name)
         typer.echo(f"{name}: {said}")
     if late:
         raise typer.Exit(1)
+    if not known:
+        raise UnknownTenantError(unknown(tag))

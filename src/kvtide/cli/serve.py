@@ -53,6 +53,13 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="KVTIDE_API_KEY", help="Answer only those who say it.", show_default=False)
     ] = None,
+    allow_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            help="Without a key, answer requests for this name too, beside localhost and this host's; may be repeated.",
+        ),
+    ] = None,
     stop_seconds: Annotated[int, typer.Option(help="How long a stop waits for answers.", min=1)] = 30,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients ask for.")] = False,
 ) -> None:
@@ -96,6 +103,7 @@ def serve(
             waiting=waiting,
             limit=limit,
             api_key=api_key.strip() if api_key else api_key,
+            hosts=[host, *(allow_hosts or [])],
             stop_seconds=stop_seconds,
             ready=lambda: console.print(
                 f"serving {loaded.name} ({about}) at http://{place}:{at.getsockname()[1]}/v1", markup=False

@@ -52,7 +52,7 @@ def status(
 
         def now() -> Status:
             found = client.status()
-            if not found.node.pid:
+            if not found.node.seconds:
                 raise TierError(f"the node at {path} is gone; start it again with: kvtide node --socket {path}")
             return found
 
@@ -90,7 +90,9 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         f"loads from colder tiers: {loads.under_way:,} under way" + (f", {ended}" if ended else ""),
         *(f"{n:,} {name}" for name, n in store.counts.items() if _odd(name)),
     ]
-    title = f"node {node.pid} at {node.path}, {_span(node.seconds)}, {node.requests:,} requests"
+    # Without a token or certificate a node does not tell over HTTP which processes there are.
+    title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
+    title += f"{_span(node.seconds)}, {node.requests:,} requests"
     parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
     for table in (_tiers(now, last), _budgets(now), _hits(now, last), _lanes(now), _clients(now)):
         if table.row_count:
@@ -219,7 +221,7 @@ def _clients(now: Status) -> Table:
         if client.pid == os.getpid():
             continue
         table.add_row(
-            str(client.pid),
+            str(client.pid or "-"),
             _span(client.seconds),
             f"{client.sessions:,}",
             f"{client.holdings:,}",

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvtide.config import Node
-from kvtide.errors import AccessError, ConfigError, TierError
+from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
 from kvtide.node.passes import identify
 from kvtide.node.statistics import Status
 
@@ -28,6 +28,8 @@ _PATIENCE = 10.0
 """Seconds to connect, and to answer what is known at once."""
 _ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """An act may take long; by these the kernel tells a host that works from one that is gone."""
+
+_ERRORS: dict[int, type[KvtideError]] = {401: AccessError, 403: AccessError, 422: UnknownTenantError}
 
 
 class _Forgotten(msgspec.Struct):
@@ -89,7 +91,7 @@ class Afar:
         finally:
             connection.close()
         text = f"the node at {self._address} refused: {said.decode(errors='replace')}"
-        raise (AccessError if answer.status in (401, 403) else TierError)(text)
+        raise _ERRORS.get(answer.status, TierError)(text)
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ from kvtide import arguments, errors, forks
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
-from kvtide.errors import KvtideError, LayoutError, RightError, TierError
+from kvtide.errors import KvtideError, LayoutError, RightError, TierError, UnknownTenantError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
@@ -296,7 +296,8 @@ class Client(Home):
     def forget(self, tenant: bytes) -> int:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
 
-        For administrators. Raises TierError if it could not.
+        For administrators. Raises UnknownTenantError if it has neither a key nor a block of it, TierError if it could
+        not.
         """
         arguments.kind(tenant, bytes, "tenant")
         if len(tenant) != 16 or tenant == bytes(16):
@@ -306,6 +307,8 @@ class Client(Home):
         except Lost:
             raise TierError(f"the node at {self.path} went away before it was asked to forget a tenant") from None
         promise.event.wait()
+        if promise.count == p.UNKNOWN and promise.failure:
+            raise UnknownTenantError(promise.failure)
         if promise.lost or promise.failure:
             raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")
         return promise.count

@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvtide.errors import KvtideError
+from kvtide.errors import KvtideError, UnknownTenantError
 from kvtide.node.host import Host
+from kvtide.node.protocol import UNKNOWN
 
 __all__ = ["erase"]
 
@@ -21,6 +22,8 @@ def erase(host: Host, tenant: bytes, who: str, done: Callable[[int, str], None])
         count, failure = 0, ""
         try:
             count = host.store.forget(tenant, who)
+        except UnknownTenantError as e:
+            count, failure = UNKNOWN, str(e)
         except KvtideError as e:
             failure = str(e)
         except Exception as e:  # a fault of ours; whoever waits must be told all the same

@@ -7,11 +7,13 @@
 ``POST /forget``       admin      ``?tenant=TAG``: destroy a tenant's keys and blocks; the answer says how many
 =====================  =========  ==========================================================================
 
-``passes.py`` says who asks. A tiny server: one request a connection, of some kilobytes, and a few seconds to shake
-hands, to send it and to take the answer. Whoever is slower, or says what this does not understand, loses his
-connection; when there are too many connections the next is closed at once, and no more than a hundred begin in a
-second, because a handshake is work. Nothing here waits for anybody else, and what is read is worked out at most ten
-times a second.
+``passes.py`` says who asks. Where nobody has to say it, only known names in ``Host`` are answered (``hosts.py``), but
+for ``/healthz``, and what is told names no tenant, process, model or path.
+
+A tiny server: one request a connection, of some kilobytes, and a few seconds to shake hands, to send it and to take the
+answer. Whoever is slower, or says what this does not understand, loses his connection; when there are too many
+connections the next is closed at once, and no more than a hundred begin in a second, because a handshake is work.
+Nothing here waits for anybody else, and what is read is worked out at most ten times a second.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from kvtide import metrics
 from kvtide.errors import ConfigError
 from kvtide.node.erasing import erase
 from kvtide.node.host import Host
+from kvtide.node.hosts import Hosts
 from kvtide.node.passes import Caller, Passes
+from kvtide.node.protocol import UNKNOWN
 from kvtide.node.roles import Role
-from kvtide.node.statistics import Status
+from kvtide.node.statistics import Status, least
 
 __all__ = ["PAGES", "Http"]
 
@@ -51,7 +55,14 @@ _FRESH = 0.1
 """Seconds for which an answer is good."""
 
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found"}
-_REASONS |= {405: "Method Not Allowed", 409: "Conflict", 431: "Request Too Large", 500: "Internal Server Error"}
+_REASONS |= {
+    405: "Method Not Allowed",
+    409: "Conflict",
+    421: "Misdirected Request",
+    422: "Unprocessable Content",
+    431: "Request Too Large",
+    500: "Internal Server Error",
+}
 _REASONS |= {503: "Service Unavailable"}
 
 PAGES: dict[str, Role | None] = {
@@ -69,6 +80,7 @@ class _Asked(NamedTuple):
     path: str
     query: dict[str, list[str]]
     authorization: str
+    host: str
     by_page: bool
     """Whether a page in a browser asks: it shows the certificate of whoever looks at it."""
 
@@ -90,6 +102,7 @@ class Http:
         self._listening: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Task[None]] = set()
         self.address = ""
+        self._hosts = Hosts(passes.hosts)
 
     async def listen(self, address: str) -> None:
         """Begin to serve at ``address``: a host and a port."""
@@ -101,7 +114,9 @@ class Http:
                 raise OverflowError("a port is a number from 0 to 65535")
             kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
             found = await loop.getaddrinfo(host.strip("[]") or None, number, type=kind, flags=passive)
-            self._passes.guard(address, [str(where[0]) for *_, where in found])
+            addresses = [str(where[0]) for *_, where in found]
+            self._passes.guard(address, addresses)
+            self._hosts = Hosts([host, *addresses, *self._passes.hosts])
             listeners = [socket.create_server(where, family=family, backlog=_MOST) for family, *_, where in found]
         except (OSError, OverflowError, ValueError) as e:
             raise ConfigError(
@@ -169,7 +184,7 @@ class Http:
                 answer = await self._forget(asked, caller)
                 patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
             else:
-                answer = self._page(asked.path, told=caller is not None)
+                answer = self._page(asked.path, told=caller is not None and self._asked_by_name(asked))
         except _Refused as e:
             return _response(e.code, str(e))
         except asyncio.LimitOverrunError:
@@ -181,6 +196,10 @@ class Http:
             return _response(500, "see the log")
         return answer if asked.method != "HEAD" else answer[: answer.index(b"\r\n\r\n") + 4]
 
+    def _asked_by_name(self, asked: _Asked) -> bool:
+        """Whether no other site's page can be asking, in a browser that takes us for that site."""
+        return self._passes.needed or self._hosts.knows(asked.host)
+
     def _admitted(self, asked: _Asked, caller: Caller | None) -> Caller | None:
         """Whoever asks, if he may. Raises _Refused."""
         if asked.path not in PAGES:
@@ -189,6 +208,12 @@ class Http:
         if asked.method not in methods:
             raise _Refused(405, f"{asked.path} is asked for by {' or '.join(methods)}")
         needed = PAGES[asked.path]
+        if needed is not None and not self._asked_by_name(asked):
+            raise _Refused(
+                421,
+                f"the name {asked.host[:100]!r} is not known here, and nobody has to show who he is: ask for "
+                "localhost, or set node.hosts or node.tokens",
+            )
         if needed is not None and (caller is None or caller.role < needed):
             who, role = caller or ("a stranger", None)
             refusal = self._host.refusals.refuse(f"{who} over HTTP", role, asked.path[1:], needed)
@@ -202,6 +227,8 @@ class Http:
         made, answer = self._answers.get((path, told), (0.0, b""))
         if not answer or now - made > _FRESH:
             status = self._host.status(None)
+            if not self._passes.needed:
+                status = least(status)
             if path == "/metrics":
                 answer = _response(200, metrics.render(status.store, status.node), metrics.CONTENT_TYPE)
             elif path == "/status":
@@ -222,7 +249,7 @@ class Http:
         erase(self._host, tenant, f"{caller.name} over HTTP", lambda *how: ended.put_nowait(how))
         count, failure = await ended.get()
         if failure:
-            raise _Refused(409, failure)
+            raise _Refused(422 if count == UNKNOWN else 409, failure)
         return _response(200, json.dumps({"blocks": count}), "application/json")
 
 
@@ -234,14 +261,16 @@ def _parsed(request: bytes) -> _Asked:
     headers: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
-        if name.lower() == "authorization" and "authorization" in headers:
-            raise _Refused(400, "there are two headers Authorization")
+        if name.lower() in ("authorization", "host") and name.lower() in headers:
+            raise _Refused(400, f"there are two headers {name}")
         headers[name.lower()] = value.strip()
     try:
         target = urlsplit(words[1])
     except ValueError:
         raise _Refused(400, "this is no address") from None
-    return _Asked(words[0], target.path, parse_qs(target.query), headers.get("authorization", ""), "origin" in headers)
+    host = target.netloc or headers.get("host", "")
+    query = parse_qs(target.query)
+    return _Asked(words[0], target.path, query, headers.get("authorization", ""), host, "origin" in headers)
 
 
 def _health(status: Status, told: bool) -> bytes:

@@ -53,6 +53,8 @@ class Ledger:
         self._watched: dict[int, int] = {}
         """By process: its pidfd. One for all its clients, or many of them would take all descriptors."""
         self._dram: Dram | None = None
+        with contextlib.suppress(OSError):  # one that an earlier version wrote for all to read
+            path.chmod(0o600)
         try:
             entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
             self._entries = {c: e for c, e in entries.items() if e.memory and _started(e.pid) == e.started}
@@ -151,7 +153,10 @@ class Ledger:
     def _write(self) -> None:
         fresh = self._path.with_name(f"{self._path.name}-new")
         try:
-            fresh.write_bytes(msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory}))
+            # Whose processes these are is for nobody else; what a crash left there may have another mode.
+            fresh.unlink(missing_ok=True)
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as f:
+                f.write(msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory}))
             fresh.replace(self._path)
         except OSError as e:
             log.warning("cannot write %s (%s): should the node die, its successor may take too much memory", fresh, e)

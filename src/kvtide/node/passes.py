@@ -6,7 +6,8 @@
            x                x              -        mutual TLS: roles by the names in clients' certificates, node.names
            x                -              x        tokens over TLS
            -                -              x        tokens in the clear: behind something that speaks TLS for us
-           -                -              -        nobody is known, and everybody may read: on loopback alone
+           -                -              -        nobody is known, and everybody may read what names nobody: on
+                                                    loopback alone, by names that are known (hosts.py)
 
 A token is known by its hash, which is compared with all there are in the same time whatever is right about it. Files
 that have changed are read again for the next connection, so that certificates and tokens can be renewed while the node
@@ -65,14 +66,20 @@ class Passes:
         self.tls = _server(settings) if settings.certificate else None
 
     @property
-    def _needed(self) -> bool:
+    def needed(self) -> bool:
+        """Whether whoever asks must show who he is."""
         return bool(self._names or self._tokens)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names by which it may be asked for where nobody must show who he is, beside those that are always known."""
+        return self._settings.hosts.replace(",", " ").split()
 
     def guard(self, address: str, hosts: Iterable[str]) -> None:
         """Raises ConfigError if other hosts can reach one of ``hosts`` and nobody would ask who they are."""
         if all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
             return
-        if not self._needed:
+        if not self.needed:
             raise ConfigError(
                 f"node.http is {address!r}, which other hosts can reach, and nobody there is asked who he is: set "
                 "node.certificate, node.authority and node.names (mutual TLS), or node.tokens; or give 127.0.0.1"
@@ -84,7 +91,7 @@ class Passes:
 
     def of(self, authorization: str, certificate: Mapping[str, Any] | None) -> Caller | None:
         """Who asks, by his header and his certificate; None: nobody we know."""
-        if not self._needed:
+        if not self.needed:
             return Caller("anybody", Role.READ)
         if self._names:
             return max((self._names[n] for n in _named(certificate or {}) if n in self._names), key=_role, default=None)

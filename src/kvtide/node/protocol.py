@@ -31,6 +31,7 @@ __all__ = [
     "OPERATIONS",
     "PROTOCOL",
     "TOKENS_FROM_START",
+    "UNKNOWN",
     "Answer",
     "Cancel",
     "Close",
@@ -421,8 +422,13 @@ class Flush(_Message, tag="flush"):
     blocks: Annotated[list[tuple[int, int, int]], msgspec.Meta(max_length=GROUPS)] = []
 
 
+UNKNOWN = -1
+"""Instead of a number of blocks that were forgotten: there is no such tenant."""
+
+
 class Erase(_Message, tag="erase"):
-    """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``."""
+    """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``, whose count is
+    UNKNOWN, beside a failure, if there is no such tenant."""
 
     tenant: bytes
 

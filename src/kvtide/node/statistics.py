@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtide.block import Group
 from kvtide.store import Statistics
 
-__all__ = ["ClientStatistics", "ModelStatistics", "NodeStatistics", "Status"]
+__all__ = ["ClientStatistics", "ModelStatistics", "NodeStatistics", "Status", "least"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +64,14 @@ class Status:
 
     store: Statistics
     node: NodeStatistics
+
+
+def least(status: Status) -> Status:
+    """What somebody of whom nothing is known may be told: sums, and neither tenants, processes, models nor paths."""
+    clients = [
+        replace(c, pid=0, seconds=0.0, requests=0, failures=0, bytes_unsent=0, models=[]) for c in status.node.clients
+    ]
+    budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
+    return Status(
+        replace(status.store, tenants={}, budgets=budgets), replace(status.node, pid=0, path="", clients=clients)
+    )

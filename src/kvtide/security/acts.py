@@ -14,11 +14,12 @@ from kvtide.security.wrapping import Wrapper
 __all__ = ["destroy", "hold", "release", "rotate"]
 
 
-def destroy(file: KeyFile, tenant: bytes, clock: Clock | None = None) -> int:
+def destroy(file: KeyFile, tenant: bytes, clock: Clock | None = None, known: bool = True) -> int:
     """Destroy all keys of a tenant; answers how many. Raises HeldError under a legal hold.
 
     If it has none, one that never was is written down as destroyed: so every process that has blocks of the tenant in
-    memory hears of it.
+    memory hears of it. Unless the tenant is not ``known`` by blocks, and the file never had a key of it either: then
+    nothing is written.
     """
     now = (clock or SystemClock()).time()
     with file.change() as keys:
@@ -30,7 +31,7 @@ def destroy(file: KeyFile, tenant: bytes, clock: Clock | None = None) -> int:
         mine = [i for i, e in enumerate(keys.keys) if e.tenant == tenant.hex() and e.destroyed is None]
         for i in mine:
             keys.keys[i] = msgspec.structs.replace(keys.keys[i], wrapped="", destroyed=now)
-        if not mine:
+        if not mine and (known or keys.names(tenant)):
             keys.keys.append(Entry(secrets.token_hex(16), tenant.hex(), now, "", now))
     return len(mine)
 

@@ -69,6 +69,10 @@ class Keys(msgspec.Struct, forbid_unknown_fields=True):
         mine = [e for e in self.keys if e.tenant == tenant.hex() and e.destroyed is None]
         return mine[-1] if mine else None
 
+    def names(self, tenant: bytes) -> bool:
+        """Whether it has, or had, a key of this tenant."""
+        return any(e.tenant == tenant.hex() for e in self.keys)
+
     def held(self, tenant: bytes) -> Hold | None:
         return next((h for h in self.holds if h.tenant == tenant.hex()), None)
 

@@ -6,7 +6,7 @@ the key file is found out, whoever wraps.
 
 ``security.key_source`` names the wrapper::
 
-    file:/etc/kvtide/key            32 bytes, or 64 hexadecimal digits
+    file:/etc/kvtide/key            32 bytes, or 64 hexadecimal digits; for its owner and group alone
     env:KVTIDE_KEY                  64 hexadecimal digits
     vault:https://vault:8200/transit/kvtide    Vault's transit engine, mounted at "transit", with its key "kvtide"
 """
@@ -14,15 +14,19 @@ the key file is found out, whoever wraps.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import secrets
-import urllib.error
+import socket
+import ssl
+import stat
+import threading
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from kvtide.errors import ConfigError
@@ -30,7 +34,7 @@ from kvtide.errors import ConfigError
 __all__ = ["Away", "LocalWrapper", "Unavailable", "VaultWrapper", "Wrapper", "aead", "wrapper"]
 
 _PATIENCE = 2.0
-"""Seconds that a key service may take: a thread that moves blocks waits for it."""
+"""Seconds that a key service may take for a request in all: a thread that moves blocks waits for it."""
 _LARGEST = 1 << 16
 """Bytes of a key service's answer."""
 
@@ -85,28 +89,93 @@ class LocalWrapper:
         return self.wrap(self.unwrap(wrapped))
 
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Tokens and keys are for the key service alone, whatever proxies the environment names."""
+class _Exchange:
+    """One request to a key service, which has an answer by ``_PATIENCE`` seconds after it was made, or none.
+
+    It has a thread of its own, because the limits of sockets are for each step: to resolve a name has none, there may
+    be several addresses to connect to, and an answer of a thousand bytes may be a thousand steps. Neither a proxy that
+    the environment names nor a redirect is followed: tokens and keys are for the key service alone.
+    """
+
+    def __init__(self, base: urllib.parse.SplitResult) -> None:
+        self._base = base
+        self._ended: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
+        self._over = threading.Event()
+        self._line: socket.socket | None = None
+        """A second descriptor of the connection, to end it whatever the thread does with the first."""
+        self._lock = threading.Lock()
+        """Around the end of that: its number may be another file's at once."""
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """The status and at most ``_LARGEST`` + 1 bytes. Raises what went wrong; TimeoutError."""
+        threading.Thread(target=self._run, args=(path, body, headers), name="kvtide-key-service", daemon=True).start()
+        try:
+            found = self._ended.get(timeout=_PATIENCE)
+        except Empty:
+            raise TimeoutError(f"it took longer than {_PATIENCE:g} seconds") from None
+        finally:
+            self._over.set()
+            with self._lock, contextlib.suppress(OSError):
+                if self._line is not None:
+                    self._line.shutdown(socket.SHUT_RDWR)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _run(self, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        try:
+            self._ended.put(self._asked(path, body, headers))
+        except Exception as e:  # noqa: BLE001 - whoever waits is told
+            self._ended.put(e)
+
+    def _asked(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        host, tls = self._base.hostname or "", self._base.scheme == "https"
+        port = self._base.port or (443 if tls else 80)
+        with contextlib.ExitStack() as opened:
+            sock = opened.enter_context(socket.create_connection((host, port), timeout=_PATIENCE))
+            self._line = sock.dup()
+            opened.callback(self._let_go, self._line)
+            if tls:
+                sock = opened.enter_context(ssl.create_default_context().wrap_socket(sock, server_hostname=host))
+            if self._over.is_set():
+                raise TimeoutError
+            connection = HTTPConnection(host, port)
+            connection.sock = sock
+            connection.request("POST", path, body, dict(headers))
+            with connection.getresponse() as answer:
+                return answer.status, answer.read(_LARGEST + 1)
+
+    def _let_go(self, line: socket.socket) -> None:
+        with self._lock:
+            self._line = None
+            line.close()
 
 
 class VaultWrapper:
     """With a key of HashiCorp Vault's transit engine, which never leaves it.
 
     The token is that of ``VAULT_TOKEN``, or of the file that ``VAULT_TOKEN_FILE`` names, read at every call, because
-    agents renew it there. Certificates are checked against the system's, or those of ``SSL_CERT_FILE``.
+    agents renew it there. Certificates are checked against the system's, or those of ``SSL_CERT_FILE``. It is sent to
+    the address of ``security.key_source`` and nowhere else: a redirect is an answer that cannot be used.
     """
 
     def __init__(self, address: str, environment: Mapping[str, str] = os.environ) -> None:
         parts = urllib.parse.urlsplit(address)
         mount, _, name = parts.path.strip("/").rpartition("/")
         local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-        if not (parts.scheme == "https" or (parts.scheme == "http" and local)) or not parts.hostname or not mount:
+        try:
+            wrong = parts.port == 0
+        except ValueError:
+            wrong = True
+        if not (parts.scheme == "https" or (parts.scheme == "http" and local)):
+            wrong = True
+        if wrong or not parts.hostname or not mount:
             raise ConfigError(
                 f"security.key_source is 'vault:{address}'; it must be like vault:https://host:8200/transit/name "
                 "(http only to this host)"
             )
-        self._base = f"{parts.scheme}://{parts.netloc}/v1/{mount}"
-        self._name = name
+        self._base = parts
+        self._mount, self._name = mount, name
         self._environment = environment
 
     def wrap(self, secret: bytes) -> bytes:
@@ -123,18 +192,24 @@ class VaultWrapper:
         return self._ask("rewrap", "ciphertext", wrapped.decode("ascii", "replace"), "ciphertext").encode()
 
     def _ask(self, verb: str, field: str, value: str, wanted: str) -> str:
+        path = f"/v1/{self._mount}/{verb}/{urllib.parse.quote(self._name)}"
+        body = json.dumps({field: value}).encode()
         try:
-            request = urllib.request.Request(
-                f"{self._base}/{verb}/{urllib.parse.quote(self._name)}",
-                json.dumps({field: value}).encode(),
-                {"X-Vault-Token": self._token(), "Content-Type": "application/json"},
-            )
-            with _DIRECT.open(request, timeout=_PATIENCE) as answer:
-                found = json.loads(answer.read(_LARGEST))["data"][wanted]
-        except urllib.error.HTTPError as e:
-            e.close()
-            raise Unavailable(f"the key service refused to {verb}: {e.code}") from e
-        except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
+            headers = {"X-Vault-Token": self._token(), "Content-Type": "application/json"}
+            status, said = _Exchange(self._base).post(path, body, headers)
+            if 300 <= status < 400:
+                raise Away(
+                    f"the key service redirects ({status}), and the token is for {self._base.hostname} alone: name in "
+                    "security.key_source the address that answers itself"
+                )
+            if status != 200:
+                raise Unavailable(f"the key service refused to {verb}: {status}")
+            if len(said) > _LARGEST:
+                raise Away(f"the key service does not answer in good order: with more than {_LARGEST} bytes")
+            found = json.loads(said)["data"][wanted]
+        except TimeoutError as e:
+            raise Away(f"the key service does not answer within {_PATIENCE:g} seconds") from e
+        except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError) as e:
             raise Away("the key service does not answer") from e
         if not isinstance(found, str):
             raise Away("the key service does not answer")
@@ -153,7 +228,15 @@ def wrapper(source: str, environment: Mapping[str, str] = os.environ) -> Wrapper
         return VaultWrapper(rest, environment)
     if kind == "file":
         try:
-            data = Path(rest).expanduser().read_bytes()
+            with Path(rest).expanduser().open("rb") as f:  # a link is followed: so Kubernetes mounts secrets
+                mode = stat.S_IMODE(os.fstat(f.fileno()).st_mode)
+                if mode & (stat.S_IROTH | stat.S_IWOTH):
+                    raise ConfigError(
+                        f"security.key_source: everybody on this host may read or write {rest} (mode {mode:04o}), and "
+                        f"so whatever its key seals: chmod 600 {rest} (in Kubernetes: defaultMode 0440 of the secret's "
+                        "volume), and take a new key if others have used this host"
+                    )
+                data = f.read(_LARGEST)
         except OSError as e:
             raise ConfigError(f"security.key_source: cannot read {rest}: {e.strerror}") from e
     elif kind == "env":

@@ -12,8 +12,9 @@ import asyncio
 import hmac
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtide import Client, Store, metrics
+from kvtide.node.hosts import Hosts
+from kvtide.node.statistics import least
 from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
 from kvtide.serve.asks import Asker
 from kvtide.serve.generation import Answered, Ask, Engine
@@ -53,10 +56,13 @@ class Service:
         waiting: int = 16,
         limit: int | None = None,
         api_key: str | None = None,
+        hosts: Iterable[str] = (),
         body_seconds: float = 60,
     ) -> None:
         """``waiting`` requests may wait for their turn, an answer has ``limit`` tokens at most, and the body of a
-        request must come within ``body_seconds``."""
+        request must come within ``body_seconds``. Without an ``api_key`` it must be for a known name: this host's, or
+        one of ``hosts``; and metrics name nobody."""
+        self._keyed = bool(api_key)
         self._loaded = engine.loaded
         self._store = store
         self._asker = Asker(engine.loaded, limit)
@@ -72,7 +78,7 @@ class Service:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            middleware=[Middleware(_Key, key=api_key)] if api_key else [],
+            middleware=[Middleware(_Key, key=api_key) if api_key else Middleware(_Named, hosts=Hosts(hosts))],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse, Exception: _refuse},
         )
 
@@ -133,8 +139,10 @@ class Service:
             status = self._store.status()
             if not status.node.pid:
                 return ""
+            status = status if self._keyed else least(status)
             return metrics.render(status.store, status.node)
-        return metrics.render(self._store.statistics())
+        found = self._store.statistics()
+        return metrics.render(found if self._keyed else replace(found, tenants={}))
 
 
 async def _whole(http: Request, turn: Turn, answers: Answers) -> Response:
@@ -272,5 +280,23 @@ class _Key:
                     401, "this server wants its API key: Authorization: Bearer ...", None, "invalid_api_key"
                 )
                 await JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Named:
+    """Lets in who asks for a name of this host, where nobody needs a key. Anybody may ask for the health."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or not self._hosts.knows(given[0]):
+                text = f"the name {', '.join(given)[:100]!r} is not known here, and no API key is asked for: ask for "
+                text += "localhost, or start the server with --allow-host or --api-key"
+                await JSONResponse(ApiError(421, text, code="unknown_host").body, 421)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

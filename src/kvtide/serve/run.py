@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import uvicorn
 
@@ -53,11 +53,13 @@ def serve(
     waiting: int = 16,
     limit: int | None = None,
     api_key: str | None = None,
+    hosts: Iterable[str] = (),
     stop_seconds: int = 30,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve a model with a store at a socket, until SIGTERM or SIGINT. ``ready`` is called when clients may come.
 
+    Without an ``api_key`` they must ask for a name of this host, for the socket's address or one of ``hosts``.
     Then finish what runs, for ``stop_seconds`` at most, and take as long again to close the store: if that is not
     enough the process ends at once, whatever hangs.
     """
@@ -69,6 +71,7 @@ def serve(
         waiting=waiting,
         limit=limit,
         api_key=api_key,
+        hosts=[str(at.getsockname()[0]), *hosts],
         body_seconds=limits.body_seconds,
     )
     server = uvicorn.Server(configuration(service.app, limits, stop_seconds))
