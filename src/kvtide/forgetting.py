@@ -43,6 +43,8 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             # First: what came in behind the search for its blocks would stay.
             for part in store.parts:
                 refused.enter_context(part.pipeline.forgetting(tenant))
+            if store.ring is not None:
+                refused.enter_context(store.ring.forgetting(tenant))
             known = [set(part.pipeline.keys_of(tenant)) for part in store.parts]
             here = any(known)
             file = KeyFile(Path(settings.key_file).expanduser()) if settings.key_file else None
@@ -61,8 +63,10 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                     errors.append(e)  # the others forget it all the same
             if found and not mine and not here and file is not None:
                 destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
-        if errors:
-            raise errors[0]
+            if errors:
+                raise errors[0]
+            if store.ring is not None and file is not None:
+                store.ring.forgotten(tenant, file.read())
         if not found and not mine:
             raise UnknownTenantError(unknown(tenant))
         result = f"done: {found} blocks"

@@ -92,8 +92,40 @@ def test_revoked_keys_are_gone_at_once(tmp_path: Path) -> None:
     ring.revoke(ONE)
     with pytest.raises(Unavailable, match="destroyed"):
         ring.find(key.id)
+    with pytest.raises(Unavailable, match="destroyed"):
+        ring.of(ONE)
+    ring.forgotten(ONE, file_in(tmp_path).read())
     ring.tend()
     assert gone == []  # whoever revokes knows
+    assert ring.of(ONE).id != key.id
+
+
+@pytest.mark.parametrize("renewed", [False, True], ids=["nobody has a new key", "another process has made a new key"])
+@pytest.mark.parametrize("had", [False, True], ids=["blocks in memory alone", "sealed before"])
+def test_what_is_in_memory_is_not_sealed_after_its_key_was_destroyed(tmp_path: Path, renewed: bool, had: bool) -> None:
+    """Neither with the old key once its lease is over, nor with a new one: until those who have blocks were told."""
+    clock = FakeClock()
+    ring, dropped = ring_in(tmp_path, 60.0, clock), list[bytes]()
+    before = ring.of(ONE).id if had else b""
+    destroy(file_in(tmp_path), ONE, clock)
+    if renewed:
+        ring_in(tmp_path, 60.0, clock).of(ONE)
+    clock.advance(61)
+
+    def drop(tenant: bytes) -> None:
+        with pytest.raises(Unavailable, match="destroyed"):
+            ring.of(tenant)
+        dropped.append(tenant)
+
+    with pytest.raises(Unavailable, match="destroyed"):
+        ring.of(ONE)
+    ring.of(OTHER)  # nobody else waits
+    ring.on_gone(drop)
+    ring.tend()
+    assert dropped == [ONE]
+    assert ring.of(ONE).id != before
+    living = [e for e in file_in(tmp_path).read().keys if e.tenant == ONE.hex() and e.destroyed is None]
+    assert [e.id for e in living] == [ring.of(ONE).id.hex()]
 
 
 def test_a_key_service_that_goes_away_is_forgiven_within_the_lease_and_not_beyond(tmp_path: Path) -> None:

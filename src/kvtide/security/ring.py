@@ -7,7 +7,10 @@ Threads that read and write blocks only look a key up; they fetch one when they 
 confirms all of them at half their lease, and says which tenants' keys are gone: their blocks in memory must go too.
 
 A tenant gets its first key when its first block is sealed, and another if that was destroyed: what it stores after that
-is new. Ids are random. A key service that fails is not asked again at once: blocks must not queue up behind it.
+is new. What was stored before is still in the memory of processes that have not heard of it, and must not be sealed
+with the new key. So a ring seals nothing for a tenant from when the file says that a key of its was destroyed until
+this process has dropped the tenant's blocks. Ids are random. A key service that fails is not asked again at once:
+blocks must not queue up behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +86,15 @@ class Ring:
         self._missing: dict[bytes, tuple[str, float]] = {}
         """Why a key, by id or tenant, cannot be had, and until when it is not asked again."""
         self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
-        """Keys of which it is known to all here that they were destroyed."""
+        """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
         self._gone: list[Callable[[bytes], None]] = []
+        self._telling = threading.Lock()
+        """Held while those who have blocks are told that a key was destroyed."""
+        self._forgetting: Counter[bytes] = Counter()
+        """Tenants whose blocks are being removed by whoever destroys their keys, and how many do so."""
         self._stop = threading.Event()
+        self._soon = threading.Event()
+        """There is something to tend now."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -125,11 +135,14 @@ class Ring:
             return key
 
     def _latest(self, tenant: bytes) -> DataKey:
-        entry = self._file.read().of(tenant)
+        keys = self._file.read()
+        self._check_heard(keys, tenant)
+        entry = keys.of(tenant)
         if entry is None:
             made = DataKey(secrets.token_bytes(16), tenant, secrets.token_bytes(32))
             wrapped = self._wrapper.wrap(made.secret + tenant + made.id)
             with self._file.change() as keys:
+                self._check_heard(keys, tenant)
                 entry = keys.of(tenant)  # another process may have been quicker
                 if entry is None:
                     entry = Entry(made.id.hex(), tenant.hex(), self._clock.time(), wrapped.hex())
@@ -139,6 +152,12 @@ class Ring:
         key = self._unwrap(entry)
         self._current[tenant] = key.id
         return key
+
+    def _check_heard(self, keys: Keys, tenant: bytes) -> None:
+        """Raises Unavailable while blocks may be here that were stored before a key of this tenant was destroyed."""
+        if any(e.tenant == tenant.hex() and e.destroyed is not None and e.id not in self._destroyed for e in keys.keys):
+            self._soon.set()
+            raise Unavailable(DESTROYED)
 
     def _entry(self, number: bytes) -> Entry:
         return _entry(self._file.read(), number)
@@ -160,7 +179,11 @@ class Ring:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(self.lease / 4):
+        while not self._stop.is_set():
+            if self._soon.wait(self.lease / 4):
+                self._soon.clear()
+            if self._stop.is_set():
+                return
             try:
                 self.tend()
             except Exception:
@@ -180,17 +203,20 @@ class Ring:
         with self._lock:
             due = [key for key, until in self._keys.values() if until - now <= self.lease / 2]
         keys: Keys | None = None
-        with contextlib.suppress(KeyFileError):
-            keys = self._file.read()
-            destroyed = {e.id: e for e in keys.keys if e.destroyed is not None}
-            for number in set(destroyed) - self._destroyed:
-                here = self._keys.get(bytes.fromhex(number))
-                lost.append(here[0] if here else DataKey(b"", bytes.fromhex(destroyed[number].tenant), b""))
-            self._destroyed |= set(destroyed)
         # First those that are gone for good: to confirm the others may take long.
-        with self._lock:
-            self._drop(lost)
-        self._tell(lost)
+        with self._telling:
+            destroyed: list[Entry] = []
+            with contextlib.suppress(KeyFileError):
+                keys = self._file.read()
+                destroyed = [e for e in keys.keys if e.destroyed is not None and e.id not in self._destroyed]
+                destroyed = [e for e in destroyed if bytes.fromhex(e.tenant) not in self._forgetting]
+            for e in destroyed:
+                here = self._keys.get(bytes.fromhex(e.id))
+                lost.append(here[0] if here else DataKey(b"", bytes.fromhex(e.tenant), b""))
+            with self._lock:
+                self._drop(lost)
+            self._tell(lost)
+            self._heard(destroyed)  # not before the blocks have left
         destroyed_ids, lost, away = {key.id for key in lost}, [], None
         for key in due:
             if key.id in destroyed_ids:
@@ -216,15 +242,37 @@ class Ring:
             self._drop(lost)
         self._tell(lost)
 
+    @contextlib.contextmanager
+    def forgetting(self, tenant: bytes) -> Iterator[None]:
+        """While the caller destroys a tenant's keys and removes its blocks himself: nobody else here is told to.
+
+        He calls ``revoke`` when the keys are destroyed, and ``forgotten`` when the blocks are gone. If he does not get
+        so far, those who have blocks are told afterwards, as if another process had destroyed the keys.
+        """
+        with self._telling:
+            self._forgetting[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._telling:
+                self._forgetting[tenant] -= 1
+                self._forgetting += Counter()  # forgets those that are 0
+
     def revoke(self, tenant: bytes) -> None:
-        """Drop a tenant's keys now, because the caller has destroyed them; he sees to the blocks himself."""
+        """Drop a tenant's keys now. Until its blocks are ``forgotten`` nothing is sealed for it."""
         with self._lock:
-            lost = [key for key, _ in self._keys.values() if key.tenant == tenant]
             self._missing.clear()
-            with contextlib.suppress(KeyFileError):
-                mine = [e for e in self._file.read().keys if e.tenant == tenant.hex()]
-                self._destroyed |= {e.id for e in mine if e.destroyed is not None}
-            self._drop(lost)
+            self._drop([key for key, _ in self._keys.values() if key.tenant == tenant])
+
+    def forgotten(self, tenant: bytes, keys: Keys) -> None:
+        """No block is here that was stored before the keys of this tenant were destroyed of which ``keys`` says so."""
+        self._heard([e for e in keys.keys if e.tenant == tenant.hex() and e.destroyed is not None])
+
+    def _heard(self, destroyed: Iterable[Entry]) -> None:
+        with self._lock:
+            for e in destroyed:
+                self._destroyed.add(e.id)
+                self._missing.pop(bytes.fromhex(e.tenant), None)
 
     def _drop(self, lost: list[DataKey]) -> None:
         for key in lost:
@@ -239,6 +287,7 @@ class Ring:
 
     def close(self) -> None:
         self._stop.set()
+        self._soon.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._keys.clear()
