@@ -8,10 +8,11 @@ cd "$(dirname "$0")/.."
 
 main=${VENV:-.venv}
 
-# written PYTHON FILE: without what a build for one kind of processor adds to its version.
+# written PYTHON FILE: without what a build for one kind of processor adds to its version, and without Triton: which one
+# goes with it each build of torch says itself.
 written() {
-    "$1" -m pip list --format=freeze --exclude-editable --exclude kvtide --exclude pip --exclude setuptools |
-        sed 's/+.*//' >"$2"
+    "$1" -m pip list --format=freeze --exclude-editable --exclude kvtide --exclude pip --exclude setuptools \
+        --exclude triton | sed 's/+.*//' >"$2"
 }
 
 "$main/bin/pip" install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
