@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
+
 import numpy as np
 import pytest
 
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
-from kvtide.index.lease import Lease, Reservation
+from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.testing import blocks
 
 ROWS: Rows = np.array([3, 4])
@@ -30,7 +33,7 @@ def never(number: int) -> None:
 
 def test_a_lease_is_given_back_once() -> None:
     released: list[int] = []
-    with Lease(released.append, never, 7, ROWS) as lease:
+    with Lease(released.append, 7, ROWS) as lease:
         assert repr(lease) == "<Lease 2 blocks>"
         lease.release()
         assert released == [7]
@@ -41,7 +44,7 @@ def test_a_lease_is_given_back_once() -> None:
 
 def test_a_lease_on_nothing_tells_nobody() -> None:
     released: list[int] = []
-    with Lease(released.append, never, 0, ROWS[:0]):
+    with Lease(released.append, 0, ROWS[:0]):
         pass
     assert released == []
 
@@ -54,7 +57,7 @@ def test_a_release_that_is_interrupted_can_be_repeated() -> None:
         if len(released) == 1:
             raise KeyboardInterrupt
 
-    lease = Lease(release, never, 7, ROWS)
+    lease = Lease(release, 7, ROWS)
     with pytest.raises(KeyboardInterrupt):
         lease.release()
     lease.release()
@@ -62,18 +65,14 @@ def test_a_release_that_is_interrupted_can_be_repeated() -> None:
     assert released == [7, 7]
 
 
-def test_a_lease_that_is_forgotten_is_abandoned() -> None:
-    abandoned: list[int] = []
-    Lease(never, abandoned.append, 7, ROWS)
-    assert abandoned == [7]
-
-
-def test_a_reservation_that_is_forgotten_while_it_is_open_is_abandoned() -> None:
-    abandoned: list[int] = []
-    Reservation([], ROWS, [], [], [], lambda r, sealed: None, abandoned.append, 5)
-    assert abandoned == [5]
-    Reservation([], ROWS, [], [], [], lambda r, sealed: None, abandoned.append, 6).seal()
-    assert abandoned == [5]
+def test_a_right_that_is_forgotten_is_abandoned() -> None:
+    abandoned: deque[Watch] = deque()
+    lease, reservation = Lease(never, 7, ROWS), Reservation([], ROWS, [], [], [], lambda r, sealed: None, 5)
+    watches = [Watch.over(lease, 7, abandoned), Watch.over(reservation, 5, abandoned)]
+    assert not abandoned
+    del lease, reservation
+    assert [watch.number for watch in abandoned] == [7, 5]
+    assert list(abandoned) == watches
 
 
 def test_the_end_of_a_reservation_that_is_interrupted_can_be_repeated() -> None:
@@ -113,3 +112,20 @@ def test_a_reservation_that_is_left_is_aborted() -> None:
     with pytest.raises(ZeroDivisionError), reservation(ended):
         raise ZeroDivisionError
     assert ended == [False]
+
+
+def test_no_interrupt_hides_that_a_right_was_forgotten() -> None:
+    """What is called in Python may be interrupted before its first line. Here nothing is."""
+    abandoned: deque[Watch] = deque()
+    lease, reservation = Lease(never, 7, ROWS), Reservation([], ROWS, [], [], [], lambda r, sealed: None, 5)
+    watches = [Watch.over(lease, 7, abandoned), Watch.over(reservation, 5, abandoned)]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        del lease, reservation
+    finally:
+        sys.settrace(None)
+    assert list(abandoned) == watches

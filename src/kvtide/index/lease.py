@@ -6,6 +6,8 @@ must be undone is in one object, and ``with`` undoes it.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -19,26 +21,36 @@ from kvtide.errors import RightError
 from kvtide.index.index import Rows
 from kvtide.interrupts import to_the_end
 
-__all__ = ["Lease", "Reservation"]
+__all__ = ["Lease", "Reservation", "Watch"]
 
 _NONE: Rows = np.empty(0, np.int64)
 
 
-class Lease:
-    """The right to read blocks: while it lasts they are evicted from no tier. Release from any thread, once or more.
+class Watch(weakref.ref["Lease | Reservation"]):
+    """Is put into ``abandoned`` when a right is forgotten that was not given back, because the thread that was about to
+    get it was interrupted. Whoever next takes the index's lock ends what has that number.
 
-    A lease that is forgotten without a release, because the thread that was about to get it was interrupted, is told to
-    ``abandon``: whoever next takes the index's lock ends it.
+    A ``__del__`` of the right could be interrupted itself, before its first line, and nobody would know. The callback
+    of a weak reference that is not written in Python cannot. Keep the watch as long as the right has not ended.
     """
 
-    __slots__ = ("_abandon", "_number", "_release", "_rows")
+    number = 0
 
-    def __init__(
-        self, release: Callable[[int], None], abandon: Callable[[int], object], number: int, rows: Rows
-    ) -> None:
+    @classmethod
+    def over(cls, right: Lease | Reservation, number: int, abandoned: deque[Watch]) -> Watch:
+        watch = cls(right, abandoned.append)  # it is called with the watch itself
+        watch.number = number
+        return watch
+
+
+class Lease:
+    """The right to read blocks: while it lasts they are evicted from no tier. Release from any thread, once or more."""
+
+    __slots__ = ("__weakref__", "_number", "_release", "_rows")
+
+    def __init__(self, release: Callable[[int], None], number: int, rows: Rows) -> None:
         """``release`` ends the lease of that number, and may be called again; ``number`` 0: there is nothing to end."""
         self._release = release
-        self._abandon = abandon
         self._number = number
         self._rows = rows
 
@@ -56,10 +68,6 @@ class Lease:
             # Not before: a release that is interrupted can be repeated.
             self._number, self._rows = 0, _NONE
 
-    def __del__(self) -> None:
-        if getattr(self, "_number", 0):  # the constructor may have been interrupted
-            self._abandon(self._number)
-
     def __enter__(self) -> Self:
         return self
 
@@ -73,13 +81,10 @@ class Reservation:
     Until ``seal`` nobody can read the blocks; they are PENDING. Leaving the ``with`` block without sealing
     aborts. ``keys`` are those that were granted: blocks that are here already, for which there was no room, or that
     two others are writing are not among them. Of two writers of a block the first who seals wins.
-
-    One that is forgotten while it is open is told to ``abandon``, by its serial number, as a lease is.
     """
 
     __slots__ = (
         "__weakref__",
-        "_abandon",
         "_finish",
         "_views",
         "depths",
@@ -106,11 +111,9 @@ class Reservation:
         depths: Sequence[int],
         generations: Sequence[int],
         finish: Callable[[Reservation, bool], None],
-        abandon: Callable[[int], object] | None = None,
         serial: int = 0,
     ) -> None:
         """``finish`` may be called again if it was interrupted. ``serial`` is what its store knows it by."""
-        self._abandon = abandon
         self.serial = serial
         self.keys = keys
         self.rows = rows
@@ -186,10 +189,6 @@ class Reservation:
         """Call those who wait for the end, and each once more if it was interrupted."""
         for told in self.on_end:
             told(self)
-
-    def __del__(self) -> None:
-        if getattr(self, "_finish", None) is not None and self._abandon is not None:
-            self._abandon(self.serial)
 
     def __enter__(self) -> Self:
         return self

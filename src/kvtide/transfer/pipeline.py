@@ -37,7 +37,7 @@ from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.account import Account
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
-from kvtide.index.lease import Lease, Reservation
+from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics
@@ -166,7 +166,9 @@ class Pipeline:
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}
         """The rows that open reservations are to fill, by the reservation's serial number."""
-        self._abandoned: deque[int] = deque()
+        self._watches: dict[int, Watch] = {}
+        """Over these reservations."""
+        self._abandoned: deque[Watch] = deque()
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
         residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
         residents.repaired = self.call_ready = self._ascent.call_ready
@@ -291,10 +293,10 @@ class Pipeline:
         """End the rights that nobody can give back. Under the lock; ``call_ready`` outside of it."""
         try:
             while self._residents.abandoned:
-                self._residents.end_lease(self._residents.abandoned[0])
+                self._residents.end_lease(self._residents.abandoned[0].number)
                 self._residents.abandoned.popleft()
             while self._abandoned:
-                self._give_up(self._abandoned[0])
+                self._give_up(self._abandoned[0].number)
                 self._abandoned.popleft()
         except BaseException:
             self.repair()
@@ -314,6 +316,7 @@ class Pipeline:
                 self._open.pop(serial, None)  # its rows are nobody's to fill now
                 self.repair()
                 raise
+        self._watches.pop(serial, None)
 
     # -- in from callers ----------------------------------------------------------------------------------
 
@@ -321,13 +324,12 @@ class Pipeline:
         """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer."""
         granted = _Granted([], [], [], [], [])
         serial = next(self._serials)
-        reservation = Reservation(
-            granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, self._abandoned.append, serial
-        )
+        reservation = Reservation(granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, serial)
         try:
             with self._index.lock:
                 if self.abandoned:
                     self.reclaim()
+                self._watches[serial] = Watch.over(reservation, serial, self._abandoned)
                 self._open[serial] = granted.rows
             if self.ready:
                 self.call_ready()
@@ -465,6 +467,7 @@ class Pipeline:
             events.append(BlockStored("dram", index.keys(kept)))
         self._residents.unhold(rows)
         del self._open[serial]
+        self._watches.pop(serial, None)
         self._room.save_ahead(len(kept))
 
     def _settle(self, rows: Rows, good: Mask) -> list[int]:

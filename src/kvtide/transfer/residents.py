@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtide.block import Span
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, at
-from kvtide.index.lease import Lease
+from kvtide.index.lease import Lease, Watch
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.record import header_bytes
@@ -68,8 +68,10 @@ class Residents:
         self.tokens: dict[int, bytes] = {}
         """Token ids of rows, where a tier keeps them."""
         self._numbers = itertools.count(1)
-        self.abandoned: deque[int] = deque()
+        self.abandoned: deque[Watch] = deque()
         """Leases that nobody can release any more: whoever was to get them was interrupted."""
+        self._watches: dict[int, Watch] = {}
+        """Over leases in force, by number."""
         self.doomed: set[int] = set()
         self.forgotten: Counter[bytes] = Counter()
         """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
@@ -83,10 +85,11 @@ class Residents:
     def lease(self, rows: Rows) -> Lease:
         """Hold distinct rows until the lease is released. Under the index's lock."""
         if not len(rows):
-            return Lease(self._release, self.abandoned.append, 0, rows)
+            return Lease(self._release, 0, rows)
         # First the handle and then the hold, in one step: whoever is interrupted in between leaves nothing behind.
         number = next(self._numbers)
-        lease = Lease(self._release, self.abandoned.append, number, rows)
+        lease = Lease(self._release, number, rows)
+        self._watches[number] = Watch.over(lease, number, self.abandoned)
         self._index.lease(number, rows)
         return lease
 
@@ -105,14 +108,12 @@ class Residents:
     def end_lease(self, number: int) -> None:
         """End a lease, if it has not ended. Under the index's lock."""
         rows = self._index.leased(number)
-        if rows is None:
-            return
-        if not self.doomed:
+        if rows is not None:
+            last = self._last_holds(rows) if self.doomed else None
             self._index.end_lease(number, rows)
-            return
-        last = self._last_holds(rows)
-        self._index.end_lease(number, rows)
-        self._vacate_doomed(last)
+            if last is not None:
+                self._vacate_doomed(last)
+        self._watches.pop(number, None)  # at last: whoever was interrupted before may forget the lease
 
     def unhold(self, rows: Rows) -> None:
         """End a hold on distinct rows."""
