@@ -11,7 +11,7 @@ VLLM = .venv-vllm/stamp.json
 demo: $(READY)  ## store, restart, reload and verify a realistic session
 	$(BIN)/kvtide demo
 
-test: check $(VLLM)  ## everything that must hold, in under 25 minutes on 2 cores
+test: check $(VLLM)  ## everything that must hold
 	@bash tests/every-change.sh
 
 test-all: check $(VLLM)  ## the full matrix: long runs, and every Python version that is here

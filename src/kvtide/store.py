@@ -442,13 +442,13 @@ class Store(Home):
         end = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
             part._wait_for_credit(end)
-        found: Flushed | None = None
+        reports = []
         for part in self.parts:
             # Each in turn, whether or not the one before was in time.
             idle = [c.lane.wait_idle(_until(end)) for c in part.colds]
-            told = part.pipeline.report(timed_out=not all(idle))
-            found = told if found is None else found + told
-        assert found is not None
+            reports.append(part.pipeline.report(timed_out=not all(idle)))
+        first, *others = reports
+        found = sum(others, first)
         with self._lock:
             before, self._lost = self._lost, self.lost
             return found if self._lost == before else found + Flushed(0, {}, self._lost - before)

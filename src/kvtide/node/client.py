@@ -307,7 +307,7 @@ class Client(Home):
         except Lost:
             raise TierError(f"the node at {self.path} went away before it was asked to forget a tenant") from None
         promise.event.wait()
-        if promise.count == p.UNKNOWN and promise.failure:
+        if promise.count == p.NO_TENANT and promise.failure:
             raise UnknownTenantError(promise.failure)
         if promise.lost or promise.failure:
             raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvtide.errors import KvtideError, UnknownTenantError
 from kvtide.node.host import Host
-from kvtide.node.protocol import UNKNOWN
+from kvtide.node.protocol import NO_TENANT
 
 __all__ = ["erase"]
 
@@ -23,7 +23,7 @@ def erase(host: Host, tenant: bytes, who: str, done: Callable[[int, str], None])
         try:
             count = host.store.forget(tenant, who)
         except UnknownTenantError as e:
-            count, failure = UNKNOWN, str(e)
+            count, failure = NO_TENANT, str(e)
         except KvtideError as e:
             failure = str(e)
         except Exception as e:  # a fault of ours; whoever waits must be told all the same

@@ -33,7 +33,7 @@ from kvtide.node.erasing import erase
 from kvtide.node.host import Host
 from kvtide.node.hosts import Hosts
 from kvtide.node.passes import Caller, Passes
-from kvtide.node.protocol import UNKNOWN
+from kvtide.node.protocol import NO_TENANT
 from kvtide.node.roles import Role
 from kvtide.node.statistics import Status, least
 
@@ -249,7 +249,7 @@ class Http:
         erase(self._host, tenant, f"{caller.name} over HTTP", lambda *how: ended.put_nowait(how))
         count, failure = await ended.get()
         if failure:
-            raise _Refused(422 if count == UNKNOWN else 409, failure)
+            raise _Refused(422 if count == NO_TENANT else 409, failure)
         return _response(200, json.dumps({"blocks": count}), "application/json")
 
 

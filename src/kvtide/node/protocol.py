@@ -28,10 +28,10 @@ __all__ = [
     "LENGTH",
     "MINOR",
     "MINORS",
+    "NO_TENANT",
     "OPERATIONS",
     "PROTOCOL",
     "TOKENS_FROM_START",
-    "UNKNOWN",
     "Answer",
     "Cancel",
     "Close",
@@ -422,13 +422,13 @@ class Flush(_Message, tag="flush"):
     blocks: Annotated[list[tuple[int, int, int]], msgspec.Meta(max_length=GROUPS)] = []
 
 
-UNKNOWN = -1
+NO_TENANT = -1
 """Instead of a number of blocks that were forgotten: there is no such tenant."""
 
 
 class Erase(_Message, tag="erase"):
     """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``, whose count is
-    UNKNOWN, beside a failure, if there is no such tenant."""
+    NO_TENANT, beside a failure, if there is no such tenant."""
 
     tenant: bytes
 

@@ -256,7 +256,8 @@ class Ring:
         finally:
             with self._telling:
                 self._forgetting[tenant] -= 1
-                self._forgetting += Counter()  # forgets those that are 0
+                if not self._forgetting[tenant]:
+                    del self._forgetting[tenant]
 
     def revoke(self, tenant: bytes) -> None:
         """Drop a tenant's keys now. Until its blocks are ``forgotten`` nothing is sealed for it."""
