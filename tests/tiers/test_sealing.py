@@ -350,8 +350,11 @@ def test_a_destroyed_key_is_a_miss_when_its_lease_ends(tmp_path: Path) -> None:
     clock.advance(61)
     assert not any(caller.finds(keys(2), FOUR, places))
     assert reasons(caller) == {"its key was destroyed": 2}
-    again = caller.write(keys(2, start=5), FOUR)  # a new life, with a new key
-    assert all(caller.finds(keys(2, start=5), FOUR, again))
+    refused = caller.write(keys(2, start=5), FOUR)  # this process has not dropped the tenant's blocks yet
+    assert refused == [-1, -1]
+    ring.tend()
+    again = caller.write(keys(2, start=7), FOUR)  # what comes after that gets a new key
+    assert all(caller.finds(keys(2, start=7), FOUR, again))
     caller.close()
 
 
