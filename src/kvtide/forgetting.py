@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtide import arguments
 from kvtide.block import BlockKey
-from kvtide.errors import KvtideError, LayoutError, UnknownTenantError
+from kvtide.errors import KvtideError, LayoutError, TierError, UnknownTenantError
 from kvtide.index.index import SEALED
 from kvtide.index.slices import slices
 from kvtide.security.acts import destroy
@@ -24,7 +25,7 @@ from kvtide.tiers.record import belongs
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["forget", "unknown"]
+__all__ = ["forget", "keys_of", "unknown"]
 
 
 def forget(store: Store, tenant: bytes, who: str) -> int:
@@ -57,17 +58,19 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
             for part, before in zip(store.parts, known, strict=True):
                 try:
-                    keys = _keys_of(part, tenant, mine)
-                    found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
+                    keys = keys_of(part, tenant, mine)
+                    found += part.drop(keys, told=False) + len(before.difference(keys))  # the ring may have been faster
                 except KvtideError as e:
                     errors.append(e)  # the others forget it all the same
             if found and not mine and not here and file is not None:
                 destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
+            errors += _tell_others(store, tenant)
             if errors:
                 raise errors[0]
             if store.ring is not None and file is not None:
                 store.ring.forgotten(tenant, file.read())
-        if not found and not mine:
+        # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
+        if not found and not mine and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
         result = f"done: {found} blocks"
         return found
@@ -79,6 +82,26 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
             audit.record("forget", result, who, tenant=tenant.hex())
 
 
+def _tell_others(store: Store, tenant: bytes) -> list[KvtideError]:
+    """Let all who use the same storage forget a tenant; answers what went wrong."""
+    errors: list[KvtideError] = []
+    for cold, tier in store.shared_tiers:
+        ended: SimpleQueue[Sequence[bool]] = SimpleQueue()
+        tier.forget(tenant, ended.put)
+        try:
+            told = all(ended.get(timeout=cold.patience))
+        except Empty:
+            told = False
+        if not told:
+            errors.append(
+                TierError(
+                    f"others who use the storage of {cold.name} could not be told that {tenant.hex()} is forgotten, "
+                    "and may still have its blocks: see the statistics for the storage's error, then forget it again"
+                )
+            )
+    return errors
+
+
 def unknown(tenant: bytes) -> str:
     """What is said of a tenant of whom nothing is known."""
     return (
@@ -88,7 +111,7 @@ def unknown(tenant: bytes) -> str:
     )
 
 
-def _keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
+def keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
     """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
 
     In shared storage nobody can tell whose a blob is, without a key that is gone too.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +23,11 @@ from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
-from kvtide.forgetting import forget
+from kvtide.forgetting import forget, keys_of
 from kvtide.housekeeping import Housekeeper
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
+from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.orphans import Orphans
 from kvtide.index.slices import rest
@@ -48,6 +50,7 @@ from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
+from kvtide.tiers.drops import Listener, Told
 from kvtide.tiers.nvme import Nvme
 from kvtide.tiers.purse import Keeper, Purse
 from kvtide.tiers.scratch import Pool
@@ -65,6 +68,8 @@ __all__ = ["Statistics", "Store"]
 NVME = 1
 _SCRATCH, _PART = 64 << 20, 8
 """Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
+_PAPERS = 128
+"""So large a part of a storage's budget may be taken to tell others what was dropped."""
 
 
 class Store(Home):
@@ -102,6 +107,7 @@ class Store(Home):
         self.colds: list[Cold] = []
         """Tiers below DRAM."""
         self._keepers: dict[str, Keeper] = {}
+        self._listeners: list[Listener] = []
         self._reserved: dict[bytes, Store] = {}
         self._lost: Counter[Unwritten] = Counter()
         """As it was at the last flush."""
@@ -161,6 +167,11 @@ class Store(Home):
             for keeper in self._keepers.values():
                 undo.callback(keeper.close)
                 keeper.start()
+            for cold, tier in self.shared_tiers:
+                tier.drops.told = self._told(cold.name)
+            for listener in self._listeners:
+                undo.callback(listener.close, 0.0)
+                listener.start()
             self.pipeline.bring_down()
             undo.pop_all()
 
@@ -248,6 +259,9 @@ class Store(Home):
                 late=lambda keys: self.pipeline.late(name, keys),
                 clock=self.clock,
                 scratch=self._pool(),
+                papers=settings.budget // _PAPERS or sys.maxsize,
+                patience=2 * settings.lease,
+                before=len(self.index) > 0,
             )
             undo.callback(tier.close)
             admission = admit.make(
@@ -258,8 +272,54 @@ class Store(Home):
             quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
             patience = 2 * settings.timeout
             sync = tier.sync if isinstance(blobs, LastingBlobs) else None
+            self._listeners.append(Listener(tier.drops, settings.lease / 6))
             undo.pop_all()
-        return Cold(number, name, tier, lane, admission, None, quota=quota, shared=True, patience=patience, sync=sync)
+        return Cold(
+            number,
+            name,
+            tier,
+            lane,
+            admission,
+            None,
+            quota=quota,
+            shared=True,
+            patience=patience,
+            sync=sync,
+            withdraw=tier.withdraw,
+            heard=lambda: tier.drops.number,
+        )
+
+    @property
+    def shared_tiers(self) -> list[tuple[Cold, Shared]]:
+        """Tiers in storage that others use too."""
+        return [(cold, cold.tier) for cold in self.colds if isinstance(cold.tier, Shared)]
+
+    def _told(self, name: str) -> Told:
+        """What is done here when others have dropped blocks, or forgotten a tenant, in a tier's storage."""
+
+        def drop(part: Store, keys: Sequence[BlockKey]) -> None:
+            part.pipeline.drop(keys, lambda failed: None, shared=False)
+
+        def dropped(keys: Sequence[BlockKey]) -> None:
+            for part in self.parts:
+                drop(part, keys)
+
+        def forgotten(tenant: bytes) -> None:
+            for part in self.parts:
+                with part.pipeline.forgetting(tenant):
+                    drop(part, keys_of(part, tenant, ()))
+
+        def missed() -> None:
+            for part in self.parts:
+                for some in slices.slices(np.arange(part.index.size)):
+                    with part.index.lock:
+                        there = np.zeros(len(some), np.bool_)
+                        for state in part.index.state:
+                            there |= state[some] != ABSENT
+                        keys = part.index.keys(some[there])
+                    drop(part, keys)
+
+        return Told(dropped, forgotten, missed, lambda: self.pipeline.catch_up(name))
 
     def _purse(self, name: str, settings: Storage, blobs: Blobs) -> Purse:
         papers = Papers(blobs, settings.lease)
@@ -373,18 +433,19 @@ class Store(Home):
             )
         return expiring.found
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
-        """Remove blocks from every tier for good; see ``Session.drop``."""
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None, *, told: bool = True) -> int:
+        """Remove blocks from every tier for good; see ``Session.drop``. Others who use the storage are ``told``."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, ended.put)
+        found = self.pipeline.drop(keys, ended.put, told=told)
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
             raise TierError(
-                f"{failed} of {len(keys)} dropped blocks could not be erased from disk. They are not served, but may "
-                "be found again when the store is next opened: see the log for the disk's error, then drop them again"
+                f"{failed} of {len(keys)} dropped blocks could not be erased from disk or shared storage, or others "
+                "who use that could not be told. They are not served, but may be found again when the store is next "
+                "opened, or by others: see the log and the statistics for the error, then drop them again"
             )
         return found
 
@@ -524,6 +585,10 @@ class Store(Home):
         # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
         with stack:
             self._ended = True
+            for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
+                to_the_end(
+                    functools.partial(listener.close, cold.patience or 0.0)
+                )  # first: what was dropped is not written
             with self.index.lock:
                 self.pipeline.reclaim()
             self.pipeline.call_ready()

@@ -395,7 +395,7 @@ def test_a_folder_with_the_name_of_a_blob_costs_that_blob(tmp_path: Path) -> Non
     assert [place == NOWHERE for place in caller.write(names, WHO)] == [True] + [False] * 9
     assert sought(caller, names) == [False] + [True] * 9
     assert caller.drop(*[(key, NOWHERE) for key in names]) == [True] * 10
-    assert [p.name for p in root.rglob("*") if not p.is_dir()] == ["file"]
+    assert [p.name for p in root.rglob("*") if not p.is_dir() and not p.name.startswith("dropped.")] == ["file"]
     caller.close()
 
 
@@ -422,7 +422,8 @@ def test_a_folder_of_blobs_that_is_a_link_leads_nowhere(
     every = [Sealing().name(key) for key in names]
     assert blobs.find(every, 5.0) == there
     assert blobs.sync(every, 5.0) == there
-    assert {name for name, _, _ in blobs.list(5.0)} == {n for n, t in zip(every, there, strict=True) if t}
+    listed = {name for name, _, _ in blobs.list(5.0) if not name.startswith("dropped.")}
+    assert listed == {n for n, t in zip(every, there, strict=True) if t}
     assert list(blobs.list(5.0, folder.name)) == []
     assert blobs.tidy(1.0, 5.0, lambda: None) == (0, 0)
     assert caller.drop(*zip(names, places, strict=True)) == [True] * 10

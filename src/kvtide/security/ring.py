@@ -8,9 +8,9 @@ confirms all of them at half their lease, and says which tenants' keys are gone:
 
 A tenant gets its first key when its first block is sealed, and another if that was destroyed: what it stores after that
 is new. What was stored before is still in the memory of processes that have not heard of it, and must not be sealed
-with the new key. So a ring seals nothing for a tenant from when the file says that a key of its was destroyed until
-this process has dropped the tenant's blocks. Ids are random. A key service that fails is not asked again at once:
-blocks must not queue up behind it.
+with the new key, nor be written in the open where nothing is sealed. So a ring allows no writing for a tenant from when
+the file says that a key of its was destroyed until this process has dropped the tenant's blocks. Ids are random. A key
+service that fails is not asked again at once: blocks must not queue up behind it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Ring:
         """Why a key, by id or tenant, cannot be had, and until when it is not asked again."""
         self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
         """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
+        self._seen: tuple[tuple[int, int, int], Keys] = (0, 0, 0), Keys()
+        """What the file said, and which version of it."""
         self._gone: list[Callable[[bytes], None]] = []
         self._telling = threading.Lock()
         """Held while those who have blocks are told that a key was destroyed."""
@@ -158,6 +160,23 @@ class Ring:
         if any(e.tenant == tenant.hex() and e.destroyed is not None and e.id not in self._destroyed for e in keys.keys):
             self._soon.set()
             raise Unavailable(DESTROYED)
+
+    def check_heard(self, tenant: bytes) -> None:
+        """For those who write in the open. Raises Unavailable while blocks may be here that were stored before a key of
+        this tenant was destroyed. One look at the file's date, unless it has changed."""
+        try:
+            about = self._file.path.stat()
+            version = about.st_mtime_ns, about.st_size, about.st_ino
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise Unavailable("the key file cannot be read") from e
+        if version != self._seen[0]:
+            try:
+                self._seen = version, self._file.read()
+            except KeyFileError as e:
+                raise Unavailable("the key file cannot be read") from e
+        self._check_heard(self._seen[1], tenant)
 
     def _entry(self, number: bytes) -> Entry:
         return _entry(self._file.read(), number)

@@ -82,6 +82,8 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     expiry: float = float("inf")
     priority: int = 0
     tokens: bytes = b""
+    since: int = 0
+    """What was known to be dropped from storage that others use too, when the block was still here; see drops.py."""
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):

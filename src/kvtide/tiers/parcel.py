@@ -94,6 +94,7 @@ class Packed(NamedTuple):
             item.expiry,
             item.priority,
             item.tokens,
+            heard=item.since,
         ).pack_into(page)
         if self.seal is not None:
             self.seal.close_header(page)

@@ -30,7 +30,8 @@
        240     32  namespace
        272     16  tenant tag
        288     16  layout digest
-       304     16  zeros
+       304      8  in shared storage: the last page of the log of drops that its writer had heard (drops.py), else 0
+       312      8  zeros
        320   32*n  section table: offset in the record (u64), stored length (u32), raw length (u32),
                    XXH3-128 of the stored bytes, or the AEAD tag (16)
          .         fields: tag (u16; 0x8000 and above: a reader that does not know it must refuse), zeros (u16),
@@ -90,7 +91,7 @@ FAR = 1 << 62
 """A sequence number that no writer reaches by counting. See opening.py for what becomes of one that is found."""
 
 _CLEAR = struct.Struct("<8sHHI16s16s32s16s")
-_BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16s16s")
+_BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16sQ8x")
 BODY = _CLEAR.size
 TABLE = BODY + _BODY.size
 assert TABLE == 320
@@ -151,6 +152,7 @@ class Header:
     tokens: bytes = b""
     sealed: tuple[bytes, bytes] | None = None
     """With which data key and salt; None: it is in the open. Whoever seals it does so after ``pack_into``."""
+    heard: int = 0
 
     @property
     def pages(self) -> int:
@@ -191,7 +193,7 @@ class Header:
             self.namespace,
             self.tenant,
             self.layout,
-            _ZEROS,
+            self.heard,
         )
         out[:size] = (start + body + rest).ljust(size, b"\0")
         out[16:32] = xxh3_128_digest(out[:size])
@@ -293,7 +295,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
         namespace,
         tenant,
         layout,
-        _,
+        heard,
     ) = _BODY.unpack_from(whole, BODY)
     table = TABLE + count * SECTION.itemsize
     if not count or table + fields_size > size or sequence >= 2 * FAR:  # the last is no int64
@@ -316,6 +318,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
         priority,
         _tokens(memoryview(whole)[table : table + fields_size]),
         sealed,
+        heard,
     )
 
 

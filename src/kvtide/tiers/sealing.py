@@ -247,9 +247,12 @@ class Sealing:
 
     def new(self, tenant: bytes) -> Seal | None:
         """What seals a new record of a tenant's; None where records stay in the open. Raises Rejected."""
-        if self._ring is None or not self.seals:
+        if self._ring is None:
             return None
         try:
+            if not self.seals:  # what was stored before a key was destroyed must not be written in the open either
+                self._ring.check_heard(tenant)
+                return None
             return Seal(self._ring.of(tenant), secrets.token_bytes(32))
         except Unavailable as e:
             raise Rejected(str(e)) from e

@@ -9,6 +9,8 @@ it is a miss.
 What cannot be read is not the fault of a block: a network that fails leaves everything where it is. What can be read
 and is no record of that block is rubbish that would keep its name for ever; the tier removes it.
 
+What was dropped, or whose tenant was forgotten, is not served, whoever writes it again: see drops.py.
+
 Storage can hang, and nobody waits for it: see jobs.py. A read that hangs may still fill its span when storage wakes up,
 so the caller is told that it is late, and keeps that memory aside until the answer comes.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,15 +30,16 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey, Span
+from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.security.ring import UNKNOWN
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.calls import Calls
+from kvtide.tiers.drops import PAGE, DropLog
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
-from kvtide.tiers.record import NotForAsker, Rejected, header_bytes, parse, recognise
+from kvtide.tiers.record import Header, NotForAsker, Rejected, header_bytes, parse, recognise
 from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.steward import StewardStatistics
@@ -55,9 +59,12 @@ _CALL = 8 << 20
 _ABSENT = 2.0
 """Seconds for which it is remembered that a block is not there."""
 _REMEMBERED = 100_000
+_FEW = 32
+"""Blobs whose age is looked at in one call."""
 _GONE = "gone"
 _RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
-_RUBBISH |= {"expired", "not sealed", "forged header", "its key was destroyed"}
+_DROPPED = "dropped"
+_RUBBISH |= {"expired", "not sealed", "forged header", "its key was destroyed", _DROPPED}
 """What is wrong with a blob that can never be read under its name."""
 
 
@@ -137,8 +144,15 @@ class Shared:
         late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         clock: Clock | None = None,
         scratch: Pool | None = None,
+        papers: int = sys.maxsize,
+        patience: float = 30.0,
+        before: bool = False,
     ) -> None:
-        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
+        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in.
+
+        ``papers``: bytes that may be taken for telling others what was dropped. For ``patience`` and ``before`` see
+        ``DropLog``.
+        """
         self._blobs = blobs
         self._copied = bool(getattr(blobs, "copies", False))
         self._timeout = timeout
@@ -156,6 +170,7 @@ class Shared:
         """Found sealed with a key that nobody here knows: the next to write the block replaces that."""
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
+        self.drops = DropLog(blobs, timeout, sealing, self._delete_stale, papers, patience, before, self._clock)
         self._calls = Calls("kvtide-shared-start")
         self.call_soon = self._calls.put
         """Call something on a thread that no storage can hold up."""
@@ -202,6 +217,25 @@ class Shared:
 
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
+
+    def withdraw(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        """Drop blocks that are not here any more, and let all who use the storage do so."""
+        keys = [key for key, _ in items]
+        pages = [keys[i : i + PAGE] for i in range(0, len(keys), PAGE)]
+
+        def gone(results: list[tuple[bool, bool]]) -> None:
+            for page, (_, deleted) in zip(pages, results, strict=True):
+                if not deleted:
+                    self._undead.update(page)
+            self._leaving.difference_update(keys)
+            done([told and deleted for page, (told, deleted) in zip(pages, results, strict=True) for _ in page])
+
+        self._leaving.update(keys)
+        self._jobs.submit(Batch("drop", pages, self._withdraw, (False, False), gone), 1)
+
+    def forget(self, tenant: bytes, done: DropDone) -> None:
+        """Let all who use the storage forget a tenant of whom nothing is here, nor comes in until ``done``."""
+        self._jobs.submit(Batch("drop", [tenant], self._forget, False, done))
 
     def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """See ``tiers.base.Sync``. Only over storage that is a ``LastingBlobs``."""
@@ -305,6 +339,8 @@ class Shared:
         try:
             if got < 0 or item.place != place_of(name) or self._goes(item.key):
                 raise Rejected(_GONE)
+            if self.drops.least(item.key, item.identity.tenant):
+                self._check_age(self._header(name, start, got), item.key)
             room = _HEADERS + item.identity.geometry.footprint
             return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
         except Exception as e:  # noqa: BLE001 - see Tally
@@ -321,6 +357,8 @@ class Shared:
         kept: set[str] = set()
         ready: list[_Ready] = []
         try:
+            self.drops.fresh()
+            self._delete_stale([item.key for item in run if self.drops.least(item.key, item.identity.tenant)])
             names = [self._sealing.name(item.key) for item in run]
             there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
         except Exception as e:  # noqa: BLE001 - see Tally
@@ -331,6 +369,8 @@ class Shared:
                 if item.key in self._leaving or (item.key in self._undead and not self._delete([item.key])[0]):
                     raise Rejected("leaving")
                 self._undead.discard(item.key)
+                if item.since < self.drops.least(item.key, item.identity.tenant):
+                    raise Rejected(_DROPPED)
                 if item.key in self._keyless:
                     if not self._delete([item.key])[0]:
                         raise Rejected("leaving")
@@ -351,6 +391,7 @@ class Shared:
         kept.update(self._send(ready))
         for key in [item.key for item, name in zip(run, names, strict=True) if name in kept]:
             self._absent.pop(key, None)
+        self.drops.wrote(item.key for item, name in zip(run, names, strict=True) if name in kept)
         if self._credit is not None:
             self._credit.used(list(kept))
         return [place_of(name) if name in kept else NOWHERE for name in names]
@@ -377,6 +418,8 @@ class Shared:
             with self._writes:
                 if self._clock.monotonic() >= until:
                     raise Rejected("its credit ended before it was written")
+                if self.drops.late:  # this process was stopped, perhaps for long
+                    raise Rejected("it was not heard what others have dropped")
                 yield
 
         try:
@@ -396,6 +439,60 @@ class Shared:
             for one in batch:
                 if one.permit is not None:
                     self._credit.end(one.permit, failed=failed)
+
+    def _withdraw(self, run: Sequence[Sequence[BlockKey]], _: Packer) -> list[tuple[bool, bool]]:
+        """Of each page of blocks: whether the others were told, and whether the blobs were deleted."""
+        results = []
+        for keys in run:
+            told = self._tell(self.drops.announce, keys)
+            deleted = self._delete(keys)[0]
+            # There may have been no room for a page before.
+            results.append((told or (deleted and self._tell(self.drops.announce, keys)), deleted))
+        return results
+
+    def _forget(self, run: Sequence[bytes], _: Packer) -> list[bool]:
+        return [self._tell(self.drops.forget, tenant) for tenant in run]
+
+    def _tell(self, tell: Callable[[T], None], what: T) -> bool:
+        try:
+            tell(what)
+        except Exception as e:  # noqa: BLE001 - see Tally
+            self._failed("drop", e)
+            return False
+        return True
+
+    def _delete_stale(self, keys: Sequence[BlockKey]) -> None:
+        """Delete blobs of copies from before a drop. Raises OSError, Rejected."""
+        for i in range(0, len(keys), _FEW):
+            names = {self._sealing.name(key): key for key in keys[i : i + _FEW]}
+            pages = Scratch().get(len(names) * ALIGN)
+            starts = [pages[n * ALIGN : (n + 1) * ALIGN] for n in range(len(names))]
+            got = self._blobs.read([(name, [start]) for name, start in zip(names, starts, strict=True)], self._timeout)
+            stale = []
+            for (name, key), start, count in zip(names.items(), starts, got, strict=True):
+                try:
+                    if count >= 0:
+                        self._check_age(self._header(name, start, count), key)
+                except NotForAsker:
+                    continue
+                except Rejected as e:
+                    if str(e) in _RUBBISH:
+                        stale.append(name)
+            self._blobs.delete(stale, self._timeout)
+
+    def _header(self, name: str, start: Span, got: int) -> Header:
+        """The header of a blob that begins so. Raises Rejected, OSError."""
+        size = recognise(start[:got])
+        if size > len(start):
+            start = Scratch().get(min(size, _HEADERS))
+            got = self._blobs.read_part(name, start, 0, self._timeout)
+        self._sealing.check(start)
+        return parse(start[:got], self._sealing.open_header)
+
+    def _check_age(self, header: Header, key: BlockKey) -> None:
+        """Raises Rejected for a copy from before a drop."""
+        if header.heard < self.drops.least(key, header.tenant):
+            raise Rejected(_DROPPED)
 
     def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
         try:
@@ -417,6 +514,8 @@ class Shared:
         """By their headers: only they say whether a blob is that block, and how long it lives."""
         starts = _starts([who for _, who in run], packer)
         try:
+            if not self.drops.looked:
+                self.drops.hear()
             names = [self._sealing.name(key) for key, _ in run]
             got = self._blobs.read([(n, [s]) for n, s in zip(names, starts, strict=True)], self._timeout)
         except Exception as e:  # noqa: BLE001 - see Tally
@@ -430,14 +529,10 @@ class Shared:
         try:
             if got < 0 or self._goes(key):
                 raise Rejected(_GONE)
-            size = recognise(start[:got])
-            if size > len(start):
-                start = Scratch().get(min(size, _HEADERS))
-                got = self._blobs.read_part(name, start, 0, self._timeout)
-            self._sealing.check(start)
-            header = parse(start[:got], self._sealing.open_header)
+            header = self._header(name, start, got)
             if header.key != key:
                 raise Rejected("another block")
+            self._check_age(header, key)
             if (header.namespace, header.tenant) != (who.namespace, who.tenant):
                 raise NotForAsker("another model or tenant")
             if header.expiry <= self._clock.time():

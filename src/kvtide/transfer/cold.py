@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtide.block import BlockKey
 from kvtide.plan.admit import Admission
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor
 from kvtide.plan.quota import Quota
-from kvtide.tiers.base import Sync, Tier
+from kvtide.tiers.base import DropDone, Sync, Tier
 from kvtide.transfer.lane import Lane
 
 __all__ = ["Cold"]
@@ -35,3 +37,8 @@ class Cold:
     """Seconds that the end of the store waits for it; None: until it is done."""
     sync: Sync | None = None
     """Makes blocks durable; None for a tier that does not survive a restart or a power loss."""
+    withdraw: Callable[[Sequence[tuple[BlockKey, int]], DropDone], None] | None = None
+    """Drops blocks that somebody wants dropped, so that others who use the storage do not write them again; None where
+    there are no others, and ``tier.drop`` does it."""
+    heard: Callable[[], int] = lambda: 0
+    """What ``Write.since`` is for blocks that are submitted now."""

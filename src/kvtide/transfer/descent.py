@@ -99,6 +99,7 @@ class Descent:
                 rows = self._over_budget(cold, rows)
             rows, beyond = self._within(cold, cold.quota, rows, requested)
         charged = rows
+        since = cold.heard()
         items: list[Write] = []
         for row in rows.tolist():
             span = self._residents.span(row)
@@ -120,6 +121,7 @@ class Descent:
                 float(index.expiry[row]),
                 int(index.priority[row]),
                 self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
+                since,
             )
             items.append(write)
         rows, refused = rows[: len(items)], np.concatenate([rows[len(items) :], beyond])

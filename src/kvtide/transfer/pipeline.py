@@ -548,12 +548,15 @@ class Pipeline:
         self._feed.publish(events)
         return made
 
-    def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
+    def drop(
+        self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True, told: bool = True
+    ) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
-        ``done`` gets the number not erased. Goes in slices, and rests between them: hold no lock.
+        Others who use the storage are ``told`` to do so. ``done`` gets the number not erased. Goes in slices, and rests
+        between them: hold no lock.
         """
-        drop = Drop(self, keys, done, shared)
+        drop = Drop(self, keys, done, shared, told)
         while drop.step():
             rest()
         return drop.found
@@ -781,11 +784,20 @@ class Drop:
     """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
 
     def __init__(
-        self, pipeline: Pipeline, keys: Sequence[BlockKey], done: Callable[[int], None], shared: bool = True
+        self,
+        pipeline: Pipeline,
+        keys: Sequence[BlockKey],
+        done: Callable[[int], None],
+        shared: bool = True,
+        told: bool = True,
     ) -> None:
-        """``shared``: in storage that others use as well. ``done`` gets the number of blocks that were not erased."""
+        """``shared``: in storage that others use as well, and these are ``told``.
+
+        ``done`` gets the number of blocks that were not erased.
+        """
         self._pipeline = pipeline
         self._keys = keys
+        self._told = told
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
         self._tally = Tally(1 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
@@ -810,5 +822,6 @@ class Drop:
 
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
-            cold.tier.drop(items, self._tally.end)
+            drop = cold.withdraw if self._told and cold.withdraw is not None else cold.tier.drop
+            drop(items, self._tally.end)
         self._tally.end(())
