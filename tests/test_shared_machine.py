@@ -68,7 +68,15 @@ class TwoWriters(RuleBasedStateMachine):
     # -- what there is ------------------------------------------------------------------------------------
 
     def files(self) -> list[Path]:
-        return sorted(file for file in self.folder.rglob("*") if file.is_file())
+        """But for the log of drops."""
+        found = sorted(file for file in self.folder.rglob("*") if file.is_file())
+        return [file for file in found if not file.name.startswith("dropped.")]
+
+    def hear(self) -> None:
+        """Let both know what was dropped: until then what they store is taken for that, and removed."""
+        for store in self.stores:
+            for _, tier in store.shared_tiers:
+                tier.drops.hear()
 
     def names(self, path: Numbers) -> list[str]:
         """The names of a prompt's blocks in storage."""
@@ -128,9 +136,10 @@ class TwoWriters(RuleBasedStateMachine):
 
     @rule(who=writers, path=numbers)
     def drop(self, who: int, path: Numbers) -> None:
-        """What one drops is gone from storage, and from its own memory; the other may have it in memory still."""
+        """What one drops is gone from storage, and from the memory of both when the other has heard of it."""
         self.settle()
         self.sessions[who].drop(prompt(*path))
+        self.hear()
         self.asked.update(self.names(path))
         gone = set(self.names(path))
         assert not gone & {file.name for file in self.files()}
@@ -177,6 +186,7 @@ class TwoWriters(RuleBasedStateMachine):
         for session in self.sessions:
             self.check(session, path)
             session.drop(prompt(*path))
+        self.hear()
         self.asked.update(self.names(path))
         self.put(0, path)
         self.settle()

@@ -261,7 +261,6 @@ class Store(Home):
                 scratch=self._pool(),
                 papers=settings.budget // _PAPERS or sys.maxsize,
                 patience=2 * settings.lease,
-                before=len(self.index) > 0,
             )
             undo.callback(tier.close)
             admission = admit.make(

@@ -71,6 +71,8 @@ _REMEMBERED = 1 << 16
 """Blocks of pages that are remembered: as many as those pages can name, or others could fill our memory."""
 _LOOK = 60.0
 """Seconds after which all pages are listed."""
+_MOMENT = 1.0
+"""Seconds that a store waits at its opening to hear what was dropped."""
 _TOGETHER = 64
 """Pages that are read, or removed, at a time."""
 _TRIES = 16
@@ -116,7 +118,7 @@ class DropLog:
 
     ``stale`` is called with keys of which blobs may be there that are older than this log says: it deletes those.
     ``room``: bytes of pages that the storage is to hold at most. After ``patience`` seconds without hearing a writer
-    must hear first. ``before``: blocks are here that were stored by an earlier process, which has heard who knows what.
+    must hear first.
     """
 
     def __init__(
@@ -127,7 +129,6 @@ class DropLog:
         stale: Callable[[Sequence[BlockKey]], None] = _nothing,
         room: int = _KEPT_BYTES,
         patience: float = 30.0,
-        before: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._blobs = blobs
@@ -136,7 +137,6 @@ class DropLog:
         self._stale = stale
         self._room = max(_LONGEST, min(room, _KEPT_BYTES))
         self._patience = patience
-        self._before = before
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self.told = Told()
@@ -144,6 +144,8 @@ class DropLog:
         """Of the last page that was heard: the blocks of all pages up to it have left, but what came in since."""
         self.looked = False
         """Whether it has heard at all."""
+        self.refused = False
+        """Whether a block was not written that was submitted before a page was heard, and may be in memory still."""
         self._heard_at = 0.0
         self._listed_at = 0.0
         self._pages: dict[int, tuple[BlockKey, ...]] = {}
@@ -189,6 +191,9 @@ class DropLog:
             self._hear(look=look)
             if look:
                 self._trim()
+        if self.refused:
+            self.refused = False
+            self.told.heard()
 
     def announce(self, keys: Sequence[BlockKey]) -> None:
         """Write a page of blocks, at most ``PAGE``, that are not here any more. Talks to storage. Raises OSError,
@@ -362,11 +367,10 @@ class DropLog:
         if not numbers:
             return
         keys, tenants = self._read(numbers)
-        if self.looked or self._before:
-            if keys:
-                self.told.dropped(keys)
-            for tenant in tenants:
-                self.told.forgotten(tenant)
+        if keys:
+            self.told.dropped(keys)
+        for tenant in tenants:
+            self.told.forgotten(tenant)
         self.number = numbers[-1]
         if mine := list(recent) if tenants else [key for key in keys if key in recent]:
             self._stale(mine)
@@ -418,11 +422,14 @@ class Listener:
         self._drops = drops
         self._period = period
         self._over = threading.Event()
+        self._stepped = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="kvtide-drops", daemon=True)
 
     def start(self) -> None:
+        """Begin, and wait a moment until it has heard for the first time: what is stored before is dropped then."""
         self._thread.start()
+        self._stepped.wait(_MOMENT)
 
     def _run(self) -> None:
         while True:
@@ -438,6 +445,7 @@ class Listener:
                         e,
                     )
                 self._failed = True
+            self._stepped.set()
             if over:
                 return
             self._over.wait(self._period)

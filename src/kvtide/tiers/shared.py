@@ -146,12 +146,10 @@ class Shared:
         scratch: Pool | None = None,
         papers: int = sys.maxsize,
         patience: float = 30.0,
-        before: bool = False,
     ) -> None:
         """``scratch``: what bounds the memory that its threads compress, seal and open blocks in.
 
-        ``papers``: bytes that may be taken for telling others what was dropped. For ``patience`` and ``before`` see
-        ``DropLog``.
+        ``papers``: bytes that may be taken for telling others what was dropped. For ``patience`` see ``DropLog``.
         """
         self._blobs = blobs
         self._copied = bool(getattr(blobs, "copies", False))
@@ -170,7 +168,7 @@ class Shared:
         """Found sealed with a key that nobody here knows: the next to write the block replaces that."""
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
-        self.drops = DropLog(blobs, timeout, sealing, self._delete_stale, papers, patience, before, self._clock)
+        self.drops = DropLog(blobs, timeout, sealing, self._delete_stale, papers, patience, self._clock)
         self._calls = Calls("kvtide-shared-start")
         self.call_soon = self._calls.put
         """Call something on a thread that no storage can hold up."""
@@ -370,6 +368,7 @@ class Shared:
                     raise Rejected("leaving")
                 self._undead.discard(item.key)
                 if item.since < self.drops.least(item.key, item.identity.tenant):
+                    self.drops.refused = True
                     raise Rejected(_DROPPED)
                 if item.key in self._keyless:
                     if not self._delete([item.key])[0]:
