@@ -83,7 +83,7 @@ def test_credit_that_ended_before_the_write_began_is_not_used(tmp_path: Path) ->
     caller = Caller(Shared(Files(tmp_path), credit=Until(0.0)))
     assert caller.write(keys(2), shaped(4, 5000)) == [NOWHERE] * 2
     assert dict(caller.statistics().reasons) == {"its credit ended before it was written": 2}
-    assert not [file for file in tmp_path.rglob("*") if not p.name.startswith("dropped.") and file.is_file()]
+    assert not [file for file in tmp_path.rglob("*") if not file.name.startswith("dropped.") and file.is_file()]
     caller.close()
 
 

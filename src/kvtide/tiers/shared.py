@@ -418,6 +418,7 @@ class Shared:
                 if self._clock.monotonic() >= until:
                     raise Rejected("its credit ended before it was written")
                 if self.drops.late:  # this process was stopped, perhaps for long
+                    self.drops.refused = True
                     raise Rejected("it was not heard what others have dropped")
                 yield
 
