@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,24 @@ from kvtide.tiers.record import belongs
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["forget", "unknown"]
+__all__ = ["Forgotten", "forget", "unknown"]
 
 
-def forget(store: Store, tenant: bytes, who: str) -> int:
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was forgotten of a tenant."""
+
+    blocks: int
+    """Blocks that there were, in any tier."""
+    held: int = 0
+    """Slots in memory that somebody holds still. They are zeroed when he lets go."""
+
+    def __str__(self) -> str:
+        later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)
+        return f"{self.blocks} blocks{later}"
+
+
+def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
     """See ``Store.forget``."""
     arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
@@ -53,7 +68,7 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                 mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
             if store.ring is not None:
                 store.ring.revoke(tenant)
-            found, errors = 0, []
+            found, held, errors = 0, 0, []
             # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
             for part, before in zip(store.parts, known, strict=True):
                 try:
@@ -61,6 +76,7 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                     found += part.drop(keys) + len(before.difference(keys))  # the ring may have been faster
                 except KvtideError as e:
                     errors.append(e)  # the others forget it all the same
+                held += part.zero_traces(tenant)
             if found and not mine and not here and file is not None:
                 destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
             if errors:
@@ -69,8 +85,9 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                 store.ring.forgotten(tenant, file.read())
         if not found and not mine:
             raise UnknownTenantError(unknown(tenant))
-        result = f"done: {found} blocks"
-        return found
+        forgotten = Forgotten(found, held)
+        result = f"done: {forgotten}"
+        return forgotten
     except KvtideError as e:
         result = f"{type(e).__name__}: {e}"
         raise

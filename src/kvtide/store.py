@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
-from kvtide.forgetting import forget
+from kvtide.forgetting import Forgotten, forget
 from kvtide.housekeeping import Housekeeper
 from kvtide.index import slices
 from kvtide.index.account import Account
@@ -107,6 +108,8 @@ class Store(Home):
         """As it was at the last flush."""
         memory = config.dram
         self._scratch: list[Pool] = []
+        self._tracers: list[threading.Thread] = []
+        """Those that zero what is left of tenants whose keys are gone."""
         # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
@@ -396,8 +399,11 @@ class Store(Home):
 
     # -- for administrators -------------------------------------------------------------------------------
 
-    def forget(self, tenant: bytes, who: str = "") -> int:
+    def forget(self, tenant: bytes, who: str = "") -> Forgotten:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
+
+        In memory they are zeroed, and so is what evicted ones have left there. A block that somebody still holds, with
+        a match or for a transfer, is zeroed when he lets go; the answer counts those.
 
         Raises HeldError, and does nothing, under a legal hold; UnknownTenantError if there is neither a key nor a block
         of it; TierError if blocks could not all be erased, which are
@@ -410,6 +416,17 @@ class Store(Home):
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
         self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
+        # On a thread of its own: it takes as long as zeroing does, and other keys must be confirmed meanwhile.
+        tracer = threading.Thread(target=self.zero_traces, args=(tenant,), name="kvtide-traces", daemon=True)
+        self._tracers = [*(t for t in self._tracers if t.is_alive()), tracer]
+        tracer.start()
+
+    def zero_traces(self, tenant: bytes) -> int:
+        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
+        because somebody holds them."""
+        for pool in self._scratch:
+            pool.empty()
+        return self.pipeline.zero_traces(tenant)
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -509,6 +526,7 @@ class Store(Home):
         if not self._end_sessions():
             return
         stack = contextlib.ExitStack()
+        stack.callback(to_the_end, self._join_tracers)
         stack.callback(to_the_end, self.copier.close)
         stack.callback(to_the_end, self.dram.close)
         if self.ring is not None and not self._within:
@@ -532,6 +550,11 @@ class Store(Home):
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
             self.pipeline.note_expiries()
+
+    def _join_tracers(self) -> None:
+        for tracer in self._tracers:
+            if tracer.ident is not None:
+                tracer.join()
 
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -31,6 +31,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
 from kvtide.errors import KvtideError, LayoutError, RightError, TierError, UnknownTenantError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
+from kvtide.forgetting import Forgotten
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
@@ -293,7 +294,7 @@ class Client(Home):
             return Flushed(0, complete=False)
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
-    def forget(self, tenant: bytes) -> int:
+    def forget(self, tenant: bytes) -> Forgotten:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
 
         For administrators. Raises UnknownTenantError if it has neither a key nor a block of it, TierError if it could
@@ -311,7 +312,7 @@ class Client(Home):
             raise UnknownTenantError(promise.failure)
         if promise.lost or promise.failure:
             raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")
-        return promise.count
+        return Forgotten(promise.count, max(0, promise.report.held if promise.report is not None else 0))
 
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""

@@ -18,6 +18,7 @@ import msgspec
 
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.forgetting import Forgotten
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
@@ -586,7 +587,11 @@ class Guest:
 
     def _erase(self, o: p.Erase) -> int:
         number, c = self.tidings.promise(), self._connection
-        erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", lambda *how: self.tidings.keep(number, *how))
+
+        def ended(forgotten: Forgotten, failure: str) -> None:
+            self.tidings.end(p.Ended(number, forgotten.blocks, failure, forgotten.held))
+
+        erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", ended)
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:

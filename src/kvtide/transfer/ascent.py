@@ -344,7 +344,7 @@ class Ascent:
             for i, row in enumerate(numbers):
                 if good[i]:
                     continue
-                self._residents.leave(row)
+                self._residents.give_up(rows[i : i + 1])
                 index.tenant[row] = job.tenants[i]  # who asked in vain need not be whose it is
                 same = index.place[cold.number][row] == reads[i].place
                 if results is None or results[i] or not same or row in doomed:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ from kvtide.transfer.written import Unwritten
 __all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
 
 
+_TAILS = 8 << 20
+"""Bytes of slots whose ends are zeroed in one hold of the lock: an end is at most 1/32 of its slot."""
 _WINDOW = 1 << 12
 """Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
 _GRANTED = 1024
@@ -458,7 +461,7 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
-        self._residents.leave_many(rows[~good])
+        self._residents.give_up(rows[~good])
         self._ascent.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
@@ -601,6 +604,31 @@ class Pipeline:
             else:
                 return
 
+    def when_zeroed(self, call: Callable[[], None]) -> None:
+        """Call when the slots of what was dropped are zeroed, but for those that somebody holds."""
+        self._dram.when_zeroed(call)
+
+    def zero_traces(self, tenant: bytes) -> int:
+        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
+        because somebody holds them.
+
+        Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
+        """
+        with self._index.lock:
+            later = self._residents.zero_unfilled() + self._residents.held_of(tenant)
+        self._dram.zero_free(tenant)
+        for segment in self._dram.mixed:
+            slots = np.arange(segment.slots)
+            for some in np.array_split(slots, 1 + segment.nbytes // _TAILS):
+                with self._index.lock:
+                    self._residents.zero_tails(segment, some)
+                rest()
+            self._dram.zero_rest(segment)
+        zeroed = threading.Event()
+        self._dram.when_zeroed(zeroed.set)
+        zeroed.wait()
+        return later
+
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
         """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
         index, keys, start = self._index, list[BlockKey](), 0
@@ -632,6 +660,8 @@ class Pipeline:
         if not len(rows):
             return
         self.largest_slice = max(self.largest_slice, len(rows))
+        if reason == "dropped":
+            self._residents.zero_when_left(rows)
         if self._hidden:
             for row in rows.tolist():
                 if self._hidden.get(key := index.key(row)) == row:
@@ -787,7 +817,7 @@ class Drop:
         self._pipeline = pipeline
         self._keys = keys
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
-        self._tally = Tally(1 + len(self._colds), done)
+        self._tally = Tally(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
         self._at = 0
         self.found = 0
@@ -811,4 +841,5 @@ class Drop:
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
             cold.tier.drop(items, self._tally.end)
+        self._pipeline.when_zeroed(lambda: self._tally.end(()))
         self._tally.end(())
