@@ -166,6 +166,12 @@ class RemoteDesk:
                 self._line = line  # last: who finds it takes the number with it
             return line, self._number
 
+    def open(self) -> None:
+        """Open our session at the node now, and not when it is first used: a node tells events of open sessions'
+        blocks."""
+        with contextlib.suppress(Lost):
+            self._session()
+
     def invite(self, token: str, ranks: int) -> None:
         """Let workers join this session, at this node and its successors."""
         with self._lock:
