@@ -15,7 +15,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
 from kvtide.desk import Collected, Holding, Names, Persisting, persisted
-from kvtide.errors import AccessError, RightError, TierError
+from kvtide.errors import AccessError, KvtideError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
@@ -168,8 +168,8 @@ class RemoteDesk:
 
     def open(self) -> None:
         """Open our session at the node now, and not when it is first used: a node tells events of open sessions'
-        blocks."""
-        with contextlib.suppress(Lost):
+        blocks. Whatever is wrong with it is told at its first use."""
+        with contextlib.suppress(Lost, KvtideError):
             self._session()
 
     def invite(self, token: str, ranks: int) -> None:
