@@ -57,7 +57,7 @@ from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Expiring, Pipeline
+from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
 
@@ -360,11 +360,18 @@ class Store(Home):
         self._orphans.note(self.index.keys(rows))
         return self.pipeline.expire(rows)
 
-    def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
+    def expire(
+        self,
+        keys: Sequence[BlockKey],
+        heads: Sequence[BlockKey],
+        when: float,
+        timeout: float | None,
+        who: Asker = None,
+    ) -> int:
         """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
-        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put)
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put, who)
         while expiring.step():
             rest()
         if (failed := _wait_for(ended, self._patience(timeout))) is None:
@@ -376,12 +383,12 @@ class Store(Home):
             )
         return expiring.found
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None, who: Asker = None) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, ended.put)
+        found = self.pipeline.drop(keys, ended.put, who=who)
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:

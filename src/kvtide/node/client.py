@@ -233,7 +233,10 @@ class Client(Home):
     # -- for everybody ------------------------------------------------------------------------------------
 
     def _desk(self, model: Model, tenant: Tenant) -> Desk:
-        return RemoteDesk(self, model, tenant)
+        desk = RemoteDesk(self, model, tenant)
+        if self._feed.followed:
+            desk.open()
+        return desk
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
@@ -259,7 +262,8 @@ class Client(Home):
         return identify(path, weights_id, "")
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed at the node. The answer, called, ends that.
+        """Call ``follower`` for every block stored or removed at the node that this client has a session for: of that
+        model and tenant. An administrator is told of all. The answer, called, ends that.
 
         It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
         slow, or the node was away, it gets ``EventsLost``.
@@ -279,6 +283,10 @@ class Client(Home):
         """Let the node tell events if, and only if, somebody follows."""
         with self._following, contextlib.suppress(Lost):
             self.line.ask_one(p.Follow(self._feed.followed))
+        if self._feed.followed:
+            for session in list(self._sessions):
+                if isinstance(desk := session.desk, RemoteDesk):
+                    desk.open()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Wait until the node's tiers below DRAM have written what they were given, ``timeout`` seconds at most.

@@ -438,7 +438,7 @@ class Shared:
             header = parse(start[:got], self._sealing.open_header)
             if header.key != key:
                 raise Rejected("another block")
-            if (header.namespace, header.tenant) != (who.namespace, who.tenant):
+            if header.identity != who.fingerprint:
                 raise NotForAsker("another model or tenant")
             if header.expiry <= self._clock.time():
                 raise Rejected("expired")  # whoever finds it makes room for the next

@@ -37,7 +37,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DIGEST, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
@@ -56,7 +56,7 @@ from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 from kvtide.transfer.written import Unwritten
 
-__all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Asker", "Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
 
 
 _TAILS = 8 << 20
@@ -68,6 +68,10 @@ _GRANTED = 1024
 
 Erased = list[tuple[BlockKey, int]]
 """Blocks that a tier is to erase, and where it has them."""
+
+Asker = Mapping[bytes, int] | None
+"""Who asks for blocks by their keys: the fingerprints of his identities, by what ends the keys; None: the store itself,
+for which no block is another's."""
 
 _NONE: Rows = np.empty(0, np.int64)
 _REPAIRS = 100
@@ -176,7 +180,6 @@ class Pipeline:
         residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
         residents.repaired = self.call_ready = self._ascent.call_ready
         self.ready = self._ascent.ready
-        self.others = residents.others
         self.load_in_slices = self._ascent.load_in_slices
         self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
         self.persister.interrupted = self.repair
@@ -397,6 +400,11 @@ class Pipeline:
         if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
             granted.contended = True
             second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
+        if (others := index.others(found, pledge.identity.fingerprint)) is not None:
+            # To another, a block that is here must look like one that is not: he writes a copy that nobody finds.
+            named = (np.flatnonzero(others & ~new) + start).tolist()
+            second.update(i for i in named if pledge.keys[i] not in self._hidden)
+        if second:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._room.allow(pledge.identity, len(wanted), events)
@@ -417,6 +425,7 @@ class Pipeline:
         if rows:
             granted.rows += rows
             self._dram.own(rows_of(places), rows_of(rows))
+            index.identity[rows] = pledge.identity.fingerprint
             self._residents.enter(rows_of(rows), places, pledge.identity)
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
@@ -467,7 +476,7 @@ class Pipeline:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
         self.counts["blocks stored"] += len(kept)
         if self._feed.followed and len(kept):
-            events.append(BlockStored("dram", index.keys(kept)))
+            events.append(BlockStored("dram", index.keys(kept), index.identities(kept)))
         self._residents.unhold(rows)
         del self._open[serial]
         self._watches.pop(serial, None)
@@ -551,24 +560,28 @@ class Pipeline:
         self._feed.publish(events)
         return made
 
-    def drop(self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True) -> int:
+    def drop(
+        self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True, who: Asker = None
+    ) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
         ``done`` gets the number not erased. Goes in slices, and rests between them: hold no lock.
         """
-        drop = Drop(self, keys, done, shared)
+        drop = Drop(self, keys, done, shared, who)
         while drop.step():
             rest()
         return drop.found
 
-    def drop_some(self, keys: Sequence[BlockKey], colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]) -> int:
+    def drop_some(
+        self, keys: Sequence[BlockKey], who: Asker, colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]
+    ) -> int:
         """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
         ``erase``, before anything is taken: who is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
         try:
             with index.lock:
-                rows = index.rows(keys)
+                keys, rows = self._own(keys, who)
                 found = np.unique(rows[rows > 0])
                 try:
                     for cold, items in zip(colds, erase, strict=True):
@@ -586,6 +599,17 @@ class Pipeline:
                 self.call_ready()
         self._feed.publish(events)
         return len(found)
+
+    def _own(self, keys: Sequence[BlockKey], who: Asker) -> tuple[Sequence[BlockKey], Rows]:
+        """Those keys that are not of others' blocks, and their rows. Under the lock."""
+        index = self._index
+        rows = index.rows(keys)
+        if who is None:
+            return keys, rows
+        others = index.others(rows, np.fromiter((who[key[DIGEST:]] for key in keys), np.int64, len(keys)))
+        if others is None:
+            return keys, rows
+        return [key for key, other in zip(keys, others.tolist(), strict=True) if not other], rows[~others]
 
     def _with_hidden(self, keys: Sequence[BlockKey], rows: Rows) -> Rows:
         """These rows, and those that second writers of the same keys have. Under the lock."""
@@ -683,7 +707,7 @@ class Pipeline:
 
     def _tell(self, tier: str, rows: Rows, reason: str, events: list[Event]) -> None:
         if self._feed.followed:
-            events.append(BlockRemoved(tier, self._index.keys(rows), reason))
+            events.append(BlockRemoved(tier, self._index.keys(rows), reason, self._index.identities(rows)))
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
@@ -715,7 +739,7 @@ class Pipeline:
                     self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
 
     def expire_some(
-        self, keys: Sequence[BlockKey], when: float, now: float, shorten: bool
+        self, keys: Sequence[BlockKey], who: Asker, when: float, now: float, shorten: bool
     ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
         """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
 
@@ -723,7 +747,7 @@ class Pipeline:
         """
         index = self._index
         with index.lock:
-            rows = index.rows(keys)
+            keys, rows = self._own(keys, who)
             found = np.unique(rows[(rows > 0) & (index.expiry[rows] > now)])
             self.extend(found, when)
             if not shorten:
@@ -762,6 +786,7 @@ class Pipeline:
                     index.expiry[rows],
                     index.priority[rows],
                     np.zeros(len(rows), np.int64),
+                    index.identity[rows],
                 )
             cold.tier.note(held)
         self._longer.clear()
@@ -778,6 +803,7 @@ class Expiring:
         when: float,
         now: float,
         done: Callable[[int], None],
+        who: Asker = None,
     ) -> None:
         """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
         self._pipeline = pipeline
@@ -785,6 +811,7 @@ class Expiring:
         self._heads = len(heads)
         self._when = when
         self._now = now
+        self._who = who
         self._tally = Tally(1, done)
         self._at = 0
         self.found = 0
@@ -794,7 +821,9 @@ class Expiring:
         """Change the next slice; answers whether there is another."""
         shorten = self._at >= self._heads
         stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
-        found, renew = self._pipeline.expire_some(self._keys[self._at : stop], self._when, self._now, shorten)
+        found, renew = self._pipeline.expire_some(
+            self._keys[self._at : stop], self._who, self._when, self._now, shorten
+        )
         self._at = stop
         self.found += found if shorten else 0
         for cold, items in renew:
@@ -811,11 +840,17 @@ class Drop:
     """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
 
     def __init__(
-        self, pipeline: Pipeline, keys: Sequence[BlockKey], done: Callable[[int], None], shared: bool = True
+        self,
+        pipeline: Pipeline,
+        keys: Sequence[BlockKey],
+        done: Callable[[int], None],
+        shared: bool = True,
+        who: Asker = None,
     ) -> None:
         """``shared``: in storage that others use as well. ``done`` gets the number of blocks that were not erased."""
         self._pipeline = pipeline
         self._keys = keys
+        self._who = who
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
         self._tally = Tally(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
@@ -829,7 +864,7 @@ class Drop:
         self._at += len(keys)
         if keys:
             try:
-                self.found += self._pipeline.drop_some(keys, self._colds, self._tally, self._erase)
+                self.found += self._pipeline.drop_some(keys, self._who, self._colds, self._tally, self._erase)
             except BaseException:
                 self._erase_all()
                 raise

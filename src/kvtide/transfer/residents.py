@@ -326,15 +326,15 @@ class Residents:
         rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
         return rows[~self.are_doomed(rows)]
 
-    def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
-        """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
+    def coming_to_others(self, rows: Rows, identity: Identity) -> Mask | None:
+        """Which rows are on their way to DRAM for another identity; None: none, as usual.
 
-        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        Whose they are is not known before they are read (``Index.others`` knows the rest).
         """
         other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
         if b"\1" not in other.tobytes():
             return None
-        other &= self._index.state[DRAM][rows] == state  # else it says nothing: nobody clears it
+        other &= self._index.state[DRAM][rows] == PENDING  # else it says nothing: nobody clears it
         return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:

@@ -174,7 +174,8 @@ class Room:
 
     def _evict(self, rows: list[int], events: list[Event]) -> None:
         if rows and self._feed.followed:
-            events.append(BlockRemoved("dram", self._index.keys(rows_of(rows)), "evicted"))
+            gone = rows_of(rows)
+            events.append(BlockRemoved("dram", self._index.keys(gone), "evicted", self._index.identities(gone)))
         if self._residents.unwritten:
             self._descent.count_lost(rows)
         if len(rows) > _FEW:
