@@ -215,7 +215,7 @@ def test_a_forget_goes_in_slices_and_lets_nothing_of_its_tenant_in(store: Store)
 
         stop = store.follow(meanwhile)
         lock = watch(store)
-        assert store.forget(ANN.tag) == 1200
+        assert store.forget(ANN.tag).blocks == 1200
         stop()
         assert len(tried) >= 1200 // slices.SLICE
         assert not any(tried)
@@ -230,7 +230,7 @@ def test_a_reservation_that_is_open_while_its_tenant_is_forgotten_brings_nothing
     with store.session(MODEL, ANN) as ann:
         put(ann, 1)
         part = ann.reserve(prompt(1, 2, 3))
-        assert store.forget(ANN.tag) == 3
+        assert store.forget(ANN.tag).blocks == 3
         part.seal()
         assert not any(ann.find(prompt(1, 2, 3)))
         store.flush(60)
@@ -249,7 +249,7 @@ def test_two_forget_at_once_and_a_close_waits_for_them(opened: Callable[[], Stor
     def forget() -> None:
         inside.wait()
         try:
-            counts.append(store.forget(ANN.tag))
+            counts.append(store.forget(ANN.tag).blocks)
         except (ClosedError, UnknownTenantError):  # the other one was quicker
             counts.append(0)
         except BaseException as e:  # noqa: BLE001 - told to the test

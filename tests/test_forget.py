@@ -86,7 +86,7 @@ def test_a_tenant_is_forgotten_and_nobody_else(tmp_path: Path, encrypt: bool, ag
     if again:
         home.close()
         home = kvtide.open(**what)
-    assert home.forget(OTHER.tag) == 6
+    assert home.forget(OTHER.tag).blocks == 6
     assert (blocks(home, OTHER), blocks(home, DEFAULT_TENANT)) == (0, 6)
     home.close()
     assert traces(tmp_path, OTHER) == 0
@@ -133,7 +133,7 @@ def test_a_node_forgets_for_its_own_user(tmp_path: Path) -> None:
     with Served(tmp_path / "node.sock", **settings(tmp_path)) as client:
         store(client, OTHER)
         store(client, DEFAULT_TENANT)
-        assert client.forget(OTHER.tag) == 6
+        assert client.forget(OTHER.tag).blocks == 6
         assert (blocks(client, OTHER), blocks(client, DEFAULT_TENANT)) == (0, 6)
         hold(KeyFile(tmp_path / "keys.json"), DEFAULT_TENANT.tag, "case 17")
         with pytest.raises(TierError, match="case 17"):
@@ -266,7 +266,7 @@ def test_shared_storage_is_forgotten_by_its_keys(tmp_path: Path) -> None:
     with kvtide.open(None, **how) as one:
         for tenant in (DEFAULT_TENANT, OTHER):
             store(one, tenant)
-        assert one.forget(OTHER.tag) == 6
+        assert one.forget(OTHER.tag).blocks == 6
         assert (blocks(one, OTHER), blocks(one, DEFAULT_TENANT)) == (0, 6)
     elsewhere = how | {"nvme": {"path": ""}}
     with kvtide.open(None, **elsewhere) as two:

@@ -42,6 +42,12 @@ def stranger(store: Store, asker: str = "both") -> LocalDesk:
     return LocalDesk(store, LAYOUT, namespace, tenant)
 
 
+def unknown(store: Store) -> None:
+    """Nobody knows whose the blocks are, as after an opening with a journal of an older version."""
+    with store.index.lock:
+        store.index.identity[:] = 0
+
+
 def blocks_got(desk: LocalDesk, owner: Session, *path: int) -> int:
     """Match and load by the owner's names: how many blocks a stranger gets."""
     holding = desk.match(owner.chain(prompt(*path)), 0, None)
@@ -89,6 +95,7 @@ def test_a_record_on_disk_stays_for_its_owner(tmp_path: Path, asker: str, how: s
     with open_store(tmp_path / "kv", **options) as store, store.session(MODEL) as owner:
         keep(owner, 1, 2, 3)
         push_out(store, 1, 2, 3)
+        unknown(store)
         before = store.statistics()
         with watched(store) as events:
             for _ in range(5):
@@ -121,6 +128,7 @@ def test_what_comes_to_memory_after_a_match_is_not_shown_either(tmp_path: Path) 
     with open_store(tmp_path / "kv") as store, store.session(MODEL) as owner:
         keep(owner, 1)
         push_out(store, 1)
+        unknown(store)
         desk = stranger(store)
         holding = desk.match(owner.chain(prompt(1)), 0, None)
         assert holding.plan.blocks == 1, "whose a record on disk is shows when it is read"
@@ -136,6 +144,7 @@ def test_the_owner_does_not_join_a_strangers_read() -> None:
     """The stranger's read is under way when the owner asks: he gets his blocks, though that read was for another."""
     with world() as w:
         w.chill(1, 2)
+        unknown(w.store)
         desk = stranger(w.store)
         holding = desk.match(w.session.chain(prompt(1, 2)), 0, None)
         theirs = desk.load(holding, None)

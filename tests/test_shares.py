@@ -154,7 +154,7 @@ def test_forgetting_a_tenant_empties_its_share_and_what_it_had_before(tmp_path: 
     with kvtide.open(None, **layout(tmp_path)) as store, store.session(MODEL, QUIET) as session:
         put(session, prompt(3, 4, 5))
         assert store.flush(60)
-        assert store.forget(QUIET.tag) == 5
+        assert store.forget(QUIET.tag).blocks == 5
         assert length(session, prompt(3, 4, 5)) == 0
     assert not any(b"KVTIDE\r\n" in file.read_bytes() for file in (tmp_path / "kv").rglob("*.segment"))
 

@@ -43,7 +43,7 @@ from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
 from kvtide.index import slices
-from kvtide.index.index import DRAM, SEALED, Rows
+from kvtide.index.index import ABSENT, DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.match import Load, Loaded, Match, Stored
 from kvtide.store import NVME, Store
@@ -588,6 +588,11 @@ class Machine(RuleBasedStateMachine):
         (model, owner), chain = USERS[user], self.chain(user, path)
         namespace = model.namespace(owner) if tenant else b"another model of thirty-two bytes"[:32]
         desk = LocalDesk(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
+        index = self.store.index
+        with index.lock:
+            rows = index.rows(self.keys(user, path))
+            if not tenant:  # as after an opening with an older journal: then the records' headers say whose they are
+                index.identity[rows[index.state[DRAM][rows] == ABSENT]] = 0
         holding = desk.match(chain, 0, None)
         before = self.store.pipeline.counts["blocks unreadable in nvme"]
         desk.load(holding, None).wait(30)

@@ -14,6 +14,7 @@
 
 from kvtide.block import Group, Kind, Layout
 from kvtide.events import BlockRemoved, BlockStored, EventsLost
+from kvtide.forgetting import Forgotten
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Persist, Stored
@@ -32,6 +33,7 @@ __all__ = [
     "EventsLost",
     "Extra",
     "Flushed",
+    "Forgotten",
     "Group",
     "Kind",
     "Layout",

@@ -25,6 +25,7 @@ def adopt(tier: Nvme, number: int, index: Index, uses: Uses) -> None:
         index.place[number][rows] = held.places
         index.expire_at(rows, held.expiries)
         index.priority[rows] = held.priorities
+        index.identity[rows] = held.identities
         first = int(rows[0]) if len(rows) else 0
         uses.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
         tier.own(held.places, rows)

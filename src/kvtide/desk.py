@@ -214,6 +214,8 @@ class LocalDesk:
             )
             for g in layout.groups
         }
+        self.asker = {who.group: who.fingerprint for who in self._identities.values()}
+        """By what ends the keys of each group: the fingerprint of its blocks."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """What ends the keys of each group: the group's number."""
         self._budget = store.room_of(tenant)
@@ -249,17 +251,13 @@ class LocalDesk:
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
         resident = self._recent.find(names.joined, now)
-        others: dict[str, Mask] = {}
         if resident is None:
-            rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
-            others = self._others(rows)
-            resident = None if self._checked or others else self._recent.note(names.joined, rows, now)
+            rows = self._all_rows(names)
+            resident = None if self._checked else self._recent.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
             return self._all_here(names, resident, have, speed, now)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
-        for name, other in others.items():
-            whole[name] &= ~other
         if have:
             for mask in whole.values():
                 mask[:have] = True
@@ -282,10 +280,10 @@ class LocalDesk:
         self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(self, plan, have, part, lease, ready, pending)
 
-    def _others(self, rows: dict[str, Rows]) -> dict[str, Mask]:
-        """By group, where there are any: which rows are in DRAM with blocks of another model or tenant."""
-        found = {name: self._pipeline.others(r, self._identities[name]) for name, r in rows.items()}
-        return {name: mask for name, mask in found.items() if mask is not None}
+    def _all_rows(self, names: Names) -> dict[str, Rows]:
+        """The rows of a prompt's blocks by group; another's are none. Under the index's lock."""
+        rows, mine = self._index.own_rows, self._identities
+        return {g.name: rows(names.keys(g.suffix), mine[g.name].fingerprint) for g in self.layout.groups}
 
     def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
         """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
@@ -309,10 +307,8 @@ class LocalDesk:
     def find(self, names: Names) -> list[bool]:
         layout, index, now = self.layout, self._index, self.store.sweep()
         with index.lock:
-            rows = {g.name: index.rows(names.keys(g.suffix)) for g in layout.groups}
+            rows = self._all_rows(names)
             whole = {name: index.usable(r, now) for name, r in rows.items()}
-            for name, other in self._others(rows).items():
-                whole[name] &= ~other
             here = np.logical_and.reduce([whole[g.name] for g in layout.groups if g.required])
             if not here.all():
                 self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
@@ -372,7 +368,8 @@ class LocalDesk:
                 return 0
             # What is leased stays in DRAM, so this need not be looked at again.
             here = every(self._index.state[DRAM][holding.part.all] == SEALED)
-            holding.ready = here and not self._others(holding.part.rows)
+            others = (self._index.others(r, self._identities[n].fingerprint) for n, r in holding.part.rows.items())
+            holding.ready = here and all(other is None for other in others)
             return self._come(holding)[0]
 
     def _come(self, holding: LocalHolding) -> tuple[int, dict[str, int], dict[str, Mask]]:
@@ -386,7 +383,8 @@ class LocalDesk:
             start = g.needs(blocks, layout.block_tokens, holding.have).start
             rows = holding.part.rows[g.name]
             mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-            if (other := self._pipeline.others(rows, self._identities[g.name])) is not None:
+            # A row that is held, and was nowhere meanwhile, may have got another's block.
+            if (other := index.others(rows, self._identities[g.name].fingerprint)) is not None:
                 mask[start : start + len(rows)] &= ~other
             whole[g.name], first[g.name] = mask, start
         spaced = {name: np.zeros(blocks, np.int64) for name in whole}
@@ -493,7 +491,7 @@ class LocalDesk:
 
     def _rows(self, names: Names, group: Group, stop: int | None) -> Rows:
         """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
-        rows = self._index.rows(names.keys(group.suffix)[:stop])
+        rows = self._index.own_rows(names.keys(group.suffix)[:stop], self._identities[group.name].fingerprint)
         return rows[rows > 0]
 
     def _raised(self, names: Names, group: Group, stop: int, priority: int) -> Rows:
@@ -527,11 +525,11 @@ class LocalDesk:
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         index, count, now = self._index, 0, self.store.clock.time()
         for group in self.layout.groups:
-            size = self.layout.geometry[group.name].footprint
+            size, mine = self.layout.geometry[group.name].footprint, self._identities[group.name].fingerprint
             for keys in slices.parts(names.keys(group.suffix)[:stop]):
                 with index.lock:
                     try:
-                        rows = index.rows(keys)
+                        rows = index.own_rows(keys, mine) if step > 0 else index.rows(keys)
                         rows = rows[rows > 0]
                         if step < 0:
                             count += index.unpin(rows, self.pins)
@@ -545,11 +543,12 @@ class LocalDesk:
         return count
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
-        return self.store.drop([k for g in self.layout.groups for k in names.keys(g.suffix)[start:]], timeout)
+        keys = [k for g in self.layout.groups for k in names.keys(g.suffix)[start:]]
+        return self.store.drop(keys, timeout, who=self.asker)
 
     def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
         keys, heads = self.expiring(names, start)
-        return self.store.expire(keys, heads, self.expiry(ttl), timeout)
+        return self.store.expire(keys, heads, self.expiry(ttl), timeout, self.asker)
 
     def expiring(self, names: Names, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """The keys of a prompt from block ``start`` on, and those before."""

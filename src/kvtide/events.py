@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtide import arguments
 from kvtide.block import BlockKey
@@ -25,6 +25,9 @@ class BlockStored:
 
     tier: str
     keys: tuple[BlockKey, ...]
+    identities: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Whose each block is, by the fingerprint of its identity; 0 where nobody knows. By it a node chooses whom it
+    tells. Its clients are not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class BlockRemoved:
     tier: str
     keys: tuple[BlockKey, ...]
     reason: str
+    identities: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """As in ``BlockStored``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -25,10 +26,24 @@ from kvtide.tiers.record import belongs
 if TYPE_CHECKING:
     from kvtide.store import Store
 
-__all__ = ["forget", "keys_of", "unknown"]
+__all__ = ["Forgotten", "forget", "keys_of", "unknown"]
 
 
-def forget(store: Store, tenant: bytes, who: str) -> int:
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was forgotten of a tenant."""
+
+    blocks: int
+    """Blocks that there were, in any tier."""
+    held: int = 0
+    """Slots in memory that somebody holds still. They are zeroed when he lets go."""
+
+    def __str__(self) -> str:
+        later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)
+        return f"{self.blocks} blocks{later}"
+
+
+def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
     """See ``Store.forget``."""
     arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
@@ -54,7 +69,7 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                 mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
             if store.ring is not None:
                 store.ring.revoke(tenant)
-            found, errors = 0, []
+            found, held, errors = 0, 0, []
             # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
             for part, before in zip(store.parts, known, strict=True):
                 try:
@@ -62,6 +77,7 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
                     found += part.drop(keys, told=False) + len(before.difference(keys))  # the ring may have been faster
                 except KvtideError as e:
                     errors.append(e)  # the others forget it all the same
+                held += part.zero_traces(tenant)
             if found and not mine and not here and file is not None:
                 destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
             errors += _tell_others(store, tenant)
@@ -72,8 +88,9 @@ def forget(store: Store, tenant: bytes, who: str) -> int:
         # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
         if not found and not mine and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
-        result = f"done: {found} blocks"
-        return found
+        forgotten = Forgotten(found, held)
+        result = f"done: {forgotten}"
+        return forgotten
     except KvtideError as e:
         result = f"{type(e).__name__}: {e}"
         raise

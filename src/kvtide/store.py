@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from kvtide.config import Config, Storage
 from kvtide.desk import Desk, LocalDesk
 from kvtide.errors import TierError
 from kvtide.events import Event, Feed
-from kvtide.forgetting import forget, keys_of
+from kvtide.forgetting import Forgotten, forget, keys_of
 from kvtide.housekeeping import Housekeeper
 from kvtide.index import slices
 from kvtide.index.account import Account
@@ -59,7 +60,7 @@ from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Expiring, Pipeline
+from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
 
@@ -113,6 +114,8 @@ class Store(Home):
         """As it was at the last flush."""
         memory = config.dram
         self._scratch: list[Pool] = []
+        self._tracers: list[threading.Thread] = []
+        """Those that zero what is left of tenants whose keys are gone."""
         # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
         with contextlib.ExitStack() as undo:
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
@@ -307,6 +310,7 @@ class Store(Home):
             for part in self.parts:
                 with part.pipeline.forgetting(tenant):
                     drop(part, keys_of(part, tenant, ()))
+                    part.zero_traces_later(tenant)
 
         def missed() -> None:
             for part in self.parts:
@@ -416,11 +420,18 @@ class Store(Home):
         self._orphans.note(self.index.keys(rows))
         return self.pipeline.expire(rows)
 
-    def expire(self, keys: Sequence[BlockKey], heads: Sequence[BlockKey], when: float, timeout: float | None) -> int:
+    def expire(
+        self,
+        keys: Sequence[BlockKey],
+        heads: Sequence[BlockKey],
+        when: float,
+        timeout: float | None,
+        who: Asker = None,
+    ) -> int:
         """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
-        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put)
+        expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put, who)
         while expiring.step():
             rest()
         if (failed := _wait_for(ended, self._patience(timeout))) is None:
@@ -432,12 +443,14 @@ class Store(Home):
             )
         return expiring.found
 
-    def drop(self, keys: Sequence[BlockKey], timeout: float | None = None, *, told: bool = True) -> int:
+    def drop(
+        self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, told: bool = True
+    ) -> int:
         """Remove blocks from every tier for good; see ``Session.drop``. Others who use the storage are ``told``."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, ended.put, told=told)
+        found = self.pipeline.drop(keys, ended.put, who=who, told=told)
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
@@ -456,8 +469,11 @@ class Store(Home):
 
     # -- for administrators -------------------------------------------------------------------------------
 
-    def forget(self, tenant: bytes, who: str = "") -> int:
+    def forget(self, tenant: bytes, who: str = "") -> Forgotten:
         """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
+
+        In memory they are zeroed, and so is what evicted ones have left there. A block that somebody still holds, with
+        a match or for a transfer, is zeroed when he lets go; the answer counts those.
 
         Raises HeldError, and does nothing, under a legal hold; UnknownTenantError if there is neither a key nor a block
         of it; TierError if blocks could not all be erased, which are
@@ -470,6 +486,21 @@ class Store(Home):
     def _drop_resident(self, tenant: bytes) -> None:
         """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
         self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
+        self.zero_traces_later(tenant)
+
+    def zero_traces_later(self, tenant: bytes) -> None:
+        """``zero_traces``, in the background."""
+        # On a thread of its own: it takes as long as zeroing does, and whoever tells of a tenant has more to tell.
+        tracer = threading.Thread(target=self.zero_traces, args=(tenant,), name="kvtide-traces", daemon=True)
+        self._tracers = [*(t for t in self._tracers if t.is_alive()), tracer]
+        tracer.start()
+
+    def zero_traces(self, tenant: bytes) -> int:
+        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
+        because somebody holds them."""
+        for pool in self._scratch:
+            pool.empty()
+        return self.pipeline.zero_traces(tenant)
 
     # -- for everybody ------------------------------------------------------------------------------------
 
@@ -569,6 +600,7 @@ class Store(Home):
         if not self._end_sessions():
             return
         stack = contextlib.ExitStack()
+        stack.callback(to_the_end, self._join_tracers)
         stack.callback(to_the_end, self.copier.close)
         stack.callback(to_the_end, self.dram.close)
         if self.ring is not None and not self._within:
@@ -596,6 +628,11 @@ class Store(Home):
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
             self.pipeline.note_expiries()
+
+    def _join_tracers(self) -> None:
+        for tracer in self._tracers:
+            if tracer.ident is not None:
+                tracer.join()
 
     def _close_colds(self) -> None:
         with contextlib.ExitStack() as stack:

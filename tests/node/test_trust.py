@@ -299,7 +299,7 @@ def test_a_group_gives_a_role_and_ones_own_entry_wins(node: Process) -> None:
 
     def administer() -> None:
         with Client(node.path) as client:
-            assert client.forget(DEFAULT_TENANT.tag) == 2, "in all domains"
+            assert client.forget(DEFAULT_TENANT.tag).blocks == 2, "in all domains"
 
     def write() -> None:
         with Client(node.path) as client, client.session(MODEL) as session:

@@ -45,14 +45,14 @@ def test_a_tenant_without_keys_is_known_by_its_blocks(tmp_path: Path, again: boo
         home.close()
         home = kvtide.open(**how)
     assert entries(tmp_path, OTHER.tag) == 0
-    assert home.forget(OTHER.tag) == 6
+    assert home.forget(OTHER.tag).blocks == 6
     assert entries(tmp_path, OTHER.tag) == 1, "by which other processes hear of it"
-    assert home.forget(OTHER.tag) == 0, "who was forgotten may be forgotten again"
+    assert home.forget(OTHER.tag).blocks == 0, "who was forgotten may be forgotten again"
     home.close()
     del how["security"]
     with kvtide.open(**how) as home:
         store(home, OTHER)
-        assert home.forget(OTHER.tag) == 6
+        assert home.forget(OTHER.tag).blocks == 6
         with pytest.raises(UnknownTenantError):
             home.forget(OTHER.tag)
 
@@ -63,7 +63,7 @@ def test_a_node_says_so_too(tmp_path: Path) -> None:
         with pytest.raises(UnknownTenantError, match=NOBODY.hex()):
             client.forget(NOBODY)
         assert (blocks(client, OTHER), entries(tmp_path, NOBODY)) == (6, 0)
-        assert client.forget(OTHER.tag) == 6
+        assert client.forget(OTHER.tag).blocks == 6
 
 
 def test_the_command_fails_if_nobody_knows_the_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

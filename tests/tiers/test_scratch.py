@@ -39,6 +39,23 @@ def test_idle_memory_is_kept_until_another_needs_it() -> None:
     assert (pool.taken, pool.most) == (0, 10 * MIB)
 
 
+def test_a_pool_that_is_emptied_keeps_nothing_of_jobs_that_began_before() -> None:
+    pool = Pool(10 * MIB)
+    (idle, kept), (busy, used) = workspace(pool), workspace(pool)
+    for own, memory in ((idle, kept), (busy, used)):
+        own.begin(2 * MIB)
+        memory.get(2 * MIB)
+    idle.end()
+    pool.empty()
+    assert (len(kept), len(used)) == (0, 2 * MIB), "a job goes on"
+    busy.end()
+    assert (len(used), pool.taken) == (0, 0)
+    busy.begin(2 * MIB)
+    used.get(2 * MIB)
+    busy.end()
+    assert len(used) == 2 * MIB, "the next one keeps its memory again"
+
+
 def test_a_job_that_takes_as_much_as_the_one_before_gets_the_same_memory() -> None:
     """Though that one did not use all that it was granted. New memory would cost a fault for every page."""
     pool = Pool(10 * MIB)

@@ -68,7 +68,7 @@ def forget(
                 "folder of the tenant's blocks, or set nvme.path to '' to forget only what is elsewhere"
             )
         with Store(settings) as store:
-            typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)} blocks")
+            typer.echo(f"{settings.nvme.path or 'here'}: done, {store.forget(tag)}")
         return
     known = False
     if settings.security.key_file:
@@ -85,7 +85,7 @@ def forget(
     for name, reach in nodes:
         try:
             with reach() as node:
-                said = f"done, {node.forget(tag)} blocks"
+                said = f"done, {node.forget(tag)}"
                 known = True
         except UnknownTenantError:
             said = "has no such tenant"

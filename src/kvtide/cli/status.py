@@ -94,6 +94,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
     title += f"{_span(node.seconds)}, {node.requests:,} requests"
     parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in node.warnings]
     for table in (_tiers(now, last), _budgets(now), _hits(now, last), _lanes(now), _clients(now)):
         if table.row_count:
             parts += ["", table]

@@ -58,6 +58,7 @@ def examine(given: Deployment) -> Iterator[Finding]:
     yield found
     if status is not None:
         yield from node.check(config, status)
+    yield from node.domains(config, status)
     remote = status is not None or bool(config.engine.address)
     yield from host.check(config, given.ranks, here=not remote)
     layout = None

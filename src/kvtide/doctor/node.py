@@ -12,8 +12,9 @@ from kvtide.errors import ConfigError, KvtideError, TierError
 from kvtide.node.auto import home
 from kvtide.node.client import Client, connect
 from kvtide.node.statistics import Status
+from kvtide.node.trust import Trusted
 
-__all__ = ["ask", "check", "sharing"]
+__all__ = ["ask", "check", "domains", "sharing"]
 
 _DTYPE = "engines with another --dtype or --kv-cache-dtype share nothing with these: choose one for all"
 _NAMES = "if they serve one model, give all the same weights (or engine.weights_id), configuration and quantization"
@@ -61,6 +62,17 @@ def check(config: Config, status: Status) -> Iterator[Finding]:
             "engine.store is through, and whether blocks go to the disk at once is the node's own setting",
             'set nvme.store = "through" there',
         )
+
+
+def domains(config: Config, status: Status | None) -> Iterator[Finding]:
+    """Which users share a trust domain, at the node that runs or at one with this configuration."""
+    try:
+        said = Trusted(config.node.users).warnings if status is None else status.node.warnings
+    except ConfigError as e:
+        yield error("trust domains", str(e), "no node starts with that")
+        return
+    for what, _, todo in (text.partition(". ") for text in said):
+        yield warning("trust domains", what, todo)
 
 
 def sharing(status: Status, layout: Layout) -> Iterator[Finding]:

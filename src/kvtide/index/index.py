@@ -1,7 +1,7 @@
 """Which block is where.
 
 A block known to the store is a *row*: a small integer into parallel arrays, one array per fact. Columns instead of
-objects keep a block near 240 bytes at a million rows and let one numpy call lease, touch or judge a whole
+objects keep a block near 250 bytes at a million rows and let one numpy call lease, touch or judge a whole
 prompt. Row 0 is "no block": it is absent from every tier for ever, so looking up an unknown key needs no branch.
 
 Tier 0 is DRAM. In each tier a row is ABSENT, PENDING (a writer holds the slot) or SEALED (whole). A row lives as
@@ -30,6 +30,7 @@ from kvtide.index.pins import Pins
 
 __all__ = [
     "ABSENT",
+    "DIGEST",
     "DRAM",
     "NOWHERE",
     "PENDING",
@@ -55,7 +56,7 @@ NO_ROW = 0
 UNKNOWN = -1
 _SEARCHED = 1 << 16
 """Rows of which it is looked at a time whether they have expired: some 50 us."""
-_DIGEST = 32
+DIGEST = 32
 """A key begins with a digest of so many bytes."""
 
 
@@ -142,6 +143,9 @@ class Index:
         """How many tenants there are."""
         self.accounts: dict[int, Account] = {}
         """By tier, where tenants have quotas: what they have there."""
+        self.identity = np.zeros(size, np.int64)
+        """Whose it is for good: the fingerprint of namespace, tenant, layout and group; 0 where that is not known. An
+        older journal does not say it; then it is known once the block was read."""
         self.space = np.zeros(size, np.uint32)
         """Which namespace and group: the pipeline's number for an Identity."""
 
@@ -177,6 +181,27 @@ class Index:
         """The row of each key; ``NO_ROW`` for a key that is not known."""
         return np.fromiter(map(self._rows.get, keys, repeat(NO_ROW)), np.int64, len(keys))
 
+    def own_rows(self, keys: Collection[BlockKey], identity: int) -> Rows:
+        """The row of each key for whoever has that identity: another's block is like one that is not known."""
+        rows = self.rows(keys)
+        other = self.others(rows, identity)
+        if other is not None:
+            rows[other] = NO_ROW
+        return rows
+
+    def others(self, rows: Rows, identity: npt.ArrayLike) -> Mask | None:
+        """Which rows have a block of another identity; None: none, as usual. Where it is not known, it is no other's.
+
+        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        ``identity``: of all rows, or of each.
+        """
+        found = self.identity[rows]
+        other: Mask = found != identity
+        if b"\1" not in other.tobytes():
+            return None
+        other &= found != 0
+        return other if b"\1" in other.tobytes() else None
+
     def row(self, key: BlockKey) -> int:
         """The row of one key, or ``NO_ROW``."""
         return self._rows.get(key, NO_ROW)
@@ -192,6 +217,10 @@ class Index:
         known = self._keys
         return tuple([known[row] for row in rows.tolist()])
 
+    def identities(self, rows: Rows) -> tuple[int, ...]:
+        """The fingerprints of whose the blocks of rows are; 0 where that is not known."""
+        return tuple(self.identity[rows].tolist())
+
     @property
     def parents(self) -> Sequence[bytes | None]:
         """What each row was chained to, by its key or its digest; None for a row that is free."""
@@ -201,14 +230,14 @@ class Index:
         """The digest that the block of a live row was chained to."""
         parent = self._parents[row]
         assert parent is not None, f"row {row} is free"
-        return parent[:_DIGEST]
+        return parent[:DIGEST]
 
     def add(self, key: BlockKey, parent: bytes, depth: int, *, found: bool = True) -> int:
         """A row for a key, absent from every tier. ``parent`` is a digest.
 
         The key has none yet; or the new one is not ``found`` by it, until ``take_key``.
         """
-        above = self._keys[self._rows.get(BlockKey(parent + key[_DIGEST:]), NO_ROW)] or parent
+        above = self._keys[self._rows.get(BlockKey(parent + key[DIGEST:]), NO_ROW)] or parent
         if self._free:
             row = self._free.pop()
             self._keys[row] = key
@@ -255,7 +284,7 @@ class Index:
         self._keys.extend(keys)
         self._rows.update(zip(keys, range(first, stop), strict=True))
         digests = parents.tolist()
-        above = self.rows([BlockKey(p + k[_DIGEST:]) for p, k in zip(digests, keys, strict=True)])
+        above = self.rows([BlockKey(p + k[DIGEST:]) for p, k in zip(digests, keys, strict=True)])
         known = self._keys
         self._parents.extend([known[row] or p for row, p in zip(above.tolist(), digests, strict=True)])
         self.depth[first:stop] = depths
@@ -301,6 +330,7 @@ class Index:
         if self._pinned:
             self._end_pins(rows)
         self.priority[rows] = 0
+        self.identity[rows] = 0
         self.returns[rows] = UNKNOWN
         self.kind[rows] = UNKNOWN
         for until in self.until.values():
@@ -321,7 +351,7 @@ class Index:
         self._keys[row] = self._parents[row] = None
         if row in self._pinned:
             self._end_pins(np.array([row]))
-        self.priority[row] = 0
+        self.priority[row] = self.identity[row] = 0
         self.returns[row] = self.kind[row] = UNKNOWN
         for until in self.until.values():
             until[row] = 0
@@ -372,7 +402,7 @@ class Index:
         self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
         self._held.counts = bigger(self.holds)
-        for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant"):
+        for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant", "identity"):
             setattr(self, name, bigger(getattr(self, name)))
 
     # -- expiry -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 
 from kvtide.config import Node
 from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
+from kvtide.forgetting import Forgotten
 from kvtide.node.passes import identify
 from kvtide.node.statistics import Status
 
@@ -30,12 +31,6 @@ _ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEP
 """An act may take long; by these the kernel tells a host that works from one that is gone."""
 
 _ERRORS: dict[int, type[KvtideError]] = {401: AccessError, 403: AccessError, 422: UnknownTenantError}
-
-
-class _Forgotten(msgspec.Struct):
-    """What a node answers when it has forgotten a tenant."""
-
-    blocks: int
 
 
 class Afar:
@@ -65,9 +60,9 @@ class Afar:
         """What it and its store have done."""
         return self._ask("GET", "/status", Status, _PATIENCE)
 
-    def forget(self, tenant: bytes) -> int:
+    def forget(self, tenant: bytes) -> Forgotten:
         """Let it destroy the keys and blocks of the tenant with that tag; answers how many blocks there were."""
-        return self._ask("POST", f"/forget?tenant={tenant.hex()}", _Forgotten, None).blocks
+        return self._ask("POST", f"/forget?tenant={tenant.hex()}", Forgotten, None)
 
     def _ask(self, method: str, path: str, kind: type[T], patience: float | None) -> T:
         connection = (

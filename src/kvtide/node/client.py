@@ -31,6 +31,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.desk import Desk
 from kvtide.errors import KvtideError, LayoutError, RightError, TierError, UnknownTenantError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
+from kvtide.forgetting import Forgotten
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
@@ -232,7 +233,10 @@ class Client(Home):
     # -- for everybody ------------------------------------------------------------------------------------
 
     def _desk(self, model: Model, tenant: Tenant) -> Desk:
-        return RemoteDesk(self, model, tenant)
+        desk = RemoteDesk(self, model, tenant)
+        if self._feed.followed:
+            desk.open()
+        return desk
 
     def crew(self, session: Session, ranks: int) -> Crew:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
@@ -258,7 +262,8 @@ class Client(Home):
         return identify(path, weights_id, "")
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed at the node. The answer, called, ends that.
+        """Call ``follower`` for every block stored or removed at the node that this client has a session for: of that
+        model and tenant. An administrator is told of all. The answer, called, ends that.
 
         It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
         slow, or the node was away, it gets ``EventsLost``.
@@ -278,6 +283,10 @@ class Client(Home):
         """Let the node tell events if, and only if, somebody follows."""
         with self._following, contextlib.suppress(Lost):
             self.line.ask_one(p.Follow(self._feed.followed))
+        if self._feed.followed:
+            for session in list(self._sessions):
+                if isinstance(desk := session.desk, RemoteDesk):
+                    desk.open()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Wait until the node's tiers below DRAM have written what they were given, ``timeout`` seconds at most.
@@ -293,7 +302,7 @@ class Client(Home):
             return Flushed(0, complete=False)
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
-    def forget(self, tenant: bytes) -> int:
+    def forget(self, tenant: bytes) -> Forgotten:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
 
         For administrators. Raises UnknownTenantError if it has neither a key nor a block of it, TierError if it could
@@ -311,7 +320,7 @@ class Client(Home):
             raise UnknownTenantError(promise.failure)
         if promise.lost or promise.failure:
             raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")
-        return promise.count
+        return Forgotten(promise.count, max(0, promise.report.held if promise.report is not None else 0))
 
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""

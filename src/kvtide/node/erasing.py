@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from kvtide.errors import KvtideError, UnknownTenantError
+from kvtide.forgetting import Forgotten
 from kvtide.node.host import Host
 from kvtide.node.protocol import NO_TENANT
 
@@ -15,20 +16,20 @@ __all__ = ["erase"]
 log = logging.getLogger("kvtide.node")
 
 
-def erase(host: Host, tenant: bytes, who: str, done: Callable[[int, str], None]) -> None:
-    """Destroy a tenant's keys and blocks; then call, in the loop, with how many there were and what went wrong."""
+def erase(host: Host, tenant: bytes, who: str, done: Callable[[Forgotten, str], None]) -> None:
+    """Destroy a tenant's keys and blocks; then call, in the loop, with what there was and what went wrong."""
 
     def forget() -> None:
-        count, failure = 0, ""
+        forgotten, failure = Forgotten(0), ""
         try:
-            count = host.store.forget(tenant, who)
+            forgotten = host.store.forget(tenant, who)
         except UnknownTenantError as e:
-            count, failure = NO_TENANT, str(e)
+            forgotten, failure = Forgotten(NO_TENANT), str(e)
         except KvtideError as e:
             failure = str(e)
         except Exception as e:  # a fault of ours; whoever waits must be told all the same
             log.exception("a tenant could not be forgotten")
             failure = f"{type(e).__name__}: {e}"
-        host.soon(lambda: done(count, failure))
+        host.soon(lambda: done(forgotten, failure))
 
     threading.Thread(target=forget, name="kvtide-forget", daemon=True).start()

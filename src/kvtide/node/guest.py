@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 
 from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import KvtideError, LayoutError, RightError
+from kvtide.forgetting import Forgotten
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
@@ -96,7 +98,10 @@ class Guest:
         self.token = token
         self._pidfd = pidfd
         self._numbers = host.numbers
-        self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag)
+        self._heard: Counter[int] = Counter()
+        """Whose blocks its sessions are for, by fingerprint, and how many sessions."""
+        mine = None if trust.role is Role.ADMIN else self._heard
+        self.tidings = Tidings(host.store.feed, host.soon, self._numbers, trust.tag, mine)
         self._sessions: dict[int, Booked] = {}
         self._window = Window(host.store, trust.role >= Role.WRITE)
         self._crews = Membership(host.teams, self._window, self._numbers, trust)
@@ -317,12 +322,17 @@ class Guest:
         desk = LocalDesk(store, layout, o.namespace, o.tenant, trust.domain, trust.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = Booked(desk, self._account, model)
+        self._heard.update(desk.asker.values())
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
         session = self._session(o.session)
         yield from self._end_session(session)
-        self._sessions.pop(o.session, None)
+        if self._sessions.pop(o.session, None) is not None:
+            for whose in session.desk.asker.values():
+                self._heard[whose] -= 1
+                if not self._heard[whose]:
+                    del self._heard[whose]
         yield None
 
     def _end_session(self, session: Booked) -> Iterator[int]:
@@ -507,7 +517,7 @@ class Guest:
         def done(failed: int) -> None:
             self._host.soon(lambda: self.tidings.keep(number, drop.found, f"{failed}" if failed else ""))
 
-        drop = Drop(session.desk.store.pipeline, keys, done)
+        drop = Drop(session.desk.store.pipeline, keys, done, who=session.desk.asker)
         yield from self._all_of(drop.step)
         yield number
 
@@ -523,7 +533,8 @@ class Guest:
         def done(failed: int) -> None:
             self._host.soon(lambda: self.tidings.keep(number, expiring.found, f"{failed}" if failed else ""))
 
-        expiring = Expiring(store.pipeline, keys, heads, session.desk.expiry(o.ttl), store.sweep(), done)
+        when, who = session.desk.expiry(o.ttl), session.desk.asker
+        expiring = Expiring(store.pipeline, keys, heads, when, store.sweep(), done, who)
         yield from self._all_of(expiring.step)
         yield number
 
@@ -586,7 +597,11 @@ class Guest:
 
     def _erase(self, o: p.Erase) -> int:
         number, c = self.tidings.promise(), self._connection
-        erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", lambda *how: self.tidings.keep(number, *how))
+
+        def ended(forgotten: Forgotten, failure: str) -> None:
+            self.tidings.end(p.Ended(number, forgotten.blocks, failure, forgotten.held))
+
+        erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", ended)
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:

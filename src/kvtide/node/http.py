@@ -29,6 +29,7 @@ import msgspec
 
 from kvtide import metrics
 from kvtide.errors import ConfigError
+from kvtide.forgetting import Forgotten
 from kvtide.node.erasing import erase
 from kvtide.node.host import Host
 from kvtide.node.hosts import Hosts
@@ -245,12 +246,12 @@ class Http:
             tenant = b""
         if len(tenant) != 16:
             raise _Refused(400, "it must be /forget?tenant=TAG, with a tag of 32 hexadecimal digits")
-        ended: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        ended: asyncio.Queue[tuple[Forgotten, str]] = asyncio.Queue()
         erase(self._host, tenant, f"{caller.name} over HTTP", lambda *how: ended.put_nowait(how))
-        count, failure = await ended.get()
+        forgotten, failure = await ended.get()
         if failure:
-            raise _Refused(422 if count == NO_TENANT else 409, failure)
-        return _response(200, json.dumps({"blocks": count}), "application/json")
+            raise _Refused(422 if forgotten.blocks == NO_TENANT else 409, failure)
+        return _response(200, json.dumps({"blocks": forgotten.blocks, "held": forgotten.held}), "application/json")
 
 
 def _parsed(request: bytes) -> _Asked:

@@ -518,7 +518,8 @@ class Ended(_Message, tag="ended"):
     count: int = 0
     failure: str = ""
     held: int = -1
-    """Of a load: so many blocks of the holding's prompt can be had from memory now. -1: the node does not say."""
+    """Of a load: so many blocks of the holding's prompt can be had from memory now. Of an erase: so many slots are held
+    by somebody, and are zeroed when he lets go. -1: the node does not say."""
     written: int = -1
     """Of a flush: blocks in memory that colder tiers have, or blocks that are durable. -1: the node does not say."""
     unwritten: dict[str, int] = {}

@@ -15,7 +15,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
 from kvtide.desk import Collected, Holding, Names, Persisting, persisted
-from kvtide.errors import AccessError, RightError, TierError
+from kvtide.errors import AccessError, KvtideError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
@@ -165,6 +165,12 @@ class RemoteDesk:
                 self._number = number
                 self._line = line  # last: who finds it takes the number with it
             return line, self._number
+
+    def open(self) -> None:
+        """Open our session at the node now, and not when it is first used: a node tells events of open sessions'
+        blocks. Whatever is wrong with it is told at its first use."""
+        with contextlib.suppress(Lost, KvtideError):
+            self._session()
 
     def invite(self, token: str, ranks: int) -> None:
         """Let workers join this session, at this node and its successors."""

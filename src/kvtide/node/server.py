@@ -99,6 +99,8 @@ class Node:
         self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self._trusted = Trusted(store.config.node.users)
+        for warning in self._trusted.warnings:
+            log.warning("%s", warning)
         self.refusals = Refusals(audit_of(store.config.security))
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
@@ -202,6 +204,7 @@ class Node:
             requests + sum(g.requests for g in guests),
             failures + sum(g.failures for g in guests),
             [g.statistics() for g in guests],
+            self._trusted.warnings if domain is None else [],
         )
         return Status(store if domain is None else replace(store, tenants={}), node)
 

@@ -56,6 +56,8 @@ class NodeStatistics:
     """Of all clients, those that have gone too."""
     failures: int = 0
     clients: list[ClientStatistics] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What whoever runs it should know of its configuration. For administrators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +75,6 @@ def least(status: Status) -> Status:
     ]
     budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
     return Status(
-        replace(status.store, tenants={}, budgets=budgets), replace(status.node, pid=0, path="", clients=clients)
+        replace(status.store, tenants={}, budgets=budgets),
+        replace(status.node, pid=0, path="", clients=clients, warnings=[]),
     )

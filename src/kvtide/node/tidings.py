@@ -1,12 +1,14 @@
 """What a client is told in its own time, over its connection for notices: ends of loads, drops and flushes, and events.
 
 Ends are always told. Events are told as fast as the client reads them: one that is too slow loses some, is told how
-many, and loses nothing else.
+many, and loses nothing else. They are told of blocks of those models and tenants alone that the client has a session
+for: to open one it needs a namespace, which is made with the tenant's naming secret. Administrators are told of all
+blocks in their domain, those too of which nobody knows whose they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from kvtide.desk import Holding
@@ -27,10 +29,17 @@ class Tidings:
     """What one client is told. All in the node's loop, but for events, which come on any thread."""
 
     def __init__(
-        self, feed: Feed, soon: Callable[[Callable[[], None]], None], numbers: Iterator[int], tag: bytes
+        self,
+        feed: Feed,
+        soon: Callable[[Callable[[], None]], None],
+        numbers: Iterator[int],
+        tag: bytes,
+        mine: Collection[int] | None,
     ) -> None:
-        """``soon`` makes a call in the loop; ``tag`` is that of the client's trust domain."""
+        """``soon`` makes a call in the loop; ``tag`` is that of the client's trust domain; ``mine`` are the identities
+        of whose blocks it may be told, by their fingerprints; None: of all."""
         self._tag = tag
+        self._mine = mine
         self._feed = feed
         self._soon = soon
         self._numbers = numbers
@@ -95,7 +104,8 @@ class Tidings:
 
     def _happened(self, event: Event) -> None:
         if isinstance(event, BlockStored | BlockRemoved):
-            event = replace(event, keys=seen(self._tag, event.keys))
+            keys = seen(self._tag, event.keys, event.identities, self._mine)
+            event = replace(event, keys=keys, identities=())
             if not event.keys:
                 return
         if self._backlog.put(event):

@@ -38,8 +38,15 @@ class Trust:
     """What ends the names of its blocks, in every life."""
 
 
-def seen(tag: bytes, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-    """Those keys that are of the domain with that tag, as its clients know them."""
+def seen(
+    tag: bytes, keys: Sequence[BlockKey], identities: Sequence[int] = (), mine: Collection[int] | None = None
+) -> tuple[BlockKey, ...]:
+    """Those keys that are of the domain with that tag, as its clients know them.
+
+    With ``mine``: of these those alone whose ``identities`` are among them.
+    """
+    if mine is not None:
+        keys = [key for key, whose in zip(keys, identities, strict=False) if whose in mine]
     if not tag:
         return tuple(k for k in keys if b"\0" not in k[32:])
     return tuple(BlockKey(k.removesuffix(tag)) for k in keys if k[32:].endswith(tag))
@@ -53,6 +60,8 @@ class Trusted:
         self._groups: dict[int, Trust] = {}
         """In the order in which they are given."""
         domains: dict[str, int] = {}
+        self._members: dict[str, list[str]] = {}
+        """By trust domain: who is in it, as the setting has it."""
         for text in users.replace(",", " ").split():
             who, _, rest = text.partition(":")
             name, _, role = rest.partition(":")
@@ -72,6 +81,8 @@ class Trusted:
             kind, member = (self._groups, _group(who[1:])) if who[0] == "@" else (self._users, _user(who))
             if member in kind or (kind is self._users and member in (0, os.getuid())):
                 raise ConfigError(f"node.users has {who}, who is there already: root and our own user always are")
+            if given is not Role.ADMIN:
+                self._members.setdefault(name, []).append(who)
             kind[member] = Trust(given, number, b"\0" + name.encode() if name else b"")
         if len(domains) > _MOST:
             raise ConfigError(f"node.users has {len(domains)} trust domains; there can be {_MOST}")
@@ -79,6 +90,22 @@ class Trusted:
     def __bool__(self) -> bool:
         """Whether anybody but ourselves may come."""
         return bool(self._users or self._groups)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What whoever runs the node should know of the domains that several share."""
+        said = []
+        for name, who in self._members.items():
+            # A group may be several users; in the node's own domain its own user is one more.
+            if len(who) > 1 or not name or who[0][0] == "@":
+                others = f"the {'user' if len(who) == 1 else 'users'} {', '.join(who)}"
+                domain = f"the trust domain {name!r}" if name else "the node's own trust domain, with its own user"
+                said.append(
+                    f"node.users puts {others} into {domain}: whoever is in it can read all blocks of the others in "
+                    "memory, whatever their tenants. If they must not, give each a domain of its own in node.users, "
+                    f"such as {who[0]}:{'first' if name != 'first' else 'one'}"
+                )
+        return said
 
     def of(self, user: int, groups: Collection[int] = ()) -> Trust | None:
         """What a user of those groups may do; None: nothing. A user's own entry wins, then the first of a group."""

@@ -17,13 +17,14 @@ readable. A tier never raises for a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from kvtide.block import BlockKey, Geometry, Span
 
@@ -43,11 +44,18 @@ __all__ = [
     "TierStatistics",
     "Write",
     "WriteDone",
+    "fingerprint",
 ]
 
 NOWHERE = -1
 _FAILED = 10
 """So many errors in a row are no accident."""
+
+
+def fingerprint(namespace: bytes, tenant: bytes, layout: bytes, group: bytes) -> int:
+    """A number for what a record says of whose it is: the same in every process and after a restart, and never 0."""
+    told = b"".join(len(part).to_bytes(2, "little") + part for part in (namespace, tenant, layout, group))
+    return int.from_bytes(blake3(told, derive_key_context="kvtide 1 identity").digest(8), "little", signed=True) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,12 @@ class Identity:
     itemsize: int
     domain: int = 0
     """The trust domain in whose memory they lie; nothing on disk."""
+    fingerprint: int = field(init=False, repr=False, compare=False)
+    """See ``fingerprint``: to compare many blocks at once."""
+
+    def __post_init__(self) -> None:
+        made = fingerprint(self.namespace, self.tenant, self.layout, self.group)
+        object.__setattr__(self, "fingerprint", made)
 
     def __hash__(self) -> int:
         # Of all fields it would cost more than what is looked up by it.
@@ -117,6 +131,8 @@ class Held:
     priorities: npt.NDArray[np.int8]
     sequences: npt.NDArray[np.int64]
     """Order of writing."""
+    identities: npt.NDArray[np.int64]
+    """Fingerprints; 0 where it is not known whose a block is."""
 
 
 @dataclass(frozen=True, slots=True)

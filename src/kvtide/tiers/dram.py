@@ -28,13 +28,18 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import Segment, Segments, ladder, segment_of
+from kvtide.tiers.segments import SOMEBODY, Segment, Segments, by_segment, ladder, place_of, segment_of, slot_of
+from kvtide.tiers.zeroing import SEVERAL, Residue, Tenants, Zeroing, zero
 
 __all__ = ["Dram", "copy"]
 
 log = logging.getLogger("kvtide.dram")
 
 _TWO_MIB = 2 << 20
+_CLAIM = 32 << 20
+"""Bytes of free slots that are zeroed at a time: meanwhile nobody can have them."""
+_HELD = 1 << 20
+"""Bytes that are zeroed in one hold of the lock."""
 
 
 def copy(target: Span, source: Span) -> None:
@@ -79,6 +84,9 @@ class Dram:
         self._closed = False
         self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, Memory] = {}
+        self._residues: dict[int, Residue] = {}
+        """Whose bytes are in the slots of segments that have memory."""
+        self._tenants = Tenants()
         self._segments.aside = aside
         self._serials = serials or itertools.count()
         self.removed: Callable[[int], None] = lambda serial: None
@@ -94,6 +102,7 @@ class Dram:
         self._asked: set[int] = set()
         self._prefaulted = threading.Event()
         self._grower = threading.Thread(target=self._grow_all, args=(prefault,), name="kvtide-dram", daemon=True)
+        self._zeroing = Zeroing(self._lock, self._whole, self._zeroed)
         self._grower.start()
 
     def __repr__(self) -> str:
@@ -200,6 +209,7 @@ class Dram:
             return False
         if self._segments.suits(spare, kind):
             self._segments.recut(spare, kind)
+            self._residues[spare.number].cut(spare.slots)
         else:
             self._remove(spare)
         return True
@@ -217,6 +227,7 @@ class Dram:
 
     def _discard(self, number: int) -> None:
         memory = self._memory.pop(number)
+        self._residues.pop(number, None)
         memory.empty()
         memory.close()
         self.removals += 1
@@ -254,6 +265,7 @@ class Dram:
             return False
         with self._lock:
             self._new = None
+            self._residues[segment.number] = Residue(segment.slots)
             self._memory[segment.number] = memory
             segment.draining = False
             self._segments.settle(segment)
@@ -274,12 +286,20 @@ class Dram:
         return Memory(serial, nbytes, self._huge_pages, self._shared)
 
     def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], drained: Sequence[Segment]) -> None:
-        """Make the book anew after a change of it was left half done: these slots are in use and no others, and
-        ``drained`` are being emptied. The caller lets nobody take a slot meanwhile."""
+        """Make the book anew after a change of it was left half done: these slots are in use and no others but those
+        that are zeroed, and ``drained`` are being emptied. The caller lets nobody take a slot meanwhile."""
         with self._lock:
             for segment in self._segments:
                 segment.draining &= segment is self._new or segment in drained
-            self._segments.repair(places, owners)
+            zeroed = np.array(list(self._zeroing.places), np.int64)
+            self._segments.repair(
+                np.append(places, zeroed), np.append(owners, np.full(len(zeroed), SOMEBODY, np.int64))
+            )
+            for segment in self._segments:
+                residue = self._residues.get(segment.number)
+                if residue is not None and len(residue.last) != segment.slots:  # it was just being cut anew
+                    residue.cut(segment.slots)
+            self._zeroing.wake()
             known = {segment.number for segment in self._segments}
             for number in [number for number in self._memory if number not in known]:
                 self._discard(number)
@@ -303,6 +323,108 @@ class Dram:
         """Give distinct slots back."""
         with self._lock:
             self._segments.release_many(places)
+
+    # -- whose bytes are where ----------------------------------------------------------------------------
+
+    def written_by(self, places: Sequence[int], tenant: bytes, nbytes: int) -> bool:
+        """Blocks of a tenant are about to be written to these slots, of so many bytes each.
+
+        Answers whether there are bytes of others below: then say with ``filled`` that they have been overwritten.
+        """
+        others = False
+        with self._lock:
+            number = self._tenants.number(tenant, lambda: iter(self._residues.values()))
+            if len(places) == 1:
+                return self._residues[places[0] >> 32].enter(_one(places[0]), number, nbytes)
+            found = np.array(places, np.int64)
+            for segment, mine in by_segment(found):
+                others |= self._residues[segment].enter(found[mine] & 0xFFFFFFFF, number, nbytes)
+        return others
+
+    def filled(self, place: int, tenant: bytes) -> None:
+        """A slot has nothing but the block of a tenant now."""
+        with self._lock:
+            self._residues[segment_of(place)].last[slot_of(place)] = self._tenants.known(tenant)
+
+    def unfilled(self, place: int) -> None:
+        """Whoever was to write to a slot gave up: it may have bytes of anybody."""
+        with self._lock:
+            self._residues[segment_of(place)].last[slot_of(place)] = SEVERAL
+
+    def zero(self, places: npt.NDArray[np.int64]) -> None:
+        """Give distinct slots back, when they have been zeroed: in the background."""
+        with self._lock:
+            self._segments.own(places, np.full(len(places), SOMEBODY, np.int64))
+            self._zeroing.add(places.tolist())
+        self._zeroing.wake()
+
+    def when_zeroed(self, call: Callable[[], None]) -> None:
+        """Call when all slots that were to be zeroed by now are: at once, or on a thread of the arena's."""
+        self._zeroing.when_done(call)
+
+    def zero_free(self, tenant: bytes) -> None:
+        """Zero the free slots that may have bytes of a tenant. Takes as long as that does: hold no lock."""
+        for number in list(self._residues):
+            while True:
+                with self._lock:
+                    places = [] if self._closed else self._claim(number, self._tenants.known(tenant))
+                    self._zeroing.add(places)
+                if not places:
+                    break
+                done = threading.Event()
+                self._zeroing.when_done(done.set)
+                done.wait()
+
+    def _claim(self, number: int, tenant: int) -> list[int]:
+        """Take free slots of a segment that may have bytes of a tenant: some at a time. Under the lock."""
+        residue, segment = self._residues.get(number), self._segments.get(number)
+        if residue is None or segment is None or segment is self._new:
+            return []
+        free = np.array(segment.free, np.int64)
+        slots = free[residue.left_by(tenant)[free]][: max(1, _CLAIM // segment.size)]
+        if len(slots):
+            self._segments.claim(segment, slots)
+        places: list[int] = (slots | place_of(number, 0)).tolist()
+        return places
+
+    @property
+    def mixed(self) -> list[Segment]:
+        """Segments in which bytes that are not part of a block may be anybody's."""
+        with self._lock:
+            return [s for s in self._segments if (residue := self._residues.get(s.number)) and residue.mixed]
+
+    def is_mixed(self, place: int) -> bool:
+        """Whether a slot is in such a segment."""
+        residue = self._residues.get(segment_of(place))
+        return residue is not None and residue.mixed
+
+    def zero_tail(self, place: int, nbytes: int) -> None:
+        """Zero what is behind the first ``nbytes`` of a slot. Whoever calls sees to it that it is nobody else's."""
+        with self._lock:
+            size = self._segments.size(place)
+        zero(self.span(place, size)[nbytes:])
+
+    def zero_rest(self, segment: Segment) -> None:
+        """Zero what is behind the last slot of a segment, if it is there still: some at a time."""
+        start = 0
+        while start < segment.nbytes:
+            with self._lock:  # each time anew: it may be cut for other slots in between
+                memory = self._memory.get(segment.number)
+                if memory is None or self._segments.get(segment.number) is not segment:
+                    return
+                start = max(start, self._segments.header + segment.slots * segment.size)
+                zero(memory.view[start : min(start + _HELD, segment.nbytes)])
+            start += _HELD
+
+    def _whole(self, places: Sequence[int]) -> list[Span]:
+        """All bytes of slots. Under the lock."""
+        return [self.span(place, self._segments.size(place)) for place in places]
+
+    def _zeroed(self, places: npt.NDArray[np.int64]) -> None:
+        """Slots were zeroed. Under the lock."""
+        for number, mine in by_segment(places):
+            self._residues[number].last[places[mine] & 0xFFFFFFFF] = 0
+        self._segments.release_many(places)
 
     def generation(self, place: int) -> int:
         return self._segments.generation(place)
@@ -368,8 +490,8 @@ class Dram:
 
     @property
     def blocks(self) -> int:
-        """Slots in use."""
-        return sum(s.slots - len(s.free) for s in self._segments)
+        """Slots in use. Those that are being zeroed are not."""
+        return sum(s.slots - len(s.free) for s in self._segments) - len(self._zeroing.places)
 
     @property
     def segments(self) -> Segments:
@@ -412,7 +534,9 @@ class Dram:
         while place is None and self.grow(size):
             place = self.take(size, item.owner)
         if place is not None:
+            self.written_by([place], item.identity.tenant, size)
             copy(self.span(place, size), item.span)
+            self.filled(place, item.identity.tenant)
         with self._lock:
             if place is None:
                 self._failed_writes += 1
@@ -441,7 +565,7 @@ class Dram:
         with self._lock:
             return TierStatistics(
                 blocks=self.blocks,
-                bytes_used=self._segments.used,
+                bytes_used=self._segments.used - sum(map(self._segments.size, self._zeroing.places)),
                 bytes_taken=self._segments.taken,
                 budget=self._segments.budget,
                 bytes_read=self._read,
@@ -451,10 +575,16 @@ class Dram:
             )
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._wanted.put(None)
         self._grower.join()
+        self._zeroing.close()
         with self._lock:
             for memory in self._memory.values():
                 memory.close()
             self._memory.clear()
+
+
+def _one(place: int) -> npt.NDArray[np.int64]:
+    return np.array([slot_of(place)], np.int64)

@@ -20,6 +20,9 @@ tenant's naming secret (there is a tenant that has none) could look for a prompt
 store's own data key and a salt, and the records of every frame behind it are sealed with a key made of both; the
 nonce is the frame's place in the file.
 
+A record that says what a slot holds says whose it is too, by the fingerprint of its identity. Older versions of kvtide
+wrote zeros there: it is then not known until the block is read.
+
 The file is rewritten by atomic rename when it has grown past twice what it needs.
 """
 
@@ -69,7 +72,8 @@ RECORD = np.dtype(
         ("depth", "<u4"),
         ("priority", "i1"),
         ("kind", "u1"),
-        ("zeros", "V18"),
+        ("identity", "<i8"),
+        ("zeros", "V10"),
     ]
 )
 assert RECORD.itemsize == 128
@@ -97,7 +101,7 @@ def _frame(kind: bytes, body: bytes) -> bytes:
     return _FRAME.pack(kind, len(body), xxh3_64_intdigest(body)) + body
 
 
-_ENTRY = struct.Struct("<qqd48s32sIbB18x")
+_ENTRY = struct.Struct("<qqd48s32sIbBq10x")
 assert _ENTRY.size == RECORD.itemsize
 
 
@@ -110,9 +114,10 @@ def entry(
     depth: int = 0,
     expiry: float = math.inf,
     priority: int = 0,
+    identity: int = 0,
 ) -> bytes:
     """One record, as its bytes."""
-    return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind)
+    return _ENTRY.pack(place, sequence, expiry, key, parent, depth, priority, kind, identity)
 
 
 def longest(slots: int) -> int:

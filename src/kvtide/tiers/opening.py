@@ -70,7 +70,8 @@ def _worth(item: tuple[int, SegmentHeader | str]) -> tuple[int, int]:
 
 def _holds(place: int, found: Header) -> bytes:
     """The journal's record of what a header says."""
-    return entry(HOLDS, place, found.key, found.sequence, found.parent, found.depth, found.expiry, found.priority)
+    facts = found.parent, found.depth, found.expiry, found.priority, found.identity
+    return entry(HOLDS, place, found.key, found.sequence, *facts)
 
 
 def _unread(reason: str) -> bool:
@@ -332,4 +333,5 @@ class Opening:
             expiries=records["expiry"].astype(np.float64),
             priorities=records["priority"].astype(np.int8),
             sequences=records["sequence"].astype(np.int64),
+            identities=records["identity"].astype(np.int64),
         )

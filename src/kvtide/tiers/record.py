@@ -56,6 +56,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
+from kvtide.tiers.base import fingerprint
 
 __all__ = [
     "BODY",
@@ -158,6 +159,11 @@ class Header:
     def pages(self) -> int:
         fields = FIELD.size + len(self.tokens) if self.tokens else 0
         return -(-(TABLE + len(self.sections) * SECTION.itemsize + fields) // ALIGN)
+
+    @property
+    def identity(self) -> int:
+        """The fingerprint of whose it is."""
+        return fingerprint(self.namespace, self.tenant, self.layout, self.key[32:])
 
     @property
     def stored(self) -> int:

@@ -75,6 +75,8 @@ class Pool:
         self._most = 0
         self._idle: dict[Workspace, None] = {}
         """Those with memory that is not in use."""
+        self._emptied = 0
+        """How often all memory was to be given up."""
 
     @property
     def taken(self) -> int:
@@ -89,6 +91,7 @@ class Pool:
     def grant(self, who: Workspace, nbytes: int) -> None:
         with self._lock:
             self._idle.pop(who, None)
+            who.emptied = self._emptied
             if nbytes <= who.charge:
                 return
             # What it kept of a job that took as much is what it needs now. Getting it anew would cost a fault per page.
@@ -118,7 +121,7 @@ class Pool:
     def end(self, who: Workspace) -> None:
         with self._lock:
             held = who.held
-            if self._taken - who.charge + held > self.limit or self._next.locked():
+            if self._taken - who.charge + held > self.limit or self._next.locked() or who.emptied != self._emptied:
                 who.drop()
                 held = 0
             self._charge(who, held)
@@ -126,11 +129,21 @@ class Pool:
                 self._idle[who] = None
             self._lock.notify_all()
 
+    def empty(self) -> None:
+        """Give all memory back to the system, with what is in it: what a job has now, when that ends."""
+        with self._lock:
+            self._emptied += 1
+            for idle in self._idle:
+                idle.drop()
+                self._charge(idle, 0)
+            self._idle.clear()
+            self._lock.notify_all()
+
 
 class Workspace:
     """What one thread has of a pool; without one, as much as it likes."""
 
-    __slots__ = ("_kept", "_pool", "_working", "charge", "granted")
+    __slots__ = ("_kept", "_pool", "_working", "charge", "emptied", "granted")
 
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool
@@ -140,6 +153,8 @@ class Workspace:
         """Bytes that the pool counts for us. The pool's to change."""
         self.granted = 0
         """Bytes that were last asked for and not there. The pool's to change."""
+        self.emptied = 0
+        """How often the pool was emptied when its job began. The pool's to change."""
 
     def keep(self, memory: Kept) -> None:
         """``memory`` is the thread's, and used in jobs alone."""

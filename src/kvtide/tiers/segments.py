@@ -210,6 +210,9 @@ class Segments:
     def __getitem__(self, number: int) -> Segment:
         return self._all[number]
 
+    def get(self, number: int) -> Segment | None:
+        return self._all.get(number)
+
     def holds(self, place: int) -> bool:
         """Whether ``place`` is a slot in use."""
         segment = self._all.get(segment_of(place))

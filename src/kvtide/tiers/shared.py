@@ -533,7 +533,7 @@ class Shared:
             if header.key != key:
                 raise Rejected("another block")
             self._check_age(header, key)
-            if (header.namespace, header.tenant) != (who.namespace, who.tenant):
+            if header.identity != who.fingerprint:
                 raise NotForAsker("another model or tenant")
             if header.expiry <= self._clock.time():
                 raise Rejected("expired")  # whoever finds it makes room for the next

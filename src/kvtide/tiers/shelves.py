@@ -617,7 +617,7 @@ class Shelves:
         self._write(fd, [pages], offset)
         with self.lock:
             if self.segments.holds(place):  # else it was evicted meanwhile, and the journal must not say otherwise
-                facts = header.parent, header.depth, when, header.priority
+                facts = header.parent, header.depth, when, header.priority, header.identity
                 self._unnoted.append(entry(HOLDS, place, key, sequence, *facts))
 
     def note_held(self, held: Held) -> None:
@@ -626,8 +626,9 @@ class Shelves:
             for i, (key, place) in enumerate(zip(held.keys, held.places.tolist(), strict=True)):
                 if self.segments.holds(place):
                     sequence = int(self._sequences[segment_of(place)][slot_of(place)])
-                    facts = int(held.depths[i]), float(held.expiries[i]), int(held.priorities[i])
-                    self._unnoted.append(entry(HOLDS, place, key, sequence, held.parents[i].tobytes(), *facts))
+                    lives = float(held.expiries[i]), int(held.priorities[i]), int(held.identities[i])
+                    facts = held.parents[i].tobytes(), int(held.depths[i]), *lives
+                    self._unnoted.append(entry(HOLDS, place, key, sequence, *facts))
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:

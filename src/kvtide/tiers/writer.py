@@ -170,8 +170,7 @@ class Writer:
                 raise OSError(code, os.strerror(code)) if code else Rejected("full")
             page, pages = pages[: packed.header], pages[packed.header :]
             packed.name(page, slot.sequence, self._clock.time())
-            holds = entry(
-                HOLDS, slot.place, item.key, slot.sequence, item.parent, item.depth, item.expiry, item.priority
-            )
+            facts = item.parent, item.depth, item.expiry, item.priority, item.identity.fingerprint
+            holds = entry(HOLDS, slot.place, item.key, slot.sequence, *facts)
             records.append(_Record(slot, page, packed.payload, holds))
         return records

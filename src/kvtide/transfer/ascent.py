@@ -236,12 +236,12 @@ class Ascent:
 
         What is on its way for others is neither: ``transfer`` waits for that.
         """
-        others = self._residents.others(rows, identity)
+        others = self._index.others(rows, identity.fingerprint)
         refused = _NONE
         if others is not None:
             self._counts["loads dropped: the block in dram is not the asker's"] += int(np.count_nonzero(others))
             rows, refused = rows[~others], rows[others]
-        coming = self._residents.others(rows, identity, PENDING)
+        coming = self._residents.coming_to_others(rows, identity)
         if coming is not None:
             if self._residents.doomed:
                 coming &= ~self._residents.are_doomed(rows)
@@ -334,23 +334,26 @@ class Ascent:
         cold, rows, reads = job.cold, job.rows, job.reads
         self._jobs.pop(id(reads), None)
         bad: list[tuple[BlockKey, int]] = []
+        whose: list[int] = []
         numbers = rows.tolist()
         good = list(map(bool, results)) if results is not None else [False] * len(numbers)
         if doomed:
             good = [fine and row not in doomed for row, fine in zip(numbers, good, strict=True)]
         arrived = rows if False not in good else rows[good]
+        index.identity[at(arrived)] = reads[0].identity.fingerprint  # it was verified
         self._residents.seal(arrived)
         if len(arrived) < len(rows):
             for i, row in enumerate(numbers):
                 if good[i]:
                     continue
-                self._residents.leave(row)
+                self._residents.give_up(rows[i : i + 1])
                 index.tenant[row] = job.tenants[i]  # who asked in vain need not be whose it is
                 same = index.place[cold.number][row] == reads[i].place
                 if results is None or results[i] or not same or row in doomed:
                     continue
                 if self._lost(cold, reads[i].key, results[i]):
                     bad.append((reads[i].key, index.remove(row, cold.number)))
+                    whose.append(int(index.identity[row]))
         if self._failures:
             for row in arrived.tolist():
                 self._failures.pop((cold.number, index.key(row)), None)
@@ -358,12 +361,12 @@ class Ascent:
         self._landing.pop()
         events: list[Event] = []
         if self._feed.followed and len(arrived):
-            events.append(BlockStored("dram", index.keys(arrived)))
+            events.append(BlockStored("dram", index.keys(arrived), index.identities(arrived)))
         self._counts[f"blocks read from {cold.name}"] += len(arrived)
         self._residents.unhold(rows)
         if bad:
             self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
-            events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable"))
+            events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable", tuple(whose)))
             if cold.shared:
                 bad = []  # others may be able to read it; the tier removes what nobody can
             for key, _ in bad:

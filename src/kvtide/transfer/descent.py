@@ -177,18 +177,18 @@ class Descent:
 
     def evict(self, cold: Cold, rows: list[int], events: list[Event]) -> bool:
         """Let rows leave a colder tier; answers whether there were any. Under the lock."""
-        keys = self._index.keys(rows_of(rows))
+        keys, whose = self._index.keys(rows_of(rows)), self._index.identities(rows_of(rows))
         for row, key in zip(rows, keys, strict=True):
             cold.tier.evict(key, self._index.remove(row, cold.number))
             self._index.retire(row)
         if rows:
-            events.append(BlockRemoved(cold.name, keys, "evicted"))
+            events.append(BlockRemoved(cold.name, keys, "evicted", whose))
             self._counts[f"blocks evicted from {cold.name}"] += len(rows)
         return bool(rows)
 
     def _written(self, cold: Cold, items: Sequence[Write], places: Sequence[int]) -> None:
         index, residents, quota, number = self._index, self._residents, cold.quota, cold.number
-        kept: list[BlockKey] = []
+        kept: list[Write] = []
         dropped: list[tuple[BlockKey, int]] = []
         small = cold.tier.statistics().budget if NOWHERE in places else 0
         shorter: list[Renewal] = []
@@ -215,7 +215,7 @@ class Descent:
                     refused.discard(row)
                     if unwritten:
                         residents.note_written(row, number)
-                    kept.append(item.key)
+                    kept.append(item)
                     if item.expiry > expiry:
                         shorter.append((item.key, place, expiry))
             self._counts[f"blocks written to {cold.name}"] += len(kept)
@@ -226,7 +226,8 @@ class Descent:
         if dropped:
             self._eraser.erase(cold, dropped)
         if kept:
-            events.append(BlockStored(cold.name, tuple(kept)))
+            whose = tuple(item.identity.fingerprint for item in kept)
+            events.append(BlockStored(cold.name, tuple(item.key for item in kept), whose))
         self._feed.publish(events)
         if shorter:  # its expiry was changed while it was written
             self.renew(cold, shorter, lambda erased: None)
@@ -252,7 +253,7 @@ class Descent:
             # What was evicted meanwhile has given its place back, perhaps to another block.
             bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
             if len(rows := rows[there]):
-                events.append(BlockRemoved(cold.name, index.keys(rows), "expired"))
+                events.append(BlockRemoved(cold.name, index.keys(rows), "expired", index.identities(rows)))
                 index.remove_many(rows, cold.number)
                 index.retire_many(rows)
         self._feed.publish(events)

@@ -235,7 +235,7 @@ class Persister:
 
     def _follow(self, block: _Block) -> bool:
         """Hold the row that has the block's key now; False if there is none. Under the lock."""
-        row = self._index.row(block.key)
+        row = int(self._index.own_rows([block.key], block.identity.fingerprint)[0])
         if row != block.row or block.lease is None:
             self._let_go(block)
             block.row, block.loaded = row, False
@@ -382,7 +382,7 @@ class Persister:
                     index.remove(row, number)
                     if not cold.shared:
                         cold.tier.evict(block.key, place)
-                    events.append(BlockRemoved(cold.name, (block.key,), "unreadable"))
+                    events.append(BlockRemoved(cold.name, (block.key,), "unreadable", index.identities(rows_of([row]))))
                     again.setdefault(request, []).append(block)
                 else:
                     ended.setdefault((request, Unwritten.WRITE_FAILED), []).append(block)

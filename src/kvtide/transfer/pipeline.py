@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DIGEST, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
@@ -55,9 +56,11 @@ from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.room import Room
 from kvtide.transfer.written import Unwritten
 
-__all__ = ["Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Asker", "Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
 
 
+_TAILS = 8 << 20
+"""Bytes of slots whose ends are zeroed in one hold of the lock: an end is at most 1/32 of its slot."""
 _WINDOW = 1 << 12
 """Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
 _GRANTED = 1024
@@ -65,6 +68,10 @@ _GRANTED = 1024
 
 Erased = list[tuple[BlockKey, int]]
 """Blocks that a tier is to erase, and where it has them."""
+
+Asker = Mapping[bytes, int] | None
+"""Who asks for blocks by their keys: the fingerprints of his identities, by what ends the keys; None: the store itself,
+for which no block is another's."""
 
 _NONE: Rows = np.empty(0, np.int64)
 _REPAIRS = 100
@@ -173,7 +180,6 @@ class Pipeline:
         residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
         residents.repaired = self.call_ready = self._ascent.call_ready
         self.ready = self._ascent.ready
-        self.others = residents.others
         self.load_in_slices = self._ascent.load_in_slices
         self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
         self.persister.interrupted = self.repair
@@ -394,6 +400,11 @@ class Pipeline:
         if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
             granted.contended = True
             second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
+        if (others := index.others(found, pledge.identity.fingerprint)) is not None:
+            # To another, a block that is here must look like one that is not: he writes a copy that nobody finds.
+            named = (np.flatnonzero(others & ~new) + start).tolist()
+            second.update(i for i in named if pledge.keys[i] not in self._hidden)
+        if second:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._room.allow(pledge.identity, len(wanted), events)
@@ -414,6 +425,7 @@ class Pipeline:
         if rows:
             granted.rows += rows
             self._dram.own(rows_of(places), rows_of(rows))
+            index.identity[rows] = pledge.identity.fingerprint
             self._residents.enter(rows_of(rows), places, pledge.identity)
             index.mark[rows] = marks(keys)
             index.expire_at(rows, pledge.expiry)
@@ -458,13 +470,13 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
-        self._residents.leave_many(rows[~good])
+        self._residents.give_up(rows[~good])
         self._ascent.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._descent.write(cold, kept[cold.admission.on_store(kept)])
         self.counts["blocks stored"] += len(kept)
         if self._feed.followed and len(kept):
-            events.append(BlockStored("dram", index.keys(kept)))
+            events.append(BlockStored("dram", index.keys(kept), index.identities(kept)))
         self._residents.unhold(rows)
         del self._open[serial]
         self._watches.pop(serial, None)
@@ -549,26 +561,34 @@ class Pipeline:
         return made
 
     def drop(
-        self, keys: Sequence[BlockKey], done: Callable[[int], None], *, shared: bool = True, told: bool = True
+        self,
+        keys: Sequence[BlockKey],
+        done: Callable[[int], None],
+        *,
+        shared: bool = True,
+        who: Asker = None,
+        told: bool = True,
     ) -> int:
         """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
 
         Others who use the storage are ``told`` to do so. ``done`` gets the number not erased. Goes in slices, and rests
         between them: hold no lock.
         """
-        drop = Drop(self, keys, done, shared, told)
+        drop = Drop(self, keys, done, shared, who, told)
         while drop.step():
             rest()
         return drop.found
 
-    def drop_some(self, keys: Sequence[BlockKey], colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]) -> int:
+    def drop_some(
+        self, keys: Sequence[BlockKey], who: Asker, colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]
+    ) -> int:
         """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
         ``erase``, before anything is taken: who is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
         try:
             with index.lock:
-                rows = index.rows(keys)
+                keys, rows = self._own(keys, who)
                 found = np.unique(rows[rows > 0])
                 try:
                     for cold, items in zip(colds, erase, strict=True):
@@ -587,6 +607,17 @@ class Pipeline:
         self._feed.publish(events)
         return len(found)
 
+    def _own(self, keys: Sequence[BlockKey], who: Asker) -> tuple[Sequence[BlockKey], Rows]:
+        """Those keys that are not of others' blocks, and their rows. Under the lock."""
+        index = self._index
+        rows = index.rows(keys)
+        if who is None:
+            return keys, rows
+        others = index.others(rows, np.fromiter((who[key[DIGEST:]] for key in keys), np.int64, len(keys)))
+        if others is None:
+            return keys, rows
+        return [key for key, other in zip(keys, others.tolist(), strict=True) if not other], rows[~others]
+
     def _with_hidden(self, keys: Sequence[BlockKey], rows: Rows) -> Rows:
         """These rows, and those that second writers of the same keys have. Under the lock."""
         if not self._hidden:
@@ -603,6 +634,31 @@ class Pipeline:
                 self.repair()
             else:
                 return
+
+    def when_zeroed(self, call: Callable[[], None]) -> None:
+        """Call when the slots of what was dropped are zeroed, but for those that somebody holds."""
+        self._dram.when_zeroed(call)
+
+    def zero_traces(self, tenant: bytes) -> int:
+        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
+        because somebody holds them.
+
+        Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
+        """
+        with self._index.lock:
+            later = self._residents.zero_unfilled() + self._residents.held_of(tenant)
+        self._dram.zero_free(tenant)
+        for segment in self._dram.mixed:
+            slots = np.arange(segment.slots)
+            for some in np.array_split(slots, 1 + segment.nbytes // _TAILS):
+                with self._index.lock:
+                    self._residents.zero_tails(segment, some)
+                rest()
+            self._dram.zero_rest(segment)
+        zeroed = threading.Event()
+        self._dram.when_zeroed(zeroed.set)
+        zeroed.wait()
+        return later
 
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
         """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
@@ -635,6 +691,8 @@ class Pipeline:
         if not len(rows):
             return
         self.largest_slice = max(self.largest_slice, len(rows))
+        if reason == "dropped":
+            self._residents.zero_when_left(rows)
         if self._hidden:
             for row in rows.tolist():
                 if self._hidden.get(key := index.key(row)) == row:
@@ -656,7 +714,7 @@ class Pipeline:
 
     def _tell(self, tier: str, rows: Rows, reason: str, events: list[Event]) -> None:
         if self._feed.followed:
-            events.append(BlockRemoved(tier, self._index.keys(rows), reason))
+            events.append(BlockRemoved(tier, self._index.keys(rows), reason, self._index.identities(rows)))
 
     def expire(self, rows: Rows) -> list[Event]:
         """Remove blocks whose time is over. Under the lock; answers what is to be published."""
@@ -688,7 +746,7 @@ class Pipeline:
                     self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
 
     def expire_some(
-        self, keys: Sequence[BlockKey], when: float, now: float, shorten: bool
+        self, keys: Sequence[BlockKey], who: Asker, when: float, now: float, shorten: bool
     ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
         """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
 
@@ -696,7 +754,7 @@ class Pipeline:
         """
         index = self._index
         with index.lock:
-            rows = index.rows(keys)
+            keys, rows = self._own(keys, who)
             found = np.unique(rows[(rows > 0) & (index.expiry[rows] > now)])
             self.extend(found, when)
             if not shorten:
@@ -735,6 +793,7 @@ class Pipeline:
                     index.expiry[rows],
                     index.priority[rows],
                     np.zeros(len(rows), np.int64),
+                    index.identity[rows],
                 )
             cold.tier.note(held)
         self._longer.clear()
@@ -751,6 +810,7 @@ class Expiring:
         when: float,
         now: float,
         done: Callable[[int], None],
+        who: Asker = None,
     ) -> None:
         """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
         self._pipeline = pipeline
@@ -758,6 +818,7 @@ class Expiring:
         self._heads = len(heads)
         self._when = when
         self._now = now
+        self._who = who
         self._tally = Tally(1, done)
         self._at = 0
         self.found = 0
@@ -767,7 +828,9 @@ class Expiring:
         """Change the next slice; answers whether there is another."""
         shorten = self._at >= self._heads
         stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
-        found, renew = self._pipeline.expire_some(self._keys[self._at : stop], self._when, self._now, shorten)
+        found, renew = self._pipeline.expire_some(
+            self._keys[self._at : stop], self._who, self._when, self._now, shorten
+        )
         self._at = stop
         self.found += found if shorten else 0
         for cold, items in renew:
@@ -789,6 +852,7 @@ class Drop:
         keys: Sequence[BlockKey],
         done: Callable[[int], None],
         shared: bool = True,
+        who: Asker = None,
         told: bool = True,
     ) -> None:
         """``shared``: in storage that others use as well, and these are ``told``.
@@ -797,9 +861,10 @@ class Drop:
         """
         self._pipeline = pipeline
         self._keys = keys
+        self._who = who
         self._told = told
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
-        self._tally = Tally(1 + len(self._colds), done)
+        self._tally = Tally(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
         self._at = 0
         self.found = 0
@@ -811,7 +876,7 @@ class Drop:
         self._at += len(keys)
         if keys:
             try:
-                self.found += self._pipeline.drop_some(keys, self._colds, self._tally, self._erase)
+                self.found += self._pipeline.drop_some(keys, self._who, self._colds, self._tally, self._erase)
             except BaseException:
                 self._erase_all()
                 raise
@@ -824,4 +889,5 @@ class Drop:
         for cold, items in zip(self._colds, self._erase, strict=True):
             drop = cold.withdraw if self._told and cold.withdraw is not None else cold.tier.drop
             drop(items, self._tally.end)
+        self._pipeline.when_zeroed(lambda: self._tally.end(()))
         self._tally.end(())

@@ -2,6 +2,8 @@
 
 A row in DRAM is held by leases, by reservations and by moves. A block that is dropped while somebody holds it is
 *doomed*: its key is gone from the index, so nobody finds it any more; its slot follows when the last holder lets go.
+
+What was dropped is zeroed before its slot is given back, what was evicted or has expired is not (``tiers.zeroing``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from kvtide.index.lease import Lease, Watch
 from kvtide.tiers.base import Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.record import header_bytes
-from kvtide.tiers.segments import Segment, ladder
+from kvtide.tiers.segments import EMPTY, Segment, ladder, place_of
 from kvtide.transfer.written import Unwritten
 
 __all__ = ["Moving", "Residents"]
@@ -73,6 +75,10 @@ class Residents:
         self._watches: dict[int, Watch] = {}
         """Over leases in force, by number."""
         self.doomed: set[int] = set()
+        self._zeroed: set[int] = set()
+        """Rows in DRAM whose slots are to be zeroed when they leave."""
+        self._over: set[int] = set()
+        """Rows that are being filled, in whose slots there are bytes of others."""
         self.forgotten: Counter[bytes] = Counter()
         """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
         self.refused: set[int] = set()
@@ -148,6 +154,8 @@ class Residents:
         index, these = self._index, at(rows)
         # First the place: an interrupt in between leaves rows that are nowhere, and none that are pending without one.
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
+        if self._dram.written_by(places, identity.tenant, identity.geometry.footprint):
+            self._over.update(rows.tolist())
         index.state[DRAM][these] = PENDING
         index.space[these] = space = self._space(identity)
         self._rows[space] += len(rows)
@@ -160,6 +168,11 @@ class Residents:
         """Pending rows are whole."""
         self._index.state[DRAM][at(rows)] = SEALED
         self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
+        if self._over:
+            for row in self._over.intersection(rows.tolist()):
+                self._dram.filled(int(self._index.place[DRAM][row]), self.identity(row).tenant)
+                self._over.discard(row)
+                self._zeroed.discard(row)
         if self._checks is not None:
             for row in rows.tolist():
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
@@ -175,6 +188,9 @@ class Residents:
 
     def leave(self, row: int) -> None:
         """Take a row out of DRAM. The row itself may live on in colder tiers."""
+        if self._zeroed:
+            self.leave_many(rows_of([row]))
+            return
         self._dram.release(self._index.remove(row, DRAM))
         space = int(self._index.space[row])
         self._rows[space] -= 1
@@ -189,6 +205,39 @@ class Residents:
             self.refused.discard(row)
         if self.unwritten:
             self.unwritten.pop(row, None)
+
+    def give_up(self, rows: Rows) -> None:
+        """Distinct rows that were to be filled leave DRAM unfilled: their slots may have bytes of anybody."""
+        for place in self._index.place[DRAM][rows].tolist():
+            self._dram.unfilled(place)
+        self.leave_many(rows)
+        self._over.difference_update(rows.tolist())
+
+    def zero_when_left(self, rows: Rows) -> None:
+        """Zero the slots of those of these rows that are in DRAM, when they leave it."""
+        self._zeroed.update(rows[self._index.state[DRAM][rows] != ABSENT].tolist())
+
+    def zero_unfilled(self) -> int:
+        """The same for all rows in whose slots there are bytes of others still, unless those are overwritten; answers
+        how many they are."""
+        self._zeroed |= self._over
+        return len(self._over)
+
+    def zero_tails(self, segment: Segment, slots: Rows) -> None:
+        """Zero what is behind the blocks in these slots of a segment, as far as they are in use."""
+        owner = segment.owner
+        slots = slots[slots < len(owner)]
+        slots = slots[owner[slots] > EMPTY]
+        rows, places = owner[slots], slots | place_of(segment.number, 0)
+        here = (self._index.place[DRAM][rows] == places) & (self._index.state[DRAM][rows] != ABSENT)
+        for row, place in zip(rows[here].tolist(), places[here].tolist(), strict=True):
+            self._dram.zero_tail(place, self.identity(row).geometry.footprint)
+
+    def held_of(self, tenant: bytes) -> int:
+        """How many blocks of a tenant were dropped, and are held by somebody still."""
+        return sum(
+            self._index.state[DRAM][row] != ABSENT and self.identity(row).tenant == tenant for row in self.doomed
+        )
 
     def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
         """A colder tier was to have these rows and does not take them."""
@@ -223,7 +272,8 @@ class Residents:
         for gone in (self.tokens, self._checks or {}, self.unwritten):
             for row in [row for row in gone if absent[row]]:
                 del gone[row]
-        self.refused.difference_update([row for row in self.refused if absent[row]])
+        for gone_rows in (self.refused, self._zeroed, self._over):
+            gone_rows.difference_update([row for row in gone_rows if absent[row]])
         self.doom_many(rows_of([row for row in index.detached() if row not in hidden]))
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
 
@@ -231,7 +281,13 @@ class Residents:
         """``leave`` of distinct rows."""
         if not len(rows):
             return
-        self._dram.release_many(self._index.remove_many(rows, DRAM))
+        places = self._index.remove_many(rows, DRAM)
+        if self._zeroed and (zeroed := self._zeroed.intersection(rows.tolist())):
+            mine = np.isin(rows, rows_of(list(zeroed)))
+            self._dram.zero(places[mine])
+            self._zeroed -= zeroed
+            places = places[~mine]
+        self._dram.release_many(places)
         spaces, counts = np.unique(self._index.space[rows], return_counts=True)
         for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
             self._rows[space] -= count
@@ -270,15 +326,15 @@ class Residents:
         rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
         return rows[~self.are_doomed(rows)]
 
-    def others(self, rows: Rows, identity: Identity, state: int = SEALED) -> Mask | None:
-        """Which rows are in that state in DRAM with a block that is not of this identity; None: none, as usual.
+    def coming_to_others(self, rows: Rows, identity: Identity) -> Mask | None:
+        """Which rows are on their way to DRAM for another identity; None: none, as usual.
 
-        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        Whose they are is not known before they are read (``Index.others`` knows the rest).
         """
         other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
         if b"\1" not in other.tobytes():
             return None
-        other &= self._index.state[DRAM][rows] == state  # else it says nothing: nobody clears it
+        other &= self._index.state[DRAM][rows] == PENDING  # else it says nothing: nobody clears it
         return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:

@@ -174,7 +174,8 @@ class Room:
 
     def _evict(self, rows: list[int], events: list[Event]) -> None:
         if rows and self._feed.followed:
-            events.append(BlockRemoved("dram", self._index.keys(rows_of(rows)), "evicted"))
+            gone = rows_of(rows)
+            events.append(BlockRemoved("dram", self._index.keys(gone), "evicted", self._index.identities(gone)))
         if self._residents.unwritten:
             self._descent.count_lost(rows)
         if len(rows) > _FEW:
@@ -233,6 +234,8 @@ class Room:
                 (row, int(index.place[DRAM][row]), new, identity(row).geometry.footprint)
                 for row, new in zip(rows, places, strict=False)
             ]
+        for _, _, new, _ in moves:
+            self._dram.unfilled(new)
         held = rows_of([row for row, *_ in moves])
         index.hold(held)
         self._moves.append(_Move(held, moves, eviction.drained))
@@ -261,6 +264,8 @@ class Room:
                 try:
                     for _, old, new, size in move.slots:
                         copy(self._dram.span(new, size), self._dram.span(old, size))
+                        if self._dram.is_mixed(new):
+                            self._dram.zero_tail(new, size)  # a tenant may just be forgotten whose bytes are there
                         copied += 1
                 finally:
                     with self._index.lock:
@@ -280,6 +285,7 @@ class Room:
             alone = index.holds[row] == 1 and row not in doomed and index.place[DRAM][row] == old
             if i < copied and alone:
                 index.relocate(row, DRAM, new)
+                self._dram.filled(new, self._residents.identity(row).tenant)
                 self._dram.release(old)
                 self._counts["blocks moved in dram"] += 1
             else:

@@ -138,26 +138,31 @@ class Search:
 
     def _enter(self, cold: Cold, found: Mapping[Wish, Entry]) -> None:
         """Blocks are in a tier: let the index know."""
-        index, now, new = self._index, self._clock.time(), []
+        index, now = self._index, self._clock.time()
+        new, whose = list[BlockKey](), list[int]()
         with index.lock:
-            for (key, _), entry in found.items():
-                row = index.row(key)
+            for (key, who), entry in found.items():
+                row, mine = index.row(key), who.fingerprint
                 if entry.expiry <= now or (row and index.state[cold.number][row] != ABSENT):
                     continue
+                if row and index.identity[row] not in (0, mine):
+                    continue  # here the key is another's
                 if not row:
                     row = index.add(key, entry.parent, entry.depth)
                     index.mark[row] = marks([key])[0]
                     index.tenant[row] = 0
                     index.priority[row] = entry.priority
                     index.expire_at([row], entry.expiry)
+                index.identity[row] = mine  # the tier has compared it
                 index.put(row, cold.number, SEALED, entry.place)
                 new.append(key)
+                whose.append(mine)
             self._counts[f"blocks found in {cold.name}"] += len(new)
             many = len(index) > self._known
             if many:
                 self._known = sys.maxsize  # one is enough to forget
         if new:
-            self._feed.publish([BlockStored(cold.name, tuple(new))])
+            self._feed.publish([BlockStored(cold.name, tuple(new), tuple(whose))])
         if many:
             try:
                 self._forget()
@@ -207,7 +212,7 @@ class Search:
         """Forget that a tier has these rows; those that are nowhere else, altogether. Under the lock."""
         index = self._index
         rows = rows[index.state[cold.number][rows] == SEALED]
-        events = [BlockRemoved(cold.name, index.keys(rows), reason)] if len(rows) else []
+        events = [BlockRemoved(cold.name, index.keys(rows), reason, index.identities(rows))] if len(rows) else []
         if len(rows):
             index.remove_many(rows, cold.number)
             index.retire_many(rows)

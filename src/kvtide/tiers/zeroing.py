@@ -1,0 +1,201 @@
+"""Zeroes slots of the arena whose bytes nobody may see any more.
+
+A slot that is given back keeps the bytes of its last block until another block is written over them. That is all right
+for a block that was evicted or has expired, and costs nothing. A block that was dropped, and every block of a tenant
+that is forgotten, must not stay in memory: its slot is zeroed first, and given back then.
+
+*Whose bytes are where.* The index knows whose a block is that is here. Of a slot that is free, or has a new owner who
+has not filled it yet, a ``Residue`` knows it: it remembers for each slot the tenant who last wrote to it, also after
+eviction. Two things leave bytes of others behind: a block that is shorter than the one before it in the same slot, and
+a segment that is cut anew for slots of another size. A residue says so (``mixed``); then all of the segment that is not
+part of a block is zeroed when any tenant is forgotten.
+
+*Nobody waits.* Zeroing takes no lock but to choose slots and to give them back. It is done on a thread of the arena's
+own, because the last right to a slot often ends in a thread that is in a hurry: an engine's step. Its bandwidth is
+limited, so that it leaves the memory's to those who move blocks. Meanwhile a slot is in use, by nobody: it cannot be
+taken, and no segment with such a slot is cut anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import Span
+
+__all__ = ["SEVERAL", "Residue", "Tenants", "Zeroing", "zero"]
+
+SEVERAL = 0xFFFFFFFF
+"""Instead of a tenant's number: nobody knows whose bytes are in a slot."""
+
+_BATCH = 4 << 20
+"""Bytes that are zeroed from one rest to the next, and given back together."""
+_BANDWIDTH = 4 << 30
+"""Bytes in a second, at most."""
+_TENANTS = 4096
+"""Tenants after which it is worth a look which of them have left no bytes, at least."""
+
+
+def zero(span: Span) -> None:
+    """Without holding the GIL."""
+    np.frombuffer(span, np.uint8)[:] = 0
+
+
+class Residue:
+    """Whose bytes are in one segment's slots. Changed under the arena's lock."""
+
+    __slots__ = ("_extent", "last", "mixed")
+
+    def __init__(self, slots: int) -> None:
+        self.last: npt.NDArray[np.uint32] = np.zeros(slots, np.uint32)
+        """The number of the tenant whose block a slot has or had; 0: all its bytes are zero."""
+        self.mixed = False
+        """Whether bytes that are not part of a block may be anybody's."""
+        self._extent = 0
+
+    def enter(self, slots: npt.NDArray[np.int64], tenant: int, extent: int) -> bool:
+        """Blocks of so many bytes are about to be written; answers whether there may be bytes of others below."""
+        if extent != self._extent:
+            self.mixed |= self._extent != 0
+            self._extent = extent
+        before = self.last[slots]
+        if (before == tenant).all():  # as usual, where there is one tenant
+            return False
+        others = before != 0
+        others &= before != tenant
+        self.last[slots] = np.where(others, SEVERAL, tenant)
+        return bool(others.any())
+
+    def cut(self, slots: int) -> None:
+        """The segment was cut anew."""
+        written = self.mixed or bool(self.last.any())
+        self.mixed = written
+        self.last = np.full(slots, SEVERAL if written else 0, np.uint32)
+
+    def left_by(self, tenant: int) -> npt.NDArray[np.bool_]:
+        """Which slots, if they are free, may have bytes of a tenant."""
+        last = self.last
+        found: npt.NDArray[np.bool_] = last != 0 if self.mixed else (last == tenant) | (last == SEVERAL)
+        return found
+
+
+class Tenants:
+    """Numbers for tenants, from 1 on, as long as slots have bytes of theirs."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._next = itertools.count(1)
+        self._most = _TENANTS
+
+    def number(self, tenant: bytes, residues: Callable[[], Iterator[Residue]]) -> int:
+        """A tenant's number; a new one, if it has none."""
+        found = self._numbers.get(tenant)
+        if found is None:
+            if len(self._numbers) >= self._most:
+                here = {number for residue in residues() for number in np.unique(residue.last).tolist()}
+                self._numbers = {t: number for t, number in self._numbers.items() if number in here}
+                self._most = max(_TENANTS, 2 * len(self._numbers))
+            found = self._numbers[tenant] = next(self._next)
+        return found
+
+    def known(self, tenant: bytes) -> int:
+        """A tenant's number; SEVERAL if no slot is known to have its bytes."""
+        return self._numbers.get(tenant, SEVERAL)
+
+
+class Zeroing:
+    """Slots that are to be zeroed and given back, and the thread that does it. Everything is safe from any thread."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        spans: Callable[[Sequence[int]], list[Span]],
+        give_back: Callable[[npt.NDArray[np.int64]], None],
+    ) -> None:
+        """``spans`` are the bytes of slots; ``give_back`` is called under ``lock``, the arena's."""
+        self._lock = lock
+        self._spans = spans
+        self._give_back = give_back
+        self._places: dict[int, None] = {}
+        """In the order in which they came. What is not here any more was given back."""
+        self._asked = self._done = 0
+        """Slots that were ever added, and that were given back."""
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        """Who waits until so many slots were given back."""
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtide-zeroing", daemon=True)
+        self._thread.start()
+
+    @property
+    def places(self) -> Collection[int]:
+        """Slots that are to be zeroed. Under the lock."""
+        return self._places.keys()
+
+    def add(self, places: Sequence[int]) -> None:
+        """Zero slots that are in use by nobody, and give them back. Under the lock; ``wake`` outside of it or in it."""
+        self._places.update(dict.fromkeys(places))
+        self._asked = self._done + len(self._places)
+
+    def wake(self) -> None:
+        """There is something to zero."""
+        self._wake.put(True)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call when all slots that were added by now are zeroed: at once, or on the thread that does it."""
+        with self._lock:
+            if self._places:
+                self._waiting.append((self._asked, call))
+                self._wake.put(True)
+                return
+        call()
+
+    def _run(self) -> None:
+        while self._wake.get():
+            while self._step():
+                pass
+        self._answer()
+
+    def _step(self) -> bool:
+        """Zero some slots; answers whether there may be more."""
+        with self._lock:
+            some = list(itertools.islice(self._places, 64))
+            spans = self._spans(some)
+        if not some:
+            return False
+        began, done, nbytes = time.monotonic(), 0, 0
+        for span in spans:
+            zero(span)
+            done, nbytes = done + 1, nbytes + len(span)
+            if nbytes >= _BATCH:
+                break
+        del spans, span
+        with self._lock:
+            self._give_back(np.array(some[:done], np.int64))
+            for place in some[:done]:
+                del self._places[place]
+            self._done += done
+        self._answer()
+        time.sleep(max(0.0, nbytes / _BANDWIDTH - (time.monotonic() - began)))
+        return True
+
+    def _answer(self) -> None:
+        """Call those whose slots are done, or all, if there will be no more."""
+        while True:
+            with self._lock:
+                if not self._waiting or (self._places and self._waiting[0][0] > self._done):
+                    return
+                _, call = self._waiting.popleft()
+            call()
+
+    def close(self) -> None:
+        """Zero what was added, and end."""
+        self._wake.put(True)
+        self._wake.put(False)
+        self._thread.join()
