@@ -73,7 +73,7 @@ def test_who_was_not_reached_has_nothing_of_the_tenant_and_writes_nothing(tmp_pa
             put(a, DEFAULT_TENANT)
             put(b, written=False)
             put(b, DEFAULT_TENANT, written=False)
-            assert a.forget(GONE.tag) == 3
+            assert a.forget(GONE.tag).blocks == 3
             hear(b)
             assert found(b) == 0
             assert found(b, DEFAULT_TENANT) == len(TOKENS)
@@ -84,7 +84,7 @@ def test_who_was_not_reached_has_nothing_of_the_tenant_and_writes_nothing(tmp_pa
             put(c)
             hear(a)
             assert found(a) == len(TOKENS), "what is stored afterwards is new"
-        assert a.forget(GONE.tag) == 3
+        assert a.forget(GONE.tag).blocks == 3
         assert len(list((tmp_path / "shared").rglob("forgotten.*"))) == 1, "the later one replaces the first"
 
 
@@ -93,7 +93,7 @@ def test_one_that_never_hears_writes_in_vain_and_so_for_good(tmp_path: Path, mon
         with opened(tmp_path, files={"store": "eviction"}) as b:
             put(b, written=False)
             put(a)
-            assert a.forget(GONE.tag) == 3
+            assert a.forget(GONE.tag).blocks == 3
             ((_, tier),) = b.shared_tiers
             monkeypatch.setattr(tier.drops, "hear", lambda: None)
             monkeypatch.setattr(tier.drops, "step", lambda: None)
@@ -114,7 +114,7 @@ def test_blobs_that_this_process_knew_nothing_of_are_read_by_nobody(tmp_path: Pa
     with opened(tmp_path) as b:
         put(b)
     with opened(tmp_path) as a, opened(tmp_path) as c:
-        assert a.forget(GONE.tag) == 0, "nobody can tell whose a blob is, but whose it was not"
+        assert a.forget(GONE.tag).blocks == 0, "nobody can tell whose a blob is, but whose it was not"
         hear(c)
         assert found(a) == found(c) == 0
 

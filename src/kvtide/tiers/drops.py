@@ -61,9 +61,9 @@ _SEAL = 48
 """Bytes that name key and salt of a sealed page; zeros: it is in the open."""
 _START = len(_MAGIC) + _SEAL
 _LONGEST = _START + 9 + PAGE * _KEY + 16
-_KEPT = 512
+_KEPT = 2048
 """Pages that are kept,"""
-_KEPT_BYTES = 2 << 20
+_KEPT_BYTES = 8 << 20
 """of so many bytes together,"""
 _KEPT_SECONDS = 86_400.0
 """and for so long, by the storage's clock, where it has one."""
@@ -176,7 +176,8 @@ class DropLog:
     def fresh(self) -> None:
         """Hear, if it is late: before a write. Talks to storage then. Raises OSError, Rejected."""
         if self.late:
-            self.hear()
+            with self._turn():
+                self._hear(look=True)  # before the first page there is none whose absence would tell what was missed
 
     def hear(self) -> None:
         """Take in what is new. Talks to storage. Raises OSError, Rejected."""
@@ -280,7 +281,7 @@ class DropLog:
         while True:
             here, more = self._blobs.find([_page(self.number), _page(self.number + 1)], self._timeout)
             if not more:
-                return here
+                return here or not self.number
             self._take([self.number + 1], recent)
 
     def _look(self, recent: Collection[BlockKey]) -> None:
@@ -292,16 +293,28 @@ class DropLog:
             self._take(new, ())
         elif new == list(range(self.number + 1, self.number + 1 + len(new))):
             self._take(new, recent)
-        else:
+        elif new := self._ours(new):
             self._miss(new, recent)
-        if not pages or pages[-1] < self.number:
-            # The first one here, or somebody has emptied the storage: there must be a last page.
+        if self.number and (not pages or pages[-1] < self.number):
+            # Somebody has emptied the storage: there must be a last page.
             with contextlib.suppress(OSError):
                 self._blobs.create(_page(self.number), b"", self._timeout)
         for number in set(self._pages).difference(pages):
             self._leave(number)
         self._listed_at = self._clock.monotonic()
         self.looked = True
+
+    def _ours(self, numbers: Sequence[int]) -> list[int]:
+        """Those pages that tell something: names of pages alone, which anybody can make, must not cost all blocks."""
+        before = {number: self._pages.get(number) for number in numbers}
+        ours = []
+        for number in numbers:
+            keys, tenants = self._read([number])
+            if keys or tenants:
+                ours.append(number)
+            elif before[number] is None:
+                self._leave(number)
+        return ours
 
     def _miss(self, new: Sequence[int], recent: Collection[BlockKey]) -> None:
         """There are pages, but not all that came before them."""
