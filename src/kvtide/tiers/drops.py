@@ -340,14 +340,19 @@ class DropLog:
         if len(self._tenants) < _TENANTS:
             self._tenants[tag] = max(number, self._tenants.get(tag, 0))
 
+    def _names(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        """As ``Blobs.list``."""
+        with contextlib.suppress(FileNotFoundError):  # a bucket that some servers make when the first blob comes
+            yield from self._blobs.list(self._timeout, prefix)
+
     def _listed(self) -> list[int]:
         """The numbers of the last pages that there are."""
-        found = (_numbered(name) for name, _, _ in self._blobs.list(self._timeout, _PAGES))
+        found = (_numbered(name) for name, _, _ in self._names(_PAGES))
         return heapq.nlargest(2 * _KEPT, (number for number in found if number is not None))
 
     def _forgotten(self, tag: str = "") -> Iterator[tuple[str, bytes, int]]:
         """The names, tenants and pages of what was forgotten, of all tenants or one."""
-        for name, _, _ in self._blobs.list(self._timeout, _FORGOTTEN + tag):
+        for name, _, _ in self._names(_FORGOTTEN + tag):
             match name.split("."):
                 case [_, whose, number] if len(whose) == 32 and len(number) == 18 and number.isdecimal():
                     with contextlib.suppress(ValueError):
@@ -410,7 +415,7 @@ class DropLog:
     def _trim(self) -> None:
         """Remove pages that are old, or too many; the last one stays."""
         pages: list[tuple[int, int, float]] = []
-        for name, nbytes, when in self._blobs.list(self._timeout, _PAGES):
+        for name, nbytes, when in self._names(_PAGES):
             if (number := _numbered(name)) is not None:
                 pages.append((number, nbytes, when))
                 if len(pages) > 4 * _KEPT:  # nobody of us writes so many
