@@ -93,6 +93,7 @@ class Points:
 
     def run(self, call: Callable[[], object]) -> None:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # CPython 3.12 gives no events for opcodes unless this was set before
         sys.settrace(self)
         try:
             call()

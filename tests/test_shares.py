@@ -165,10 +165,10 @@ def test_a_part_that_cannot_forget_keeps_no_other_from_it(tmp_path: Path, monkey
         assert store.flush(60)
         drop = Store.drop
 
-        def dropped(part: Store, keys: Sequence[BlockKey], timeout: float | None = None) -> int:
+        def dropped(part: Store, keys: Sequence[BlockKey], timeout: float | None = None, **how: Any) -> int:
             if part is store:
                 raise TierError("storage does not answer")
-            return drop(part, keys, timeout)
+            return drop(part, keys, timeout, **how)
 
         monkeypatch.setattr(Store, "drop", dropped)
         with pytest.raises(TierError, match="does not answer"):

@@ -103,7 +103,11 @@ class Dram:
         self._prefaulted = threading.Event()
         self._grower = threading.Thread(target=self._grow_all, args=(prefault,), name="kvtide-dram", daemon=True)
         self._zeroing = Zeroing(self._lock, self._whole, self._zeroed)
-        self._grower.start()
+        try:
+            self._grower.start()
+        except BaseException:
+            self._zeroing.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Dram {self._segments.used} of {self._segments.budget} bytes>"

@@ -646,7 +646,7 @@ class Pipeline:
         Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
         """
         with self._index.lock:
-            later = self._residents.zero_unfilled() + self._residents.held_of(tenant)
+            self._residents.zero_unfilled()
         self._dram.zero_free(tenant)
         for segment in self._dram.mixed:
             slots = np.arange(segment.slots)
@@ -658,7 +658,8 @@ class Pipeline:
         zeroed = threading.Event()
         self._dram.when_zeroed(zeroed.set)
         zeroed.wait()
-        return later
+        with self._index.lock:
+            return self._residents.held_of(tenant)
 
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
         """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""

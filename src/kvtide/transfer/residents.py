@@ -217,11 +217,9 @@ class Residents:
         """Zero the slots of those of these rows that are in DRAM, when they leave it."""
         self._zeroed.update(rows[self._index.state[DRAM][rows] != ABSENT].tolist())
 
-    def zero_unfilled(self) -> int:
-        """The same for all rows in whose slots there are bytes of others still, unless those are overwritten; answers
-        how many they are."""
+    def zero_unfilled(self) -> None:
+        """The same for all rows in whose slots there are bytes of others still, unless those are overwritten."""
         self._zeroed |= self._over
-        return len(self._over)
 
     def zero_tails(self, segment: Segment, slots: Rows) -> None:
         """Zero what is behind the blocks in these slots of a segment, as far as they are in use."""
@@ -234,10 +232,9 @@ class Residents:
             self._dram.zero_tail(place, self.identity(row).geometry.footprint)
 
     def held_of(self, tenant: bytes) -> int:
-        """How many blocks of a tenant were dropped, and are held by somebody still."""
-        return sum(
-            self._index.state[DRAM][row] != ABSENT and self.identity(row).tenant == tenant for row in self.doomed
-        )
+        """In how many slots there may be bytes of a tenant whose blocks were dropped, because somebody holds them."""
+        mine = (row for row in self.doomed if self._index.state[DRAM][row] != ABSENT)
+        return len(self._over) + sum(self.identity(row).tenant == tenant for row in mine if row not in self._over)
 
     def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
         """A colder tier was to have these rows and does not take them."""
