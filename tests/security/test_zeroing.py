@@ -26,6 +26,8 @@ from kvtide.security.keyfile import KeyFile
 from kvtide.session import Home
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import WRAPPING
+from kvtide.tiers import zeroing
+from kvtide.tiers.zeroing import zero
 from tests.node.serving import Thread, eventually
 
 TENANTS = ANN, BOB, EVE = [Tenant(name, name.encode() * 8) for name in ("anne", "bobb", "evee")]
@@ -343,3 +345,22 @@ def _end(tenant: int, reservation: Any, sealed: bool) -> None:
     for span in reservation.views:
         span[:] = bytes([tenant + 1]) * len(span)
     reservation.seal()
+
+
+def test_room_that_is_being_zeroed_is_waited_for_and_nobody_leaves_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    def late(span: Any) -> None:
+        began.wait(0.02)  # nobody sets it: zeroing takes a while
+        zero(span)
+
+    monkeypatch.setattr(zeroing, "zero", late)
+    with opened() as home, home.session(SMALL, ANN) as session:
+        put(home, BOB, 1, 124)
+        put(home, ANN, 2, 4)
+        with session.match(tokens(2, 4)) as match:
+            session.load(match).wait()
+            session.drop(tokens(2, 4))
+        put(home, ANN, 3, 4)
+        assert has(home, ANN, 3, 4) == 4
+        assert has(home, BOB, 1, 124) == 124, "others left though there was room"

@@ -20,6 +20,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -28,7 +29,17 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.memory import Memory
-from kvtide.tiers.segments import SOMEBODY, Segment, Segments, by_segment, ladder, place_of, segment_of, slot_of
+from kvtide.tiers.segments import (
+    SOMEBODY,
+    Segment,
+    Segments,
+    by_segment,
+    domain_of,
+    ladder,
+    place_of,
+    segment_of,
+    slot_of,
+)
 from kvtide.tiers.zeroing import SEVERAL, Residue, Tenants, Zeroing, zero
 
 __all__ = ["Dram", "copy"]
@@ -38,6 +49,8 @@ log = logging.getLogger("kvtide.dram")
 _TWO_MIB = 2 << 20
 _CLAIM = 32 << 20
 """Bytes of free slots that are zeroed at a time: meanwhile nobody can have them."""
+_MOMENT = 0.1
+"""Seconds that are waited for slots which are being zeroed."""
 _HELD = 1 << 20
 """Bytes that are zeroed in one hold of the lock."""
 
@@ -301,7 +314,7 @@ class Dram:
             )
             for segment in self._segments:
                 residue = self._residues.get(segment.number)
-                if residue is not None and len(residue.last) != segment.slots:  # it was just being cut anew
+                if residue is not None and residue.slots != segment.slots:  # it was just being cut anew
                     residue.cut(segment.slots)
             self._zeroing.wake()
             known = {segment.number for segment in self._segments}
@@ -335,11 +348,15 @@ class Dram:
 
         Answers whether there are bytes of others below: then say with ``filled`` that they have been overwritten.
         """
-        others = False
+        number, others = self._tenants.known(tenant), False
+        for segment in {place >> 32 for place in places}:  # a few, and no lock: none of them is cut anew meanwhile
+            residue = self._residues[segment]
+            if residue.sole != number or residue.extent != nbytes or number == SEVERAL:
+                break
+        else:
+            return False
         with self._lock:
             number = self._tenants.number(tenant, lambda: iter(self._residues.values()))
-            if len(places) == 1:
-                return self._residues[places[0] >> 32].enter(_one(places[0]), number, nbytes)
             found = np.array(places, np.int64)
             for segment, mine in by_segment(found):
                 others |= self._residues[segment].enter(found[mine] & 0xFFFFFFFF, number, nbytes)
@@ -365,6 +382,33 @@ class Dram:
     def when_zeroed(self, call: Callable[[], None]) -> None:
         """Call when all slots that were to be zeroed by now are: at once, or on a thread of the arena's."""
         self._zeroing.when_done(call)
+
+    def zeroing(self, nbytes: int, domain: int = 0) -> bool:
+        """Whether a block of that footprint would fit, if all slots were zeroed that are to be."""
+        with self._lock:
+            return bool(self._zeroing.segments) and self._fits_then(ladder(nbytes) | domain)
+
+    def wait_zeroed(self, nbytes: int, domain: int = 0) -> bool:
+        """Wait a moment for that, rather than let others leave; answers whether there is room now. Hold no lock."""
+        kind = ladder(nbytes) | domain
+        end = time.monotonic() + _MOMENT
+        with self._lock:
+            while not self._make_do(kind):
+                left = end - time.monotonic()
+                if left <= 0 or not self._fits_then(kind):
+                    return False
+                self._zeroing.given_back.wait(left)
+            return True
+
+    def _fits_then(self, kind: int) -> bool:
+        """Whether slots are zeroed of that kind, or of a segment that can then be cut for it. Under the lock."""
+        for number, count in self._zeroing.segments.items():
+            segment = self._segments[number]
+            if (segment.kind == kind and not segment.draining) or (
+                segment.used == count and domain_of(segment.kind) == domain_of(kind)
+            ):
+                return True
+        return False
 
     def zero_free(self, tenant: bytes) -> None:
         """Zero the free slots that may have bytes of a tenant. Takes as long as that does: hold no lock."""
@@ -427,7 +471,7 @@ class Dram:
     def _zeroed(self, places: npt.NDArray[np.int64]) -> None:
         """Slots were zeroed. Under the lock."""
         for number, mine in by_segment(places):
-            self._residues[number].last[places[mine] & 0xFFFFFFFF] = 0
+            self._residues[number].zeroed(places[mine] & 0xFFFFFFFF)
         self._segments.release_many(places)
 
     def generation(self, place: int) -> int:
@@ -588,7 +632,3 @@ class Dram:
             for memory in self._memory.values():
                 memory.close()
             self._memory.clear()
-
-
-def _one(place: int) -> npt.NDArray[np.int64]:
-    return np.array([slot_of(place)], np.int64)

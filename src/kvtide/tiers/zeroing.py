@@ -22,13 +22,14 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import Span
+from kvtide.tiers.segments import segment_of
 
 __all__ = ["SEVERAL", "Residue", "Tenants", "Zeroing", "zero"]
 
@@ -51,36 +52,66 @@ def zero(span: Span) -> None:
 class Residue:
     """Whose bytes are in one segment's slots. Changed under the arena's lock."""
 
-    __slots__ = ("_extent", "last", "mixed")
+    __slots__ = ("_last", "extent", "mixed", "slots", "sole")
 
     def __init__(self, slots: int) -> None:
-        self.last: npt.NDArray[np.uint32] = np.zeros(slots, np.uint32)
-        """The number of the tenant whose block a slot has or had; 0: all its bytes are zero."""
+        self.slots = slots
+        self.sole = 0
+        """The number of the only tenant who ever wrote here; 0: nobody has, SEVERAL: see ``left_by``."""
+        self.extent = 0
+        """Bytes of a block that was written here; all others were as long, or it is ``mixed``."""
         self.mixed = False
         """Whether bytes that are not part of a block may be anybody's."""
-        self._extent = 0
+        self._last: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        """Where there are several: the number of the tenant whose block a slot has or had; 0: all its bytes are zero.
+
+        Most segments need none, and whoever stores should not pay for it.
+        """
 
     def enter(self, slots: npt.NDArray[np.int64], tenant: int, extent: int) -> bool:
         """Blocks of so many bytes are about to be written; answers whether there may be bytes of others below."""
-        if extent != self._extent:
-            self.mixed |= self._extent != 0
-            self._extent = extent
-        before = self.last[slots]
-        if (before == tenant).all():  # as usual, where there is one tenant
+        self.mixed |= self.extent not in (0, extent)
+        self.extent = extent
+        if self.sole in (0, tenant):
+            self.sole = tenant
             return False
+        last = self.last
+        before = last[slots]
         others = before != 0
         others &= before != tenant
-        self.last[slots] = np.where(others, SEVERAL, tenant)
+        last[slots] = np.where(others, SEVERAL, tenant)
         return bool(others.any())
+
+    @property
+    def last(self) -> npt.NDArray[np.uint32]:
+        """Of each slot, from now on."""
+        if self.sole != SEVERAL:
+            self._last = np.full(self.slots, self.sole, np.uint32)
+            self.sole = SEVERAL
+        return self._last
 
     def cut(self, slots: int) -> None:
         """The segment was cut anew."""
-        written = self.mixed or bool(self.last.any())
-        self.mixed = written
-        self.last = np.full(slots, SEVERAL if written else 0, np.uint32)
+        written = self.mixed or self.sole != 0
+        self.mixed, self.slots, self.sole = written, slots, SEVERAL if written else 0
+        self._last = np.full(slots if written else 0, SEVERAL, np.uint32)
+
+    def zeroed(self, slots: npt.NDArray[np.int64]) -> None:
+        """All bytes of these slots are zero. It is not remembered where there is but one tenant: a drop is no reason to
+        make the next stores dearer."""
+        if self.sole == SEVERAL:
+            self._last[slots] = 0
+            if not self._last.any():
+                self.sole = 0
+
+    def tenants(self) -> set[int]:
+        """Those whose bytes there may be."""
+        return {self.sole} if self.sole != SEVERAL else set(np.unique(self._last).tolist())
 
     def left_by(self, tenant: int) -> npt.NDArray[np.bool_]:
         """Which slots, if they are free, may have bytes of a tenant."""
+        if self.sole not in (tenant, SEVERAL) and not self.mixed:
+            return np.zeros(self.slots, np.bool_)
         last = self.last
         found: npt.NDArray[np.bool_] = last != 0 if self.mixed else (last == tenant) | (last == SEVERAL)
         return found
@@ -99,7 +130,7 @@ class Tenants:
         found = self._numbers.get(tenant)
         if found is None:
             if len(self._numbers) >= self._most:
-                here = {number for residue in residues() for number in np.unique(residue.last).tolist()}
+                here = {number for residue in residues() for number in residue.tenants()}
                 self._numbers = {t: number for t, number in self._numbers.items() if number in here}
                 self._most = max(_TENANTS, 2 * len(self._numbers))
             found = self._numbers[tenant] = next(self._next)
@@ -129,6 +160,10 @@ class Zeroing:
         """Slots that were ever added, and that were given back."""
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         """Who waits until so many slots were given back."""
+        self.given_back = threading.Condition(lock)
+        """Notified when slots were."""
+        self.segments: Counter[int] = Counter()
+        """In which segments those slots are, and how many. Under the lock."""
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtide-zeroing", daemon=True)
         self._thread.start()
@@ -141,6 +176,7 @@ class Zeroing:
     def add(self, places: Sequence[int]) -> None:
         """Zero slots that are in use by nobody, and give them back. Under the lock; ``wake`` outside of it or in it."""
         self._places.update(dict.fromkeys(places))
+        self.segments.update(map(segment_of, places))
         self._asked = self._done + len(self._places)
 
     def wake(self) -> None:
@@ -180,7 +216,12 @@ class Zeroing:
             self._give_back(np.array(some[:done], np.int64))
             for place in some[:done]:
                 del self._places[place]
+                number = segment_of(place)
+                self.segments[number] -= 1
+                if not self.segments[number]:
+                    del self.segments[number]
             self._done += done
+            self.given_back.notify_all()
         self._answer()
         time.sleep(max(0.0, nbytes / _BANDWIDTH - (time.monotonic() - began)))
         return True

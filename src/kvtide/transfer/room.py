@@ -95,7 +95,8 @@ class Room:
 
     def growable(self, what: Identity) -> bool:
         """Whether ``grow`` could make room for such a block, or is just about to."""
-        return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
+        size, domain = what.geometry.footprint, what.domain
+        return bool(self._moves) or self._dram.growable(size, domain) or self._dram.zeroing(size, domain)
 
     def grow(self, what: Identity) -> bool:
         """Move blocks that stand in the way, and take memory for such a block. Not under the lock.
@@ -106,7 +107,7 @@ class Room:
         size, domain = what.geometry.footprint, what.domain
         for left in range(_TRIES, -1, -1):
             emptied = self._move()
-            if self._dram.grow(size, domain) or emptied:
+            if self._dram.grow(size, domain) or emptied or self._dram.wait_zeroed(size, domain):
                 return True
             if not left:
                 break
