@@ -68,7 +68,7 @@ def fill(path: Path, prompts: int = BLOCKS // PER_PROMPT, ttl: float | None = No
         for prompt in range(prompts):
             blocks = [content(prompt, i) for i in range(PER_PROMPT)]
             assert session.store(tokens(prompt), blocks, ttl=ttl).stored == PER_PROMPT
-        assert store.flush(60)
+            assert store.flush(60)  # a disk may be slower than we store: then there would be no room for the next
 
 
 @pytest.fixture(scope="module")
