@@ -854,6 +854,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_slices")
+@pytest.mark.timeout(1800)  # minutes on a quiet machine, and more beside an engine that starts
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
