@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -18,9 +17,7 @@ __all__ = ["agree", "disagreements", "left_behind", "tier_bytes"]
 def disagreements(store: Store, held: Collection[int] = ()) -> list[str]:
     """Where the books differ, when only the rows in ``held`` are held by a caller. Call it when the lanes are idle."""
     index, pipeline = store.index, store.pipeline
-    zeroed = threading.Event()
-    store.dram.when_zeroed(zeroed.set)  # until then a slot is in use by nobody
-    zeroed.wait()
+    store.dram.wait_zeroed()  # until then a slot is in use by nobody
     statistics = store.statistics()
     with index.lock:
         count = index.size

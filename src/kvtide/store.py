@@ -69,8 +69,8 @@ __all__ = ["Statistics", "Store"]
 NVME = 1
 _SCRATCH, _PART = 64 << 20, 8
 """Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
-_PAPERS = 128
-"""So large a part of a storage's budget may be taken to tell others what was dropped."""
+_LOG = 128
+"""The log of drops may take one part in so many of a storage's budget."""
 
 
 class Store(Home):
@@ -262,7 +262,7 @@ class Store(Home):
                 late=lambda keys: self.pipeline.late(name, keys),
                 clock=self.clock,
                 scratch=self._pool(),
-                papers=settings.budget // _PAPERS or sys.maxsize,
+                log_bytes=settings.budget // _LOG or sys.maxsize,
                 patience=2 * settings.lease,
             )
             undo.callback(tier.close)

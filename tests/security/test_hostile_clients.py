@@ -92,7 +92,7 @@ def test_a_user_of_another_domain_finds_nothing_by_the_same_names_and_changes_no
         assert sum(session.drop(tokens) for tokens in PROMPTS) == 0
         assert sum(session.pin(tokens) for tokens in PROMPTS) == 0
         heard: list[object] = []
-        with contextlib.closing(contextlib.ExitStack()) as stack:
+        with contextlib.ExitStack() as stack:
             stack.callback(other.follow(heard.append))
             come_as(node, OWN)
             with victim.session(MODEL) as mine:

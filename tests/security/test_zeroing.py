@@ -73,13 +73,6 @@ def left(home: kvtide.Store, value: int) -> int:
         return sum(int(np.count_nonzero(np.frombuffer(view, np.uint8) == value)) for view in views)
 
 
-def wait_zeroed(home: kvtide.Store) -> None:
-    """For slots that are on their way to it."""
-    done = threading.Event()
-    home.dram.when_zeroed(done.set)
-    assert done.wait(60)
-
-
 def test_a_drop_zeroes_its_own_and_nothing_else() -> None:
     with opened() as home:
         put(home, ANN, 1, 4)
@@ -103,7 +96,7 @@ def test_eviction_and_expiry_zero_nothing() -> None:
         with home.index.lock:
             rows = home.index.rows(home.session(SMALL, ANN).chain(tokens(2, 4)).keys(b"full"))
             home.pipeline._room._evict(rows[rows > 0].tolist(), [])
-        wait_zeroed(home)
+        home.dram.wait_zeroed()
         assert (left(home, 1), left(home, 2)) == (4 * 16384, 4 * 16384), "that would cost what eviction must not cost"
 
 
@@ -144,7 +137,7 @@ def test_what_somebody_holds_is_counted_and_zeroed_when_he_lets_go() -> None:
             assert left(home, 1) == 3 * 16384
             assert left(home, 2) == 0
             del loaded
-        wait_zeroed(home)
+        home.dram.wait_zeroed()
         assert left(home, 1) == 0
         put(home, ANN, 3, 16)
         assert has(home, ANN, 3, 16) == 16, "all slots can be used again"
@@ -157,7 +150,7 @@ def test_a_drop_of_what_somebody_holds_does_not_wait_for_him() -> None:
             session.load(match).wait()
             assert session.drop(tokens(1, 4)) == 4
             assert left(home, 1) == 4 * 16384
-        wait_zeroed(home)
+        home.dram.wait_zeroed()
         assert left(home, 1) == 0
 
 
@@ -180,7 +173,7 @@ def test_what_lies_below_a_block_that_is_being_written(how: str) -> None:
             for span in reservation.views:
                 span[:] = bytes([3]) * len(span)
             reservation.seal()
-        wait_zeroed(home)
+        home.dram.wait_zeroed()
         assert left(home, 1) == 0
         assert has(home, BOB, 3, 8) == (8 if how == "sealed" else 0)
 
@@ -333,7 +326,7 @@ def test_whatever_came_before_nothing_is_left_of_a_tenant(steps: list[tuple[Any,
         for tenant in range(3):
             with contextlib.suppress(UnknownTenantError):
                 home.forget(TENANTS[tenant].tag)
-            wait_zeroed(home)
+            home.dram.wait_zeroed()
             assert left(home, tenant + 1) == 0
         assert home.statistics().tiers["dram"].blocks == 0
 

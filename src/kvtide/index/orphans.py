@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvtide.block import BlockKey
-from kvtide.index.index import Index, Rows
+from kvtide.index.index import DIGEST, Index, Rows
 
 __all__ = ["Orphans"]
 
@@ -26,8 +26,6 @@ _PAUSE = 1.0
 """Seconds between two searches at least,"""
 _SHARE = 20
 """and so many times as long as the last one took."""
-_DIGEST = 32
-"""A key begins with a digest of so many bytes."""
 _NONE: Rows = np.empty(0, np.int64)
 
 
@@ -62,7 +60,7 @@ class Orphans:
         with self._index.lock:
             keys, self._next = self._next, []
         # There may be many: a set of them is made, and the last one given up, while nobody waits.
-        self._gone = {*keys, *[key[:_DIGEST] for key in keys]}
+        self._gone = {*keys, *[key[:DIGEST] for key in keys]}
         depths = self._index.depth[: self._index.size]
         deep = np.flatnonzero(depths > 0)
         order: Rows = deep[np.argsort(depths[deep], kind="stable")]
@@ -85,11 +83,11 @@ class Orphans:
             if above is None or above not in gone:
                 continue
             key = index.key(row)
-            head = BlockKey(above[:_DIGEST] + key[_DIGEST:])
+            head = BlockKey(above[:DIGEST] + key[DIGEST:])
             if index.row(key) == row and head in gone and (not (up := index.row(head)) or up in leaving):
                 found.append(row)
                 leaving.add(row)
-                gone.update((key, key[:_DIGEST]))
+                gone.update((key, key[:DIGEST]))
         self._order = order[passed:]
         if not len(self._order):
             now = time.monotonic()

@@ -192,7 +192,9 @@ class Dram:
         """Whether ``grow`` could make room for a block of that footprint."""
         kind = ladder(nbytes) | domain
         with self._lock:
-            return bool(self._segments.fit(kind)) or self._segments.spare(kind, self._new) is not None
+            if self._segments.fit(kind) or self._segments.spare(kind, self._new) is not None:
+                return True
+            return self._fits_when_zeroed(kind)
 
     def grow(self, nbytes: int, domain: int = 0) -> bool:
         """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock."""
@@ -201,7 +203,7 @@ class Dram:
             if self._make_do(kind):
                 return True  # without waiting for memory that is just being taken from the system
             if not self._segments.fit(kind):
-                return False
+                return self._wait_for_zeroed(kind)
         growth = _Growth(kind)
         self._wanted.put(growth)
         with growth.ended:
@@ -316,7 +318,7 @@ class Dram:
                 residue = self._residues.get(segment.number)
                 if residue is not None and residue.slots != segment.slots:  # it was just being cut anew
                     residue.cut(segment.slots)
-            self._zeroing.wake()
+            self._zeroing.repair()
             known = {segment.number for segment in self._segments}
             for number in [number for number in self._memory if number not in known]:
                 self._discard(number)
@@ -383,24 +385,23 @@ class Dram:
         """Call when all slots that were to be zeroed by now are: at once, or on a thread of the arena's."""
         self._zeroing.when_done(call)
 
-    def zeroing(self, nbytes: int, domain: int = 0) -> bool:
-        """Whether a block of that footprint would fit, if all slots were zeroed that are to be."""
-        with self._lock:
-            return bool(self._zeroing.segments) and self._fits_then(ladder(nbytes) | domain)
+    def wait_zeroed(self) -> None:
+        """Wait until all slots that were to be zeroed by now are. Hold no lock."""
+        zeroed = threading.Event()
+        self.when_zeroed(zeroed.set)
+        zeroed.wait()
 
-    def wait_zeroed(self, nbytes: int, domain: int = 0) -> bool:
-        """Wait a moment for that, rather than let others leave; answers whether there is room now. Hold no lock."""
-        kind = ladder(nbytes) | domain
+    def _wait_for_zeroed(self, kind: int) -> bool:
+        """Wait a moment for a slot that is being zeroed, rather than let other blocks leave; answers whether there is
+        room now. Under the lock, which others have meanwhile."""
         end = time.monotonic() + _MOMENT
-        with self._lock:
-            while not self._make_do(kind):
-                left = end - time.monotonic()
-                if left <= 0 or not self._fits_then(kind):
-                    return False
-                self._zeroing.given_back.wait(left)
-            return True
+        while self._fits_when_zeroed(kind) and (left := end - time.monotonic()) > 0:
+            self._zeroing.given_back.wait(left)
+            if self._make_do(kind):
+                return True
+        return False
 
-    def _fits_then(self, kind: int) -> bool:
+    def _fits_when_zeroed(self, kind: int) -> bool:
         """Whether slots are zeroed of that kind, or of a segment that can then be cut for it. Under the lock."""
         for number, count in self._zeroing.segments.items():
             segment = self._segments[number]
@@ -419,9 +420,7 @@ class Dram:
                     self._zeroing.add(places)
                 if not places:
                     break
-                done = threading.Event()
-                self._zeroing.when_done(done.set)
-                done.wait()
+                self.wait_zeroed()
 
     def _claim(self, number: int, tenant: int) -> list[int]:
         """Take free slots of a segment that may have bytes of a tenant: some at a time. Under the lock."""

@@ -63,7 +63,7 @@ _START = len(_MAGIC) + _SEAL
 _LONGEST = _START + 9 + PAGE * _KEY + 16
 _KEPT = 2048
 """Pages that are kept,"""
-_KEPT_BYTES = 8 << 20
+_KEPT_BYTES = 3 << 20
 """of so many bytes together,"""
 _KEPT_SECONDS = 86_400.0
 """and for so long, by the storage's clock, where it has one."""

@@ -144,12 +144,12 @@ class Shared:
         late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         clock: Clock | None = None,
         scratch: Pool | None = None,
-        papers: int = sys.maxsize,
+        log_bytes: int = sys.maxsize,
         patience: float = 30.0,
     ) -> None:
         """``scratch``: what bounds the memory that its threads compress, seal and open blocks in.
 
-        ``papers``: bytes that may be taken for telling others what was dropped. For ``patience`` see ``DropLog``.
+        ``log_bytes``: bytes of the storage that the log of drops may take. For ``patience`` see ``DropLog``.
         """
         self._blobs = blobs
         self._copied = bool(getattr(blobs, "copies", False))
@@ -168,7 +168,7 @@ class Shared:
         """Found sealed with a key that nobody here knows: the next to write the block replaces that."""
         self._undead: set[BlockKey] = set()
         """Dropped, but storage refused to delete them: they must not be served from here any more."""
-        self.drops = DropLog(blobs, timeout, sealing, self._delete_stale, papers, patience, self._clock)
+        self.drops = DropLog(blobs, timeout, sealing, self._delete_stale, log_bytes, patience, self._clock)
         self._calls = Calls("kvtide-shared-start")
         self.call_soon = self._calls.put
         """Call something on a thread that no storage can hold up."""

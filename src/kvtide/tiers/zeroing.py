@@ -179,6 +179,12 @@ class Zeroing:
         self.segments.update(map(segment_of, places))
         self._asked = self._done + len(self._places)
 
+    def repair(self) -> None:
+        """Count anew, after somebody was interrupted while he added slots. Under the lock."""
+        self.segments = Counter(map(segment_of, self._places))
+        self._asked = self._done + len(self._places)
+        self.wake()
+
     def wake(self) -> None:
         """There is something to zero."""
         self._wake.put(True)

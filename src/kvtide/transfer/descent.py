@@ -177,12 +177,13 @@ class Descent:
 
     def evict(self, cold: Cold, rows: list[int], events: list[Event]) -> bool:
         """Let rows leave a colder tier; answers whether there were any. Under the lock."""
-        keys, whose = self._index.keys(rows_of(rows)), self._index.identities(rows_of(rows))
+        keys = self._index.keys(rows_of(rows))
+        if rows and self._feed.followed:
+            events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
         for row, key in zip(rows, keys, strict=True):
             cold.tier.evict(key, self._index.remove(row, cold.number))
             self._index.retire(row)
         if rows:
-            events.append(BlockRemoved(cold.name, keys, "evicted", whose))
             self._counts[f"blocks evicted from {cold.name}"] += len(rows)
         return bool(rows)
 
@@ -225,7 +226,7 @@ class Descent:
                 self._over(cold, owners)
         if dropped:
             self._eraser.erase(cold, dropped)
-        if kept:
+        if kept and self._feed.followed:
             whose = tuple(item.identity.fingerprint for item in kept)
             events.append(BlockStored(cold.name, tuple(item.key for item in kept), whose))
         self._feed.publish(events)

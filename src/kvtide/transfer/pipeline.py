@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -655,9 +654,7 @@ class Pipeline:
                     self._residents.zero_tails(segment, some)
                 rest()
             self._dram.zero_rest(segment)
-        zeroed = threading.Event()
-        self._dram.when_zeroed(zeroed.set)
-        zeroed.wait()
+        self._dram.wait_zeroed()
         with self._index.lock:
             return self._residents.held_of(tenant)
 

@@ -208,6 +208,8 @@ class Residents:
 
     def give_up(self, rows: Rows) -> None:
         """Distinct rows that were to be filled leave DRAM unfilled: their slots may have bytes of anybody."""
+        if not len(rows):
+            return
         for place in self._index.place[DRAM][rows].tolist():
             self._dram.unfilled(place)
         self.leave_many(rows)

@@ -95,8 +95,7 @@ class Room:
 
     def growable(self, what: Identity) -> bool:
         """Whether ``grow`` could make room for such a block, or is just about to."""
-        size, domain = what.geometry.footprint, what.domain
-        return bool(self._moves) or self._dram.growable(size, domain) or self._dram.zeroing(size, domain)
+        return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
 
     def grow(self, what: Identity) -> bool:
         """Move blocks that stand in the way, and take memory for such a block. Not under the lock.
@@ -107,7 +106,7 @@ class Room:
         size, domain = what.geometry.footprint, what.domain
         for left in range(_TRIES, -1, -1):
             emptied = self._move()
-            if self._dram.grow(size, domain) or emptied or self._dram.wait_zeroed(size, domain):
+            if self._dram.grow(size, domain) or emptied:
                 return True
             if not left:
                 break
