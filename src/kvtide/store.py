@@ -190,7 +190,7 @@ class Store(Home):
             direct=settings.direct,
             durable=settings.durable,
             compression=settings.codec,
-            evict=lambda size: self.pipeline.make_room(NVME, size),
+            evict=lambda size, count: self.pipeline.make_room(NVME, size, count),
             disk=disk,
             clock=self.clock,
             sealing=Sealing(self.ring, seals=security.encrypt, accept_open=security.accept_open),

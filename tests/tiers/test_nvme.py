@@ -461,13 +461,12 @@ class Fifo:
         self.caller: Caller
         self._lock = threading.Lock()
 
-    def __call__(self, size: int) -> bool:
+    def __call__(self, size: int, count: int) -> bool:
         with self._lock:
-            if not self.held:
-                return False
-            key, (place, _) = self.held.popitem(last=False)
-        self.caller.tier.evict(key, place)
-        return True
+            first = [self.held.popitem(last=False) for _ in range(min(count, len(self.held)))]
+        for key, (place, _) in first:
+            self.caller.tier.evict(key, place)
+        return bool(first)
 
     def write(self, names: Sequence[BlockKey], who: Identity) -> int:
         places = self.caller.write(names, who)

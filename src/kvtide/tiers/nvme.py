@@ -35,7 +35,7 @@ from kvtide.tiers.record import OtherVersion, Rejected, mark_of
 from kvtide.tiers.scratch import Pool, Scratch
 from kvtide.tiers.sealing import OPEN, Sealing
 from kvtide.tiers.segments import Segments
-from kvtide.tiers.shelves import Shelves
+from kvtide.tiers.shelves import MakeRoom, Shelves
 from kvtide.tiers.tally import Tally, bytes_read, read_results, size_for
 from kvtide.tiers.workers import Batch, Wanted, join_all, runs_of
 from kvtide.tiers.writer import Run, Writer
@@ -56,8 +56,8 @@ class Nvme:
     ``threads`` blocks are written to the disk at a time, and twice as many are read or prepared: the disk need not wait
     while checksums are made or checked.
 
-    ``evict`` is asked, with a slot size, to make room when the tier is full: it calls ``Nvme.evict`` for at least one
-    block and answers True, or answers False. Without it a full tier refuses.
+    ``evict`` is asked, with a slot size and a number of slots, to make room when the tier is full: it calls
+    ``Nvme.evict`` for at least one block and answers True, or answers False. Without it a full tier refuses.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Nvme:
         direct: bool = True,
         durable: bool = False,
         compression: str = "raw",
-        evict: Callable[[int], bool] | None = None,
+        evict: MakeRoom | None = None,
         disk: Disk | None = None,
         clock: Clock | None = None,
         sealing: Sealing = OPEN,

@@ -51,12 +51,14 @@ from kvtide.tiers.record import OtherVersion, Rejected, expire_at, parse, recogn
 from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
 
-__all__ = ["Location", "Shelves"]
+__all__ = ["Location", "MakeRoom", "Shelves"]
 
 log = logging.getLogger("kvtide.nvme")
 
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
+MakeRoom = Callable[[int, int], bool]
+"""Evict so that up to so many slots of a size come free: gets size and number; False if nothing may leave."""
 
 _RETRY = 10.0
 """Seconds until a disk that refused is asked again."""
@@ -68,6 +70,8 @@ _ATTEMPTS = 2
 """After so many failed writes in a row to slots that were written before, nothing more is evicted for a while."""
 _LOOKED = 1024
 """Slots that are looked at in one hold of the lock."""
+_AT_ONCE = 16
+"""At most so many blocks are evicted at a time: the index is locked meanwhile."""
 _BLANK = Scratch().get(ALIGN)
 """What is written over a header that must not be found any more."""
 _BLANK[:] = bytes(ALIGN)
@@ -390,7 +394,7 @@ class Shelves:
         """Also for single pages, which need not wait for their turn."""
         self._disk.write_all(fd, data, offset, self._direct)
 
-    def take(self, size: int, owners: Sequence[int], make_room: Callable[[int], bool] | None) -> Iterator[int]:
+    def take(self, size: int, owners: Sequence[int], make_room: MakeRoom | None) -> Iterator[int]:
         """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
         left = np.array(owners, np.int64)
         if not self.segments.possible(size):
@@ -411,16 +415,16 @@ class Shelves:
             left = left[len(places) :]
             if not len(left):
                 return
-            if not (self._grow(size) or self._give_up_old() or self._evict(size, make_room)):
+            if not (self._grow(size) or self._give_up_old() or self._evict(size, len(left), make_room)):
                 return
 
-    def _evict(self, size: int, make_room: Callable[[int], bool] | None) -> bool:
-        """Make room for a slot of ``size``, unless what would be written to it is likely to fail."""
+    def _evict(self, size: int, count: int, make_room: MakeRoom | None) -> bool:
+        """Make room for slots of ``size``, unless what would be written to them is likely to fail."""
         if make_room is None:
             return False
         if self._in_vain >= _ATTEMPTS and self._clock.monotonic() < self._write_again:
             return False
-        return make_room(size)
+        return make_room(size, min(count, _AT_ONCE))
 
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""

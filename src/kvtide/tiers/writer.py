@@ -23,7 +23,7 @@ If a call fails, what is not named yet is written again, each block for itself: 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from kvtide.tiers.journal import HOLDS, WRITING, entry
 from kvtide.tiers.parcel import Packer, header_of
 from kvtide.tiers.record import Rejected
 from kvtide.tiers.segments import ladder
-from kvtide.tiers.shelves import Shelves
+from kvtide.tiers.shelves import MakeRoom, Shelves
 from kvtide.tiers.tally import Tally
 
 __all__ = ["Run", "Writer"]
@@ -73,9 +73,9 @@ class _Record(NamedTuple):
 
 
 class Writer:
-    """Writes to ``shelves``. Safe from any thread. ``make_room`` is asked, with a slot size, when they are full."""
+    """Writes to ``shelves``. Safe from any thread. ``make_room`` is asked when they are full."""
 
-    def __init__(self, shelves: Shelves, make_room: Callable[[int], bool] | None, clock: Clock, tally: Tally) -> None:
+    def __init__(self, shelves: Shelves, make_room: MakeRoom | None, clock: Clock, tally: Tally) -> None:
         self._shelves = shelves
         self._make_room = make_room
         self._clock = clock

@@ -548,14 +548,15 @@ class Pipeline:
         self._feed.publish(events)
         self._ascent.call_ready()
 
-    def make_room(self, number: int, size: int) -> bool:
-        """Evict from a tier so that a slot of ``size`` comes free; False if nothing may leave."""
+    def make_room(self, number: int, size: int, count: int = 1) -> bool:
+        """Evict from a tier so that up to ``count`` slots of ``size`` come free; False if nothing may leave."""
         events: list[Event] = []
         with self._index.lock:
             if number == DRAM:
-                made = self._room.make(size, 1, events)
+                made = self._room.make(size, count, events)
             else:
-                made = self._room.make_cold(next(c for c in self._colds if c.number == number), size, events)
+                cold = next(c for c in self._colds if c.number == number)
+                made = self._room.make_cold(cold, size, count, events)
         self._feed.publish(events)
         return made
 

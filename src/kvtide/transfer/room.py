@@ -187,10 +187,10 @@ class Room:
                 self._index.retire(row)
         self._counts["blocks evicted from dram"] += len(rows)
 
-    def make_cold(self, cold: Cold, size: int, events: list[Event]) -> bool:
-        """Evict from a colder tier so that a slot of ``size`` comes free."""
+    def make_cold(self, cold: Cold, size: int, count: int, events: list[Event]) -> bool:
+        """Evict from a colder tier so that up to ``count`` slots of ``size`` come free."""
         assert cold.evictor is not None
-        eviction = cold.evictor.victims(size)
+        eviction = cold.evictor.victims(size, count)
         moving = [row for rows in eviction.move.values() for row in rows]
         made = self._descent.evict(cold, eviction.leave, events)
         if moving:
