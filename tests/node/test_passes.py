@@ -85,6 +85,7 @@ def bearing(token: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     folder = tmp_path_factory.mktemp("tokens")
+    (folder / "tokens").touch(0o600)
     (folder / "tokens").write_text(TOKENS)
     node = Reached(folder, KVTIDE_NODE_TOKENS=f"file:{folder / 'tokens'}")
     yield node
@@ -163,7 +164,15 @@ def test_tokens_are_renewed_while_the_node_serves(tokens: Reached) -> None:
             "the old stay in force"
         )
         assert "the old certificates and tokens stay in force: node.tokens: line 1" in tokens.log
+        file.chmod(0o644)
+        file.write_text(f"stranger admin {'s' * 32}\n")
+        assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 401, "everybody could have read or made it"
+        assert f"everybody on this host may read or write {file} (mode 0644)" in tokens.log
+        assert "s" * 32 not in tokens.log
+        file.chmod(0o600)
+        assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 200, "to put the mode right is enough"
     finally:
+        file.chmod(0o600)
         file.write_text(TOKENS)
     assert tokens.ask("/metrics", headers=bearing(READ))[0] == 200
 
@@ -410,6 +419,7 @@ def test_a_node_listens_nowhere_and_with_http_at_loopback_alone(tmp_path: Path) 
 
 def test_settings_that_would_keep_nobody_out_are_refused(pki: Pki, tmp_path: Path) -> None:
     both = {"certificate": str(pki.node), "authority": str(pki.ours.file)}
+    (tmp_path / "tokens").touch(0o600)
     (tmp_path / "tokens").write_text(TOKENS)
     file = f"file:{tmp_path / 'tokens'}"
     for settings, said in (
