@@ -330,7 +330,7 @@ def test_a_blob_that_is_put_back_or_elsewhere_is_its_own_bytes_or_a_miss(tmp_pat
 
 @pytest.mark.parametrize("accept", [False, True], ids=["", "accept_open"])
 def test_a_record_in_the_open_is_no_record_where_records_are_sealed(tmp_path: Path, accept: bool) -> None:
-    """Whoever can write to storage but has no key could make one; what is accepted of one's own disk is not from there."""
+    """Whoever can write to storage but has no key could make one. What is accepted is from the own disk alone."""
     how = settings(tmp_path) | {"files": {"path": str(tmp_path / "shared"), "store": "through"}, "nvme": {"path": ""}}
     how["security"]["accept_open"] = accept
     with kvtide.open(None, **how) as one:
