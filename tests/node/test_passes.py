@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
@@ -19,8 +20,9 @@ import msgspec
 import pytest
 
 from kvtide.config import Node
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.afar import Afar
 from kvtide.node.client import Client
 from kvtide.node.http import PAGES
 from kvtide.node.passes import Caller, Passes, identify
@@ -352,6 +354,30 @@ def test_commands_reach_a_node_by_a_token_and_do_not_send_it_in_the_clear(tokens
     assert (code, "status needs the role read, and a stranger over HTTP has none" in said) == (2, True)
     code, said = command("status", "http://node.example.com:9410", "--json", KVTIDE_TOKEN=READ)
     assert (code, "http only to this host" in said) == (2, True)
+
+
+@pytest.mark.parametrize("whose", ["ours", "other"])
+def test_a_token_is_sent_to_whoever_has_a_good_certificate_alone(pki: Pki, whose: str) -> None:
+    """Somebody answers in a node's place, with a certificate of an authority that we do not know."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pki.node if whose == "ours" else pki.other.issue("thief"))
+    heard = bytearray()
+
+    def answer(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line, contextlib.suppress(OSError), context.wrap_socket(line, server_side=True) as tls:
+            heard.extend(tls.recv(1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        node = Afar(
+            f"https://127.0.0.1:{listener.getsockname()[1]}", Node(authority=str(pki.ours.file)), {"KVTIDE_TOKEN": READ}
+        )
+        with pytest.raises(TierError, match="no node answers" if whose == "ours" else "certificate verify failed"):
+            node.status()
+        thread.join()
+    assert (READ.encode() in heard, bool(heard)) == (whose == "ours", whose == "ours")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
