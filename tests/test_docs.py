@@ -199,15 +199,41 @@ def test_the_words_of_the_public_interface_are_in_the_glossary() -> None:
         assert f"| **{noun}** |" in told, noun
 
 
-def test_every_threat_has_an_answer_that_is_tried() -> None:
-    part = (ROOT / "docs/security.md").read_text().split("\n## Threats and answers\n")[1]
-    threats = [line for line in part.splitlines() if line.startswith("| **")]
-    assert len(threats) >= 8
-    for threat in threats:
-        tests = re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", threat)
-        assert tests, threat
-        for file, name in tests:
-            assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+NAMED = re.compile(r"`(tests/[a-z0-9_/]+\.py)::(test_\w+)`")
+
+
+def claims() -> list[list[str]]:
+    """The rows of the table of claims: what is claimed, its tests, its limit."""
+    part = (ROOT / "docs/security.md").read_text().split("\n## Claims\n")[1].split("\n## ")[0]
+    lines = [line for line in part.splitlines() if line.startswith("|")]
+    assert lines[:2] == ["| claim | tests | limit |", "|---|---|---|"]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_every_claim_has_tests_and_a_limit() -> None:
+    assert len(claims()) >= 40
+    for row in claims():
+        assert len(row) == 3, row
+        claim, tests, limit = row
+        assert re.match(r"\*\*[A-Z][a-z ]+\*\*: ", claim), claim
+        assert NAMED.search(tests), claim
+        assert not NAMED.sub("", tests).strip(), f"more than tests: {tests}"
+        assert limit == "-" or (len(limit) > 3 and "none known" not in limit), f"{claim}: what is not claimed?"
+
+
+def test_every_test_that_security_names_is_there() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    named = NAMED.findall(text)
+    assert len(named) == text.count("::test_"), "one is not written as `path::test`"
+    for file, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+
+
+def test_nothing_is_said_to_be_tested_outside_the_table_of_claims() -> None:
+    """So that nobody has to look in two places."""
+    prose = (ROOT / "docs/security.md").read_text().split("\n## Claims\n")[0]
+    assert "tests/" not in prose
+    assert "ot claimed:" not in prose, "limits stand in the table"
 
 
 GROUND = {"block", "canonical", "clock", "config", "door", "errors", "events", "forks", "histogram", "interrupts"}

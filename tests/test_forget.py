@@ -118,6 +118,24 @@ def test_stale_headers_of_evicted_blocks_go_too(tmp_path: Path) -> None:
     assert traces(tmp_path, OTHER) == 0
 
 
+@pytest.mark.parametrize("files", [False, True], ids=["", "with shared storage"])
+def test_what_was_kept_in_the_open_before_encryption_is_no_hit_and_is_forgotten_too(
+    tmp_path: Path, files: bool
+) -> None:
+    """It stays on the disk until its place is taken; so whoever forgets the tenant must reach it, and is told so."""
+    with kvtide.open(**settings(tmp_path, encrypt=False)) as home:
+        store(home, OTHER)
+    how = settings(tmp_path) | ({"files": {"path": str(tmp_path / "shared")}} if files else {})
+    with kvtide.open(**how) as home:
+        assert blocks(home, OTHER) == 0
+    assert traces(tmp_path, OTHER) == 6
+    with kvtide.open(**how) as home:
+        assert home.forget(OTHER.tag).blocks == 0
+    assert traces(tmp_path, OTHER) == 0
+    entries = [e for e in KeyFile(tmp_path / "keys.json").read().keys if e.tenant == OTHER.tag.hex()]
+    assert [e.destroyed is not None for e in entries] == [True], "by which other processes hear of it"
+
+
 def test_a_legal_hold_refuses_and_that_is_written_down(tmp_path: Path) -> None:
     with kvtide.open(**settings(tmp_path)) as home:
         store(home, OTHER)
@@ -231,8 +249,11 @@ def test_rotation_by_command(tmp_path: Path, run: Callable[..., tuple[int, str]]
     (tmp_path / "new").touch(0o600)
     (tmp_path / "new").write_text(made)
     source = f"file:{tmp_path / 'new'}"
+    before = {file: file.read_bytes() for file in (tmp_path / "tier").rglob("*") if file.is_file()}
     code, said = run("keys", "rotate", "--to", source)
     assert (code, said) == (0, f"2 keys are wrapped anew; set security.key_source to {source}\n")
+    assert len(before) > 2
+    assert all(file.read_bytes() == was for file, was in before.items()), "no block is touched"
     what = settings(tmp_path)
     what["security"]["key_source"] = source
     with kvtide.open(**what) as home:
@@ -307,9 +328,11 @@ def test_a_blob_that_is_put_back_or_elsewhere_is_its_own_bytes_or_a_miss(tmp_pat
     assert found(OTHER) == 0
 
 
-def test_a_record_in_the_open_is_no_record_where_records_are_sealed(tmp_path: Path) -> None:
-    """Whoever can write to storage but has no key could make one."""
+@pytest.mark.parametrize("accept", [False, True], ids=["", "accept_open"])
+def test_a_record_in_the_open_is_no_record_where_records_are_sealed(tmp_path: Path, accept: bool) -> None:
+    """Whoever can write to storage but has no key could make one. What is accepted is from the own disk alone."""
     how = settings(tmp_path) | {"files": {"path": str(tmp_path / "shared"), "store": "through"}, "nvme": {"path": ""}}
+    how["security"]["accept_open"] = accept
     with kvtide.open(None, **how) as one:
         store(one, DEFAULT_TENANT)
     sealed = sorted(f for f in (tmp_path / "shared").rglob("*") if f.is_file() and len(f.name) == 64)

@@ -70,15 +70,17 @@ def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
             if store.ring is not None:
                 store.ring.revoke(tenant)
             found, held, errors = 0, 0, []
+            traces = False
             # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
             for part, before in zip(store.parts, known, strict=True):
                 try:
                     keys = keys_of(part, tenant, mine)
+                    traces |= bool(keys)  # of free slots too: what was there is gone, though no block was found
                     found += part.drop(keys, told=False) + len(before.difference(keys))  # the ring may have been faster
                 except KvtideError as e:
                     errors.append(e)  # the others forget it all the same
                 held += part.zero_traces(tenant)
-            if found and not mine and not here and file is not None:
+            if traces and not mine and not here and file is not None:
                 destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
             errors += _tell_others(store, tenant)
             if errors:
@@ -86,7 +88,7 @@ def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
             if store.ring is not None and file is not None:
                 store.ring.forgotten(tenant, file.read())
         # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
-        if not found and not mine and (settings.encrypt or not store.shared_tiers):
+        if not found and not traces and not mine and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
         forgotten = Forgotten(found, held)
         result = f"done: {forgotten}"
@@ -122,7 +124,7 @@ def _tell_others(store: Store, tenant: bytes) -> list[KvtideError]:
 def unknown(tenant: bytes) -> str:
     """What is said of a tenant of whom nothing is known."""
     return (
-        f"there is no tenant {tenant.hex()}: neither a key nor a block of it is known here, and nothing was done. "
+        f"there is no tenant {tenant.hex()}: neither a key nor a block of it is known here. "
         "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. Whose "
         "a block in shared storage is cannot be told without a key"
     )

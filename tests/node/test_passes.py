@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
@@ -19,8 +20,9 @@ import msgspec
 import pytest
 
 from kvtide.config import Node
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.afar import Afar
 from kvtide.node.client import Client
 from kvtide.node.http import PAGES
 from kvtide.node.passes import Caller, Passes, identify
@@ -85,6 +87,7 @@ def bearing(token: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     folder = tmp_path_factory.mktemp("tokens")
+    (folder / "tokens").touch(0o600)
     (folder / "tokens").write_text(TOKENS)
     node = Reached(folder, KVTIDE_NODE_TOKENS=f"file:{folder / 'tokens'}")
     yield node
@@ -163,7 +166,15 @@ def test_tokens_are_renewed_while_the_node_serves(tokens: Reached) -> None:
             "the old stay in force"
         )
         assert "the old certificates and tokens stay in force: node.tokens: line 1" in tokens.log
+        file.chmod(0o644)
+        file.write_text(f"stranger admin {'s' * 32}\n")
+        assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 401, "everybody could have read or made it"
+        assert f"everybody on this host may read or write {file} (mode 0644)" in tokens.log
+        assert "s" * 32 not in tokens.log
+        file.chmod(0o600)
+        assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 200, "to put the mode right is enough"
     finally:
+        file.chmod(0o600)
         file.write_text(TOKENS)
     assert tokens.ask("/metrics", headers=bearing(READ))[0] == 200
 
@@ -345,6 +356,30 @@ def test_commands_reach_a_node_by_a_token_and_do_not_send_it_in_the_clear(tokens
     assert (code, "http only to this host" in said) == (2, True)
 
 
+@pytest.mark.parametrize("whose", ["ours", "other"])
+def test_a_token_is_sent_to_whoever_has_a_good_certificate_alone(pki: Pki, whose: str) -> None:
+    """Somebody answers in a node's place, with a certificate of an authority that we do not know."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pki.node if whose == "ours" else pki.other.issue("thief"))
+    heard = bytearray()
+
+    def answer(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line, contextlib.suppress(OSError), context.wrap_socket(line, server_side=True) as tls:
+            heard.extend(tls.recv(1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        node = Afar(
+            f"https://127.0.0.1:{listener.getsockname()[1]}", Node(authority=str(pki.ours.file)), {"KVTIDE_TOKEN": READ}
+        )
+        with pytest.raises(TierError, match="no node answers" if whose == "ours" else "certificate verify failed"):
+            node.status()
+        thread.join()
+    assert (READ.encode() in heard, bool(heard)) == (whose == "ours", whose == "ours")
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
 def test_certificates_made_as_the_documentation_says_are_good(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "node.md").read_text()
@@ -410,6 +445,7 @@ def test_a_node_listens_nowhere_and_with_http_at_loopback_alone(tmp_path: Path) 
 
 def test_settings_that_would_keep_nobody_out_are_refused(pki: Pki, tmp_path: Path) -> None:
     both = {"certificate": str(pki.node), "authority": str(pki.ours.file)}
+    (tmp_path / "tokens").touch(0o600)
     (tmp_path / "tokens").write_text(TOKENS)
     file = f"file:{tmp_path / 'tokens'}"
     for settings, said in (

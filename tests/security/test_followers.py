@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtide
 from kvtide import Tenant
 from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.node import protocol as p
@@ -13,6 +14,7 @@ from kvtide.node.client import Client
 from kvtide.node.roles import Role
 from kvtide.node.trust import Trust, Trusted
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
+from kvtide.tiers.journal import Journal, replay
 from tests.node.serving import Served, eventually
 
 VICTIM = Tenant("victim", b"the naming secret of the victim.")
@@ -96,3 +98,42 @@ def test_an_administrator_hears_of_all(tmp_path: Path) -> None:
             theirs.store(prompt(1), data(PLAIN, prompt(1)))
             stored = BlockStored("dram", tuple(theirs.chain(prompt(1)).keys(b"full")))
             eventually(lambda: stored in heard)
+
+
+@pytest.mark.parametrize("role", [Role.WRITE, Role.ADMIN])
+def test_of_blocks_of_which_nobody_knows_whose_they_are_administrators_alone_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    """A journal of an older version does not say it, and they leave before anybody has read them."""
+    monkeypatch.setattr(Trusted, "of", lambda *_: Trust(role))
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "2MiB", "store": "through"}
+    how = {"dram": DRAM, "nvme": disk}
+    with Served(tmp_path / "node.sock", **how) as victim, victim.session(MODEL, VICTIM) as theirs:
+        theirs.store(prompt(1), data(PLAIN, prompt(1)))
+        assert victim.flush(60)
+        gone = theirs.chain(prompt(1)).keys(b"full")
+    with kvtide.open(None, **how) as home:
+        shelves = home.colds[0].tier._shelves  # type: ignore[attr-defined]
+        real, boot = shelves._disk, shelves._journal.boot
+    (path,) = (tmp_path / "tier").glob("journal*")
+    records, doubt = replay(path, boot)
+    assert (doubt, len(records)) == ("", 1)
+    old = records.copy()
+    old["identity"] = 0
+    journal = Journal(path, real, boot)
+    journal.rewrite(old)
+    journal.close()
+    heard: list[Event] = []
+    with Served(tmp_path / "node.sock", **how) as victim, Client(victim.path) as other:
+        other.follow(heard.append)
+        with other.session(MODEL, VICTIM) as theirs, other.session(MODEL, OTHER) as mine:
+            assert theirs.find(prompt(1)) == [True]
+            home = victim._thread.store
+            with home.index.lock:
+                assert home.index.identities(home.index.rows(gone)) == (0,)
+            assert home.forget(VICTIM.tag).blocks == 1
+            mine.store(prompt(3), data(PLAIN, prompt(3)))
+            own = mine.chain(prompt(3)).keys(b"full")
+            eventually(lambda: set(own) <= set(keys(heard)))
+            removed = {key for e in heard if isinstance(e, BlockRemoved) for key in e.keys}
+            assert removed == (set(gone) if role is Role.ADMIN else set())

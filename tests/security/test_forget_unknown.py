@@ -10,10 +10,14 @@ from typer.testing import CliRunner
 
 import kvtide
 from kvtide import Tenant, cli
-from kvtide.errors import UnknownTenantError
+from kvtide.config import Node
+from kvtide.errors import AccessError, UnknownTenantError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.afar import Afar
+from kvtide.node.client import Client
 from kvtide.security.keyfile import KeyFile
 from tests.node.serving import Served, Thread
+from tests.node.test_http import Watched
 from tests.test_forget import OTHER, blocks, environment, settings, store
 
 NOBODY = Tenant("nobody", b"a tenant that never stored a block").tag
@@ -91,3 +95,34 @@ def test_the_command_fails_if_nobody_knows_the_tenant(tmp_path: Path, monkeypatc
     # Who cannot be asked may have blocks in memory: he hears of it by the key file.
     code, said = run("--tenant", NOBODY.hex(), "--socket", str(node.path))
     assert (code, entries(tmp_path, NOBODY)) == (1, 1)
+
+
+def test_over_http_it_is_the_same_error_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal for want of a role is another: who may not ask learns nothing of which tenants there are."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    tokens = f"ops admin {'o' * 32}\nreader read {'r' * 32}"
+    node = Watched(tmp_path, KVTIDE_NODE_HTTP="127.0.0.1:0", KVTIDE_NODE_TOKENS="env:TOKENS", TOKENS=tokens)
+    address = f"http://127.0.0.1:{node.port}"
+    try:
+        with Client(node.path) as client:
+            store(client, OTHER)
+            with pytest.raises(UnknownTenantError, match=f"{address} refused: there is no tenant {NOBODY.hex()}"):
+                Afar(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(NOBODY)
+            answers = set()
+            for tag in (NOBODY, OTHER.tag):
+                with pytest.raises(AccessError, match="forget needs the role admin") as refused:
+                    Afar(address, Node(), {"KVTIDE_TOKEN": "r" * 32}).forget(tag)
+                answers.add(str(refused.value))
+            assert len(answers) == 1
+            assert (blocks(client, OTHER), entries(tmp_path, NOBODY)) == (6, 0)
+            monkeypatch.setenv("KVTIDE_TOKEN", "o" * 32)
+            done = CliRunner().invoke(cli.app, ["forget", "--tenant", NOBODY.hex(), "--node", address])
+            assert isinstance(done.exception, UnknownTenantError)
+            assert done.output == f"{address}: has no such tenant\n"
+            assert (blocks(client, OTHER), entries(tmp_path, NOBODY)) == (6, 0)
+            assert Afar(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(OTHER.tag).blocks == 6
+            assert blocks(client, OTHER) == 0
+    finally:
+        node.stop()

@@ -1,5 +1,4 @@
-"""Whoever answers in a key service's place gets no token by a redirect, and holds nobody up; a key that all may read is
-not used."""
+"""Whoever answers in a key service's place gets no token by a redirect, and holds nobody up."""
 
 from __future__ import annotations
 
@@ -12,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.errors import ConfigError
+from kvtide import Store, Unwritten, config
 from kvtide.security import wrapping
 from kvtide.security.keyfile import KeyFile
 from kvtide.security.ring import Ring
-from kvtide.security.wrapping import Away, LocalWrapper, Unavailable, VaultWrapper, wrapper
+from kvtide.security.wrapping import Away, Unavailable, VaultWrapper
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt, until
 from tests.security.vault import TOKEN, serving
 
 KEY = bytes(range(32))
@@ -179,21 +180,52 @@ def test_one_dripping_answer_is_waited_for_by_all_tenants_together_and_the_other
         ring.close()
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_wrapping_key_that_everybody_may_read_or_write_is_refused(tmp_path: Path, linked: bool) -> None:
-    file = name = tmp_path / "key"
-    file.write_text(KEY.hex())
-    if linked:
-        name = tmp_path / "link"
-        name.symlink_to(file)
-    wrapped = LocalWrapper(KEY).wrap(SECRET)
-    used = []
-    for mode in (0o400, 0o600, 0o440, 0o640, 0o660, 0o604, 0o644, 0o602, 0o606, 0o666, 0o777):
-        file.chmod(mode)
-        if mode & 0o006 == 0:
-            assert wrapper(f"file:{name}").unwrap(wrapped) == SECRET
-            used.append(mode)
-        else:
-            with pytest.raises(ConfigError, match=rf"mode {mode:04o}\).*chmod 600 {name} "):
-                wrapper(f"file:{name}")
-    assert used == [0o400, 0o600, 0o440, 0o640, 0o660]
+def test_a_store_goes_on_without_its_key_service_and_no_request_fails_or_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the lease nothing is lost; beyond it the tenant's blocks are misses, until the service is back."""
+    monkeypatch.setenv("VAULT_TOKEN", TOKEN)
+    clock, tokens = FakeClock(), [prompt(n) for n in range(20)]
+    with serving() as vault:
+        how = config.read(
+            None,
+            env={},
+            dram={"budget": "16MiB", "segment": "2MiB"},
+            nvme={"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "2MiB", "store": "through"},
+            security={
+                "encrypt": True,
+                "key_source": f"vault:{vault.address}",
+                "key_file": str(tmp_path / "keys.json"),
+                "lease": "60s",
+            },
+        )
+        with Store(how, clock=clock) as home, home.session(MODEL) as session:
+
+            def hits() -> int:
+                return sum(length(session, some) == SIZE for some in tokens)
+
+            for some in tokens:
+                session.store(some, data(PLAIN, some))
+            assert home.flush(60)
+            assert home.ring is not None
+            vault.sealed = True
+            clock.advance(31)
+            home.ring.tend()
+            assert hits() == 20
+            clock.advance(30)
+            home.ring.tend()
+            until(lambda: home.statistics().tiers["dram"].blocks == 0)
+            asked = len(vault.asked)
+            assert hits() == 0
+            for some in tokens:
+                assert session.store(some, data(PLAIN, some)).dropped == 0, "in memory there is room"
+            assert hits() == 20
+            assert len(vault.asked) - asked <= 1, "it is asked again after a pause, and not by every request"
+            vault.sealed = False
+            clock.advance(6)
+            other = prompt(99)
+            session.store(other, data(PLAIN, other))
+            flushed = home.flush(60)
+            assert (flushed.written, flushed.unwritten) == (1, {Unwritten.WRITE_FAILED: 20}), "and that is told"
+        with Store(how, clock=clock) as home, home.session(MODEL) as session:
+            assert length(session, prompt(99)) == SIZE, "what is stored when it is back is sealed and found again"

@@ -74,3 +74,22 @@ def test_what_can_be_read_without_a_key(tmp_path: Path, encrypt: bool) -> None:
         session.match(TOKENS) as match,
     ):
         assert session.load(match).wait().tokens == len(TOKENS), "whose it is has all of it"
+
+
+def names(folder: Path, encrypt: bool) -> set[str]:
+    """Those of the blobs that a prompt of everybody's tenant has in shared storage."""
+    (folder / "seen" / "files").mkdir(parents=True)
+    what = settings(folder, encrypt) | {"nvme": {"path": ""}}
+    with kvtide.Store(config.read(None, env={}, **what)) as home, home.session(MODEL) as session:
+        session.store(TOKENS, BLOCKS)
+        assert home.flush(60)
+    return {path.name for path in (folder / "seen" / "files").rglob("*") if len(path.name) == 64}
+
+
+def test_who_has_no_keys_cannot_tell_by_names_which_prompts_are_in_shared_storage(tmp_path: Path) -> None:
+    """He makes the blobs of the prompts that he guesses, in a store with keys of his own and in one without keys."""
+    guesses = [names(tmp_path / "own", True), names(tmp_path / "open", False)]
+    found = names(tmp_path / "victim", True)
+    assert [len(found), *map(len, guesses)] == [4, 4, 4]
+    assert [len(found & guess) for guess in guesses] == [0, 0]
+    assert names(tmp_path / "again", False) == guesses[1], "without keys anybody can tell"

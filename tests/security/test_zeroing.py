@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,22 @@ def test_room_that_is_being_zeroed_is_waited_for_and_nobody_leaves_for_it(monkey
         put(home, ANN, 3, 4)
         assert has(home, ANN, 3, 4) == 4
         assert has(home, BOB, 1, 124) == 124, "others left though there was room"
+
+
+def test_zeroing_takes_no_more_bandwidth_than_it_may_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zeroing._BANDWIDTH == 4 << 30
+    monkeypatch.setattr(zeroing, "_BANDWIDTH", 16 << 20)
+    with opened(budget="32MiB") as home, home.session(SMALL, ANN) as session:
+        put(home, ANN, 1, 1024)
+        assert left(home, 1) == 16 << 20
+        with session.match(tokens(1, 1024)) as match:
+            session.load(match).wait()
+            session.drop(tokens(1, 1024))  # what is held is zeroed behind our back
+        began = time.monotonic()
+        put(home, BOB, 2, 4)
+        assert has(home, BOB, 2, 4) == 4
+        assert left(home, 1) > 0, "others have stored and loaded before it was done"
+        home.dram.wait_zeroed()
+        # It rests after each 4 MiB: three times before the last of them.
+        assert time.monotonic() - began > 3 * 4 / 16
+        assert left(home, 1) == 0

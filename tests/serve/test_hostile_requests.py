@@ -32,6 +32,15 @@ def test_hundreds_of_connections_that_say_nothing_keep_nobody_out(keyed: Served,
         eventually(lambda: keyed.connections <= Limits().per_address)
 
 
+def test_without_the_key_no_page_is_shown(keyed: Served) -> None:
+    for key in ("", f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", f"Basic {KEY}", KEY):
+        header = f"Authorization: {key}\r\n" if key else ""
+        for page in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/nowhere"):
+            with Raw(keyed, f"GET {page} HTTP/1.1\r\nHost: localhost\r\n{header}\r\n") as stranger:
+                status, content = stranger.answer()
+                assert (status, content["error"]["code"]) == (401, "invalid_api_key"), (page, key)
+
+
 def test_without_the_key_no_body_is_read(keyed: Served) -> None:
     with Raw(keyed, POST + f"Content-Length: {10**12}\r\n\r\n") as stranger:
         status, content = stranger.answer()

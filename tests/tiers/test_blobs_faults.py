@@ -274,6 +274,7 @@ def test_a_server_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_a_password(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
+    secret.touch(0o600)
     secret.write_text("sesame\n")
     with ValkeyServer(tmp_path / "server", requirepass="sesame") as server:
         blobs = Valkey(server.url, password_file=str(secret))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
@@ -164,6 +169,28 @@ def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring, wh
     for forged in (record, swapped):
         with pytest.raises(Rejected, match="corrupt payload"):
             forged.read()
+
+
+def test_a_second_implementation_opens_a_record_with_the_tenants_key_and_aes_256_gcm(ring: Ring) -> None:
+    """From the description of the format alone: so it says what is done, and nothing weaker is."""
+    record = Record(ring, FOUR)
+    head, own = bytes(record.bytes[: record.header]), ring.of(FOUR.tenant)
+    assert (own.id, len(own.secret)) == (head[32:48], 32)
+
+    def cipher(info: bytes) -> AESGCM:
+        return AESGCM(HKDF(hashes.SHA256(), 32, head[48:80], info).derive(own.secret))
+
+    body = cipher(b"kvtide 1 header").decrypt(b"\xff" * 12, head[96:] + head[80:96], head[:16] + head[32:80])
+    assert (body[64:96], body[176:192]) == (record.key[:32], FOUR.tenant)
+    sections = cipher(b"kvtide 1 sections" + record.key)
+    found = b""
+    for i in range(4):
+        offset, stored, _, tag = struct.unpack_from("<QII16s", body, 320 - 96 + 32 * i)
+        found += sections.decrypt(i.to_bytes(12, "little"), bytes(record.bytes[offset : offset + stored]) + tag, None)
+    assert found == record.data.tobytes()
+    own = ring.of(bytes(range(16)))
+    with pytest.raises(InvalidTag):
+        cipher(b"kvtide 1 header").decrypt(b"\xff" * 12, head[96:] + head[80:96], head[:16] + head[32:80])
 
 
 def test_without_the_key_a_record_is_a_miss_with_a_reason(ring: Ring, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import typer
 from kvtide import config as configuration
 from kvtide.cli._tenant import log_of
 from kvtide.config import Security
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, KvtideError
 
 __all__ = ["app"]
 
@@ -78,7 +78,7 @@ def rotate(
     try:
         old, new = wrapper(settings.key_source), wrapper(to) if to else None
         count = rewrap(KeyFile(Path(settings.key_file).expanduser()), old, new)
-    except Unavailable as e:
+    except (Unavailable, KvtideError) as e:
         log.record("rotate", f"failed: {e}")
         raise ConfigError(f"nothing was rotated: {e}") from e
     log.record("rotate", f"done: {count} keys")

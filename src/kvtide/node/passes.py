@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from kvtide.config import Node
 from kvtide.errors import ConfigError
 from kvtide.node.roles import Role
+from kvtide.security.secret_file import read_secret
 
 __all__ = ["Caller", "Passes", "identify"]
 
@@ -111,7 +112,7 @@ class Passes:
             self._stamp = stamp
             return self
 
-    def _stamped(self) -> list[tuple[int, int, int]]:
+    def _stamped(self) -> list[tuple[int, int, int, int]]:
         kind, _, path = self._settings.tokens.partition(":")
         files = [self._settings.certificate, self._settings.authority, path if kind == "file" else ""]
         return [_stamp(Path(file).expanduser()) for file in files if file]
@@ -171,8 +172,8 @@ def _source(source: str, environment: Mapping[str, str]) -> str:
         return environment[where]
     try:
         if kind == "file":
-            return Path(where).expanduser().read_text("utf-8")
-    except (OSError, ValueError) as e:
+            return read_secret("node.tokens", where, "ask this node for all that its callers may", "token").decode()
+    except UnicodeDecodeError as e:
         raise ConfigError(f"node.tokens: cannot read {where}: {e}") from e
     raise ConfigError(
         f"node.tokens must be file:PATH, or env:NAME of a variable that is set, not {source[:4]!r}...; tokens "
@@ -212,9 +213,10 @@ def _role(caller: Caller) -> Role:
     return caller.role
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
+def _stamp(file: Path) -> tuple[int, int, int, int]:
     try:
         about = file.stat()
     except OSError:
-        return 0, 0, 0
-    return about.st_mtime_ns, about.st_size, about.st_ino
+        return 0, 0, 0, 0
+    # The mode counts: a file that was refused for it is read again once it was put right.
+    return about.st_mtime_ns, about.st_size, about.st_ino, about.st_mode

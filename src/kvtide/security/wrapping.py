@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import ssl
-import stat
 import threading
 import urllib.parse
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from kvtide.errors import ConfigError
+from kvtide.security.secret_file import read_secret
 
 __all__ = ["Away", "LocalWrapper", "Unavailable", "VaultWrapper", "Wrapper", "aead", "wrapper"]
 
@@ -227,18 +227,7 @@ def wrapper(source: str, environment: Mapping[str, str] = os.environ) -> Wrapper
     if kind == "vault":
         return VaultWrapper(rest, environment)
     if kind == "file":
-        try:
-            with Path(rest).expanduser().open("rb") as f:  # a link is followed: so Kubernetes mounts secrets
-                mode = stat.S_IMODE(os.fstat(f.fileno()).st_mode)
-                if mode & (stat.S_IROTH | stat.S_IWOTH):
-                    raise ConfigError(
-                        f"security.key_source: everybody on this host may read or write {rest} (mode {mode:04o}), and "
-                        f"so whatever its key seals: chmod 600 {rest} (in Kubernetes: defaultMode 0440 of the secret's "
-                        "volume), and take a new key if others have used this host"
-                    )
-                data = f.read(_LARGEST)
-        except OSError as e:
-            raise ConfigError(f"security.key_source: cannot read {rest}: {e.strerror}") from e
+        data = read_secret("security.key_source", rest, "open whatever its key seals", "key")
     elif kind == "env":
         data = environment.get(rest, "").encode()
     else:

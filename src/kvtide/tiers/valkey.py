@@ -21,13 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from kvtide import forks
 from kvtide.block import Span
 from kvtide.errors import ConfigError, TierError
+from kvtide.security.secret_file import read_secret
 from kvtide.tiers.blobs import Turn
 from kvtide.tiers.resp import Connection, Part, Refused, command
 
@@ -352,10 +352,8 @@ def _login(user: str, password_file: str) -> list[bytes]:
         if user:
             raise ConfigError(f"valkey.user is {user!r}, and valkey.password_file is not set: both are needed")
         return []
-    try:
-        password = Path(password_file).read_bytes().strip()
-    except OSError as e:
-        raise ConfigError(f"valkey.password_file cannot be read: {e}") from e
+    harm = "read and delete whatever that storage has"
+    password = read_secret("valkey.password_file", password_file, harm, "password").strip()
     return [user.encode(), password] if user else [password]
 
 
