@@ -36,7 +36,10 @@ class Forgotten:
     blocks: int
     """Blocks that there were, in any tier."""
     held: int = 0
-    """Slots in memory that somebody holds still. They are zeroed when he lets go."""
+    """Slots in memory that somebody holds still. They are zeroed when he lets go.
+
+    Slots that could not be zeroed, which the log tells of, are counted too: nobody gets them before they are.
+    """
 
     def __str__(self) -> str:
         later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)

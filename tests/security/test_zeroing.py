@@ -27,6 +27,7 @@ from kvtide.session import Home
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import WRAPPING
 from kvtide.tiers import zeroing
+from kvtide.tiers.dram import Dram
 from kvtide.tiers.zeroing import zero
 from tests.node.serving import Thread, eventually
 
@@ -357,3 +358,90 @@ def test_room_that_is_being_zeroed_is_waited_for_and_nobody_leaves_for_it(monkey
         put(home, ANN, 3, 4)
         assert has(home, ANN, 3, 4) == 4
         assert has(home, BOB, 1, 124) == 124, "others left though there was room"
+
+
+def test_a_slot_that_cannot_be_zeroed_is_nobodys_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = True
+
+    def fails(span: Any) -> None:
+        if broken and span[0] == 1:
+            raise MemoryError
+        zero(span)
+
+    monkeypatch.setattr(zeroing, "zero", fails)
+    with opened() as home, home.session(SMALL, ANN) as session:
+        put(home, ANN, 1, 4)
+        put(home, ANN, 2, 4)
+        assert session.drop(tokens(2, 4)) == 4
+        assert session.drop(tokens(1, 4)) == 4
+        assert (left(home, 1), left(home, 2)) == (4 * 16384, 0)
+        put(home, BOB, 3, 124)
+        assert has(home, BOB, 3, 128) == 124, "the other slots are used again"
+        put(home, BOB, 4, 1)
+        assert left(home, 1) == 4 * 16384, "nobody gets those four"
+        assert home.forget(BOB.tag).held == 4, "whoever forgets is told"
+        assert len([record for record in caplog.records if "zeroing" in record.message]) == 1
+        broken = False
+        put(home, ANN, 5, 1)
+        assert home.forget(ANN.tag) == kvtide.Forgotten(1, held=0)
+        assert left(home, 1) == 0
+        put(home, BOB, 3, 128)
+        assert has(home, BOB, 3, 128) == 128
+
+
+def waited(dram: Dram) -> bool:
+    thread = threading.Thread(target=dram.wait_zeroed, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_who_waits_is_called_though_another_who_waited_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    may, called = threading.Event(), threading.Event()
+
+    def late(span: Any) -> None:
+        may.wait()
+        zero(span)
+
+    def fails() -> None:
+        raise ValueError
+
+    monkeypatch.setattr(zeroing, "zero", late)
+    dram = Dram(1 << 20, segment=1 << 20)
+    assert dram.grow(16384)
+    first, second = dram.take_many(16384, 2)
+    dram.zero(np.array([first], np.int64))
+    dram.when_zeroed(fails)
+    dram.when_zeroed(called.set)
+    may.set()
+    assert called.wait(30)
+    dram.zero(np.array([second], np.int64))
+    assert waited(dram), "the thread lives on"
+    assert dram.statistics().bytes_used == 0
+    dram.close()
+
+
+def test_nobody_waits_for_an_arena_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    may, called = threading.Event(), threading.Event()
+
+    def late(span: Any) -> None:
+        may.wait()
+        zero(span)
+
+    monkeypatch.setattr(zeroing, "zero", late)
+    dram = Dram(1 << 20, segment=1 << 20)
+    assert dram.grow(16384)
+    first, second = dram.take_many(16384, 2)
+    dram.zero(np.array([first], np.int64))
+    dram.when_zeroed(called.set)
+    closing = threading.Thread(target=dram.close)
+    closing.start()
+    assert not called.is_set()
+    may.set()
+    closing.join(60)
+    assert called.is_set(), "who waits when it is closed"
+    with dram.book_lock:
+        dram._zeroing.add([second])
+    assert waited(dram), "who comes later"

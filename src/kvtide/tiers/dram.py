@@ -391,6 +391,11 @@ class Dram:
         self.when_zeroed(zeroed.set)
         zeroed.wait()
 
+    @property
+    def unzeroed(self) -> int:
+        """Slots that were to be zeroed and could not be: nobody gets them, and they are tried again."""
+        return self._zeroing.failed
+
     def _wait_for_zeroed(self, kind: int) -> bool:
         """Wait a moment for a slot that is being zeroed, rather than let other blocks leave; answers whether there is
         room now. Under the lock, which others have meanwhile."""

@@ -640,7 +640,7 @@ class Pipeline:
 
     def zero_traces(self, tenant: bytes) -> int:
         """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
-        because somebody holds them.
+        because somebody holds them or they could not be zeroed.
 
         Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
         """
@@ -656,7 +656,7 @@ class Pipeline:
             self._dram.zero_rest(segment)
         self._dram.wait_zeroed()
         with self._index.lock:
-            return self._residents.held_of(tenant)
+            return self._residents.held_of(tenant) + self._dram.unzeroed
 
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
         """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
