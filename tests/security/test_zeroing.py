@@ -231,6 +231,22 @@ def test_memory_in_which_blocks_were_packed_and_sealed_goes_too(tmp_path: Path) 
         assert (has(home, BOB, 2, 8), has(home, BOB, 3, 8)) == (8, 8)
 
 
+def test_headers_with_token_ids_go_too(tmp_path: Path) -> None:
+    where = {"path": str(tmp_path), "budget": "32MiB", "segment": "1MiB", "token_ids": True}
+    ids = np.arange(0x5EC0DE00, 0x5EC0DE00 + SMALL.layout.block_tokens, dtype=np.uint32)
+    with opened(nvme=where) as home:
+        with home.session(SMALL, ANN) as session:
+            session.store(ids, [np.full(SMALL.layout.geometry["full"].nbytes, 1, np.uint8)])
+        assert home.flush(60)
+        headers = [header for pool in home._scratch for header in pool._headers]
+        assert any(ids.tobytes() in bytes(header._buffer) for header in headers), "there is nothing to give back"
+        home.forget(ANN.tag)
+        assert not any(map(len, headers))
+        put(home, BOB, 2, 8)
+        assert home.flush(60)
+        assert has(home, BOB, 2, 8) == 8
+
+
 def test_a_process_that_hears_of_it_later_zeroes_too(tmp_path: Path) -> None:
     with opened(**sealing(tmp_path)) as home:
         put(home, ANN, 1, 4)
