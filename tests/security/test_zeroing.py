@@ -30,6 +30,7 @@ from kvtide.tiers import zeroing
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.zeroing import zero
 from tests.node.serving import Thread, eventually
+from tests.test_interrupts import Interrupted, Points
 
 TENANTS = ANN, BOB, EVE = [Tenant(name, name.encode() * 8) for name in ("anne", "bobb", "evee")]
 
@@ -461,3 +462,63 @@ def test_nobody_waits_for_an_arena_that_is_closed(monkeypatch: pytest.MonkeyPatc
     with dram.book_lock:
         dram._zeroing.add([second])
     assert waited(dram), "who comes later"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_drop_that_is_interrupted_anywhere_leaves_a_block_or_zeros(held: bool) -> None:
+    with opened() as home, home.session(SMALL, ANN) as session:
+
+        def drop() -> None:
+            session.drop(tokens(1, 4))
+
+        def run(points: Points) -> str:
+            """Where it was interrupted."""
+            try:
+                if held:
+                    with session.match(tokens(1, 4)) as match:
+                        session.load(match).wait()
+                        drop()
+                        points.run(match.release)
+                else:
+                    points.run(drop)
+            except Interrupted as e:
+                return str(e)
+            return ""
+
+        def interrupted(at: int) -> bool:
+            put(home, ANN, 1, 4)
+            place = run(Points(at))
+            put(home, BOB, 2, 1)  # the next call ends what was left
+            home.dram.wait_zeroed()
+            assert left(home, 1) == sum(session.find(tokens(1, 4))) * 16384, f"interrupted at {place}"
+            return bool(place)
+
+        at = 1
+        while interrupted(at):
+            at += 1
+        assert at > 50, "no call was interrupted: this test tested nothing"
+
+
+def test_a_forget_that_is_interrupted_anywhere_can_be_repeated() -> None:
+    clock = FakeClock()
+    with opened(clock) as home:
+
+        def interrupted(at: int) -> bool:
+            put(home, ANN, 1, 4, ttl=10.0)
+            clock.advance(11)
+            assert has(home, ANN, 1, 4) == 0
+            place = ""
+            try:
+                Points(at).run(lambda: home.zero_traces(ANN.tag))
+            except Interrupted as e:
+                place = str(e)
+            home.zero_traces(ANN.tag)
+            assert left(home, 1) == 0, f"interrupted at {place}"
+            with home.dram.book_lock:
+                assert home.dram.segments.used == 0, f"interrupted at {place}, a slot is nobody's"
+            return bool(place)
+
+        at = 1
+        while interrupted(at):
+            at += 1
+        assert at > 50, "no call was interrupted: this test tested nothing"

@@ -646,7 +646,12 @@ class Pipeline:
         """
         with self._index.lock:
             self._residents.zero_unfilled()
-        self._dram.zero_free(tenant)
+        try:
+            self._dram.zero_free(tenant)
+        except BaseException:
+            with self._index.lock:
+                self.repair()  # else slots that were chosen, and are not being zeroed, would be nobody's for ever
+            raise
         for segment in self._dram.mixed:
             slots = np.arange(segment.slots)
             for some in np.array_split(slots, 1 + segment.nbytes // _TAILS):
