@@ -25,6 +25,7 @@ from kvtide.security.acts import destroy
 from kvtide.security.keyfile import KeyFile
 from kvtide.session import Home
 from kvtide.testing.clock import FakeClock
+from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.keys import WRAPPING
 from kvtide.tiers import zeroing
 from kvtide.tiers.dram import Dram
@@ -522,3 +523,48 @@ def test_a_forget_that_is_interrupted_anywhere_can_be_repeated() -> None:
         while interrupted(at):
             at += 1
         assert at > 50, "no call was interrupted: this test tested nothing"
+
+
+@pytest.mark.parametrize("how", [How.TORN, How.SHORT, How.FLIP])
+def test_what_a_load_that_failed_half_way_has_left_is_zeroed(tmp_path: Path, how: How) -> None:
+    disk = FaultyDisk()
+    settings = config.read(
+        None,
+        env={},
+        dram={"budget": "2MiB", "segment": "1MiB"},
+        nvme={"path": str(tmp_path), "budget": "32MiB", "segment": "1MiB"},
+    )
+    with kvtide.Store(settings, disk=disk) as home:
+        put(home, ANN, 1, 4)
+    with kvtide.Store(settings, disk=disk) as home, home.session(SMALL, ANN) as session:
+        with session.match(tokens(1, 4)) as match:
+            disk.arm(Fault("read", how, files="*.segment", times=1 << 30))
+            assert session.load(match).wait().tokens < 64
+            disk.disarm()
+        assert left(home, 1) > 0, "nothing was read: this test tests nothing"
+        with contextlib.suppress(UnknownTenantError):  # what cannot be read is not kept
+            home.forget(ANN.tag)
+        assert left(home, 1) == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_bytes_of_another_that_were_read_in_vain_are_zeroed_when_that_one_is_forgotten(
+    tmp_path: Path, whole: bool
+) -> None:
+    """Somebody puts a blob of one tenant, or half of it, in the place of another's, who asks for it."""
+    with opened(files={"path": str(tmp_path)}) as home:
+        put(home, ANN, 1, 1)
+        assert home.flush(60)
+        (blob,) = [file for file in tmp_path.rglob("*") if len(file.name) == 64]
+        before = blob.read_bytes()
+        put(home, BOB, 2, 1)
+        assert home.flush(60)
+    (other,) = [file for file in tmp_path.rglob("*") if len(file.name) == 64 and file != blob]
+    with opened(files={"path": str(tmp_path)}) as home, home.session(SMALL, BOB) as session:
+        with session.match(tokens(2, 1), wait=30) as match:
+            assert match.tokens == 16
+            other.write_bytes(before if whole else before[: len(before) // 2])
+            assert session.load(match).wait().tokens == 0
+        assert left(home, 1) > 0, "nothing was read: this test tests nothing"
+        home.forget(ANN.tag)
+        assert left(home, 1) == 0
