@@ -48,7 +48,7 @@ from kvtide.tiers.record import Rejected
 from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import Sealing
 
-__all__ = ["DropLog", "Listener", "Told"]
+__all__ = ["NOT_OURS", "PAGE", "DropLog", "Listener", "Told"]
 
 log = logging.getLogger("kvtide.drops")
 
@@ -79,7 +79,7 @@ _TRIES = 16
 """How often a page gets another number because somebody else was quicker."""
 _PAGES, _FORGOTTEN = "dropped.", "forgotten."
 _LAST = 10**18 - 1
-_NOT_OURS = frozenset({UNKNOWN, DESTROYED, "its key is not here"})
+NOT_OURS = frozenset({UNKNOWN, DESTROYED, "its key is not here"})
 """Why a page cannot be opened that is of others, whose blocks have other names than those of this process."""
 _TENANTS = 1 << 20
 """Forgotten tenants that are remembered; there are more only if somebody else makes such names."""
@@ -256,7 +256,7 @@ class DropLog:
             except ValueError:
                 return b""
             except Rejected as e:
-                if str(e) in _NOT_OURS:
+                if str(e) in NOT_OURS:
                     return b""
                 raise
         elif self._sealing.accepts_open:

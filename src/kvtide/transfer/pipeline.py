@@ -890,7 +890,9 @@ class Drop:
 
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
-            drop = cold.withdraw if self._told and cold.withdraw is not None else cold.tier.drop
-            drop(items, self._tally.end)
+            if self._told and cold.withdraw is not None:
+                cold.withdraw(items, self._tally.end, self._who)
+            else:
+                cold.tier.drop(items, self._tally.end)
         self._pipeline.when_zeroed(lambda: self._tally.end(()))
         self._tally.end(())
