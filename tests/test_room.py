@@ -358,6 +358,24 @@ def test_a_block_that_is_asked_for_while_it_is_copied_stays_where_it_is(monkeypa
         assert store.statistics().held == 0
 
 
+def test_a_block_that_is_dropped_while_it_is_copied_leaves_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
+        numbers = full_of_pins(store, small)
+        before = [data(small, prompt(number))[0].tobytes() for number in numbers]
+
+        def drop(count: int) -> None:
+            if count == 1:
+                assert sum(small.drop(prompt(number)) for number in numbers) == 4
+
+        copies = Copies(monkeypatch, drop)
+        put(other, 0)
+        assert copies.count
+        store.dram.wait_zeroed()
+        with store.dram.book_lock:
+            memory = b"".join(bytes(memory.view) for memory in store.dram._memory.values())
+        assert not any(block in memory for block in before)
+
+
 def in_order(store: Store) -> bool:
     """Whether nobody holds anything, and every slot is some row's and may be used again."""
     with store.index.lock:

@@ -36,9 +36,21 @@ class Forgotten:
     blocks: int
     """Blocks that there were, in any tier."""
     held: int = 0
-    """Slots in memory that somebody holds still. They are zeroed when he lets go."""
+    """Slots in memory that somebody holds still. They are zeroed when he lets go.
+
+    Slots that could not be zeroed, which the log tells of, are counted too: nobody gets them before they are.
+    """
+
+    announced: bool = False
+    """Whether neither a key nor a block of it was found, and all that was done was to tell those who use the storage:
+    whose a blob there is that nobody here has met, nobody can say."""
 
     def __str__(self) -> str:
+        if self.announced:
+            return (
+                "but neither a key nor a block of it was found here: whoever uses the same storage was told to forget "
+                "it, and blobs of it there are not served any more. Check its tag if there should have been blocks"
+            )
         later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)
         return f"{self.blocks} blocks{later}"
 
@@ -90,7 +102,7 @@ def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
         # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
         if not found and not traces and not mine and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
-        forgotten = Forgotten(found, held)
+        forgotten = Forgotten(found, held, announced=not found and not mine)
         result = f"done: {forgotten}"
         return forgotten
     except KvtideError as e:

@@ -48,6 +48,7 @@ from kvtide.shares import Shares, divide
 from kvtide.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.storages import storages
 from kvtide.tiers.blobs import Blobs, LastingBlobs
+from kvtide.tiers.bookmarks import Bookmarks
 from kvtide.tiers.copier import Copier
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram import Dram
@@ -170,8 +171,9 @@ class Store(Home):
             for keeper in self._keepers.values():
                 undo.callback(keeper.close)
                 keeper.start()
+            marks = Bookmarks(Path(self.config.nvme.path).expanduser()) if self.config.nvme.path else None
             for cold, tier in self.shared_tiers:
-                tier.drops.told = self._told(cold.name)
+                tier.drops.told, tier.drops.bookmarks = self._told(cold.name), marks
             for listener in self._listeners:
                 undo.callback(listener.close, 0.0)
                 listener.start()

@@ -219,6 +219,36 @@ def test_one_that_was_away_for_longer_than_pages_are_kept_drops_all_that_it_has(
     assert there(one, OTHERS) == len(OTHERS), "what it stores from then on is written"
 
 
+@pytest.mark.parametrize("heard", [True, False], ids=["with a bookmark", "without"])
+def test_one_that_was_closed_for_longer_than_pages_are_kept_drops_what_its_own_disk_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    monkeypatch.setattr(drops, "_KEPT", 2)
+    disk = {"path": str(tmp_path / "disk"), "budget": "32MiB", "segment": "1MiB", "store": "through"}
+
+    def reopened() -> int:
+        with opened(tmp_path, nvme=disk) as b, b.session(MODEL) as two:
+            return sum(two.find(TOKENS))
+
+    with opened(tmp_path) as a, a.session(MODEL) as one:
+        with opened(tmp_path, nvme=disk) as b, b.session(MODEL) as two:
+            put(two)
+            assert b.flush(60)
+        for n in range(4):
+            assert reopened() == 3, "it has heard of all pages, though they are gone"
+            one.drop(prompt(100 + n))
+            log_of(a)._trim()
+        one.drop(TOKENS)
+        for n in range(4):
+            one.drop(prompt(200 + n))
+        log_of(a)._trim()
+        mark = tmp_path / "disk" / "heard"
+        assert mark.exists()
+        if not heard:
+            mark.write_text("[rubbish")
+        assert reopened() == (0 if heard else 3)
+
+
 def test_a_page_leaves_after_what_it_names_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as a, opened(tmp_path) as b, a.session(MODEL) as one, b.session(MODEL) as two:
         one.drop(TOKENS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtide import Store, Tenant
+from kvtide import Forgotten, Store, Tenant
 from kvtide import config as configuration
 from kvtide.errors import TierError, UnknownTenantError
 from kvtide.index.keys import DEFAULT_TENANT
@@ -19,6 +19,7 @@ from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING
 from kvtide.tiers import drops
 from kvtide.tiers.disk import Disk
+from tests.node.serving import Served
 
 GONE = Tenant("gone", b"7" * 32)
 TOKENS = prompt(1, 2, 3)
@@ -114,9 +115,23 @@ def test_blobs_that_this_process_knew_nothing_of_are_read_by_nobody(tmp_path: Pa
     with opened(tmp_path) as b:
         put(b)
     with opened(tmp_path) as a, opened(tmp_path) as c:
-        assert a.forget(GONE.tag).blocks == 0, "nobody can tell whose a blob is, but whose it was not"
+        assert a.forget(GONE.tag) == Forgotten(0, announced=True), (
+            "nobody can tell whose a blob is, but whose it was not"
+        )
         hear(c)
         assert found(a) == found(c) == 0
+
+
+def test_whoever_forgets_is_told_that_nothing_was_found_and_others_were_told(tmp_path: Path) -> None:
+    memory, where = {"budget": "8MiB", "segment": "1MiB"}, {"path": str(tmp_path / "shared")}
+    with Served(tmp_path / "node.sock", dram=memory, files=where) as client:
+        assert client.forget(GONE.tag) == Forgotten(0, announced=True)
+        with client.session(MODEL, GONE) as session:
+            session.store(TOKENS, data(PLAIN, TOKENS))
+        found = client.forget(GONE.tag)
+        assert (found.blocks, found.announced) == (3, False)
+        said = str(client.forget(GONE.tag))
+        assert "neither a key nor a block of it was found here" in said
 
 
 def test_a_tenant_that_nobody_knows_is_still_told_where_records_are_sealed(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtide import Session, Store, Tenant
+from kvtide import Session, Store, Tenant, config
 from kvtide.desk import LocalDesk
+from kvtide.errors import TierError
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import Chain
 from kvtide.node import protocol as p
 from kvtide.testing import interface
+from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import until
 from kvtide.tiers.journal import RECORD, Journal, replay
 from tests.books import agree
@@ -117,6 +119,35 @@ def test_what_another_drops_stays(tmp_path: Path, place: str) -> None:
     with kept_in(place, tmp_path) as w:
         assert w.other.drop(w.chain, 0, 30) == 0
         assert length(w.victim, *PATH) == 3
+
+
+def test_what_another_drops_stays_in_storage_that_this_store_has_not_looked_at(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"files": {"path": str(tmp_path / "files"), "threads": 2}}
+    disk = FaultyDisk()
+    with open_store(None, **how) as first, first.session(MODEL, VICTIM) as session:
+        keep(session, *PATH)
+        assert first.flush(30)
+        with open_store(None, **how) as store:
+            other = LocalDesk(store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+            chain = session.chain(prompt(*PATH))
+            assert other.drop(chain, 0, 30) == 0
+            ((_, tier),) = store.shared_tiers
+            assert tier.drops.number == 0, "nobody is told"
+            with store.session(MODEL, VICTIM) as again:
+                until(lambda: length(again, *PATH) == 3)
+        with (
+            Store(config.read(env={}, dram={"budget": "1MiB", "segment": "1MiB"}, **how), disk=disk) as store,
+            store.session(MODEL, VICTIM) as again,
+        ):
+            disk.arm(Fault("read", files="[0-9a-f]*", times=1 << 30))
+            with pytest.raises(TierError):  # nobody can tell whose they are
+                again.drop(prompt(*PATH))
+            disk.disarm()
+        with open_store(None, **how) as store, store.session(MODEL, VICTIM) as again:
+            assert again.drop(prompt(*PATH)) == 0, "the index has not met them"
+            ((_, tier),) = first.shared_tiers
+            tier.drops.hear()
+            assert length(session, *PATH) == 0, "whose they are can drop them unseen"
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -26,10 +26,13 @@ from kvtide.security.acts import destroy
 from kvtide.security.keyfile import KeyFile
 from kvtide.session import Home
 from kvtide.testing.clock import FakeClock
+from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.keys import WRAPPING
 from kvtide.tiers import zeroing
+from kvtide.tiers.dram import Dram
 from kvtide.tiers.zeroing import zero
 from tests.node.serving import Thread, eventually
+from tests.test_interrupts import Interrupted, Points
 
 TENANTS = ANN, BOB, EVE = [Tenant(name, name.encode() * 8) for name in ("anne", "bobb", "evee")]
 
@@ -231,6 +234,22 @@ def test_memory_in_which_blocks_were_packed_and_sealed_goes_too(tmp_path: Path) 
         assert (has(home, BOB, 2, 8), has(home, BOB, 3, 8)) == (8, 8)
 
 
+def test_headers_with_token_ids_go_too(tmp_path: Path) -> None:
+    where = {"path": str(tmp_path), "budget": "32MiB", "segment": "1MiB", "token_ids": True}
+    ids = np.arange(0x5EC0DE00, 0x5EC0DE00 + SMALL.layout.block_tokens, dtype=np.uint32)
+    with opened(nvme=where) as home:
+        with home.session(SMALL, ANN) as session:
+            session.store(ids, [np.full(SMALL.layout.geometry["full"].nbytes, 1, np.uint8)])
+        assert home.flush(60)
+        headers = [header for pool in home._scratch for header in pool._headers]
+        assert any(ids.tobytes() in bytes(header._buffer) for header in headers), "there is nothing to give back"
+        home.forget(ANN.tag)
+        assert not any(map(len, headers))
+        put(home, BOB, 2, 8)
+        assert home.flush(60)
+        assert has(home, BOB, 2, 8) == 8
+
+
 def test_a_process_that_hears_of_it_later_zeroes_too(tmp_path: Path) -> None:
     with opened(**sealing(tmp_path)) as home:
         put(home, ANN, 1, 4)
@@ -376,4 +395,195 @@ def test_zeroing_takes_no_more_bandwidth_than_it_may_and_nobody_waits_for_it(mon
         home.dram.wait_zeroed()
         # It rests after each 4 MiB: three times before the last of them.
         assert time.monotonic() - began > 3 * 4 / 16
+
+
+def test_a_slot_that_cannot_be_zeroed_is_nobodys_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = True
+
+    def fails(span: Any) -> None:
+        if broken and span[0] == 1:
+            raise MemoryError
+        zero(span)
+
+    monkeypatch.setattr(zeroing, "zero", fails)
+    with opened() as home, home.session(SMALL, ANN) as session:
+        put(home, ANN, 1, 4)
+        put(home, ANN, 2, 4)
+        assert session.drop(tokens(2, 4)) == 4
+        assert session.drop(tokens(1, 4)) == 4
+        assert (left(home, 1), left(home, 2)) == (4 * 16384, 0)
+        put(home, BOB, 3, 124)
+        assert has(home, BOB, 3, 128) == 124, "the other slots are used again"
+        put(home, BOB, 4, 1)
+        assert left(home, 1) == 4 * 16384, "nobody gets those four"
+        assert home.forget(BOB.tag).held == 4, "whoever forgets is told"
+        assert len([record for record in caplog.records if "zeroing" in record.message]) == 1
+        broken = False
+        put(home, ANN, 5, 1)
+        assert home.forget(ANN.tag) == kvtide.Forgotten(1, held=0)
+        assert left(home, 1) == 0
+        put(home, BOB, 3, 128)
+        assert has(home, BOB, 3, 128) == 128
+
+
+def waited(dram: Dram) -> bool:
+    thread = threading.Thread(target=dram.wait_zeroed, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_who_waits_is_called_though_another_who_waited_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    may, called = threading.Event(), threading.Event()
+
+    def late(span: Any) -> None:
+        may.wait()
+        zero(span)
+
+    def fails() -> None:
+        raise ValueError
+
+    monkeypatch.setattr(zeroing, "zero", late)
+    dram = Dram(1 << 20, segment=1 << 20)
+    assert dram.grow(16384)
+    first, second = dram.take_many(16384, 2)
+    dram.zero(np.array([first], np.int64))
+    dram.when_zeroed(fails)
+    dram.when_zeroed(called.set)
+    may.set()
+    assert called.wait(30)
+    dram.zero(np.array([second], np.int64))
+    assert waited(dram), "the thread lives on"
+    assert dram.statistics().bytes_used == 0
+    dram.close()
+
+
+def test_nobody_waits_for_an_arena_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    may, called = threading.Event(), threading.Event()
+
+    def late(span: Any) -> None:
+        may.wait()
+        zero(span)
+
+    monkeypatch.setattr(zeroing, "zero", late)
+    dram = Dram(1 << 20, segment=1 << 20)
+    assert dram.grow(16384)
+    first, second = dram.take_many(16384, 2)
+    dram.zero(np.array([first], np.int64))
+    dram.when_zeroed(called.set)
+    closing = threading.Thread(target=dram.close)
+    closing.start()
+    assert not called.is_set()
+    may.set()
+    closing.join(60)
+    assert called.is_set(), "who waits when it is closed"
+    with dram.book_lock:
+        dram._zeroing.add([second])
+    assert waited(dram), "who comes later"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_drop_that_is_interrupted_anywhere_leaves_a_block_or_zeros(held: bool) -> None:
+    with opened() as home, home.session(SMALL, ANN) as session:
+
+        def drop() -> None:
+            session.drop(tokens(1, 4))
+
+        def run(points: Points) -> str:
+            """Where it was interrupted."""
+            try:
+                if held:
+                    with session.match(tokens(1, 4)) as match:
+                        session.load(match).wait()
+                        drop()
+                        points.run(match.release)
+                else:
+                    points.run(drop)
+            except Interrupted as e:
+                return str(e)
+            return ""
+
+        def interrupted(at: int) -> bool:
+            put(home, ANN, 1, 4)
+            place = run(Points(at))
+            put(home, BOB, 2, 1)  # the next call ends what was left
+            home.dram.wait_zeroed()
+            assert left(home, 1) == sum(session.find(tokens(1, 4))) * 16384, f"interrupted at {place}"
+            return bool(place)
+
+        at = 1
+        while interrupted(at):
+            at += 1
+        assert at > 50, "no call was interrupted: this test tested nothing"
+
+
+def test_a_forget_that_is_interrupted_anywhere_can_be_repeated() -> None:
+    clock = FakeClock()
+    with opened(clock) as home:
+
+        def interrupted(at: int) -> bool:
+            put(home, ANN, 1, 4, ttl=10.0)
+            clock.advance(11)
+            assert has(home, ANN, 1, 4) == 0
+            place = ""
+            try:
+                Points(at).run(lambda: home.zero_traces(ANN.tag))
+            except Interrupted as e:
+                place = str(e)
+            home.zero_traces(ANN.tag)
+            assert left(home, 1) == 0, f"interrupted at {place}"
+            with home.dram.book_lock:
+                assert home.dram.segments.used == 0, f"interrupted at {place}, a slot is nobody's"
+            return bool(place)
+
+        at = 1
+        while interrupted(at):
+            at += 1
+        assert at > 50, "no call was interrupted: this test tested nothing"
+
+
+@pytest.mark.parametrize("how", [How.TORN, How.SHORT, How.FLIP])
+def test_what_a_load_that_failed_half_way_has_left_is_zeroed(tmp_path: Path, how: How) -> None:
+    disk = FaultyDisk()
+    settings = config.read(
+        None,
+        env={},
+        dram={"budget": "2MiB", "segment": "1MiB"},
+        nvme={"path": str(tmp_path), "budget": "32MiB", "segment": "1MiB"},
+    )
+    with kvtide.Store(settings, disk=disk) as home:
+        put(home, ANN, 1, 4)
+    with kvtide.Store(settings, disk=disk) as home, home.session(SMALL, ANN) as session:
+        with session.match(tokens(1, 4)) as match:
+            disk.arm(Fault("read", how, files="*.segment", times=1 << 30))
+            assert session.load(match).wait().tokens < 64
+            disk.disarm()
+        assert left(home, 1) > 0, "nothing was read: this test tests nothing"
+        with contextlib.suppress(UnknownTenantError):  # what cannot be read is not kept
+            home.forget(ANN.tag)
+        assert left(home, 1) == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_bytes_of_another_that_were_read_in_vain_are_zeroed_when_that_one_is_forgotten(
+    tmp_path: Path, whole: bool
+) -> None:
+    """Somebody puts a blob of one tenant, or half of it, in the place of another's, who asks for it."""
+    with opened(files={"path": str(tmp_path)}) as home:
+        put(home, ANN, 1, 1)
+        assert home.flush(60)
+        (blob,) = [file for file in tmp_path.rglob("*") if len(file.name) == 64]
+        before = blob.read_bytes()
+        put(home, BOB, 2, 1)
+        assert home.flush(60)
+    (other,) = [file for file in tmp_path.rglob("*") if len(file.name) == 64 and file != blob]
+    with opened(files={"path": str(tmp_path)}) as home, home.session(SMALL, BOB) as session:
+        with session.match(tokens(2, 1), wait=30) as match:
+            assert match.tokens == 16
+            other.write_bytes(before if whole else before[: len(before) // 2])
+            assert session.load(match).wait().tokens == 0
+        assert left(home, 1) > 0, "nothing was read: this test tests nothing"
+        home.forget(ANN.tag)
         assert left(home, 1) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import kvtide
 from kvtide.block import Layout
 from kvtide.index.keys import Model
 from kvtide.tiers import codec
+from kvtide.tiers.parcel import Packer
 from kvtide.tiers.scratch import Pool, Scratch, Workspace
+from kvtide.tiers.sealing import OPEN
 
 MIB = 1 << 20
 
@@ -54,6 +57,35 @@ def test_a_pool_that_is_emptied_keeps_nothing_of_jobs_that_began_before() -> Non
     used.get(2 * MIB)
     busy.end()
     assert len(used) == 2 * MIB, "the next one keeps its memory again"
+
+
+def test_headers_go_when_the_pool_is_emptied_and_a_job_under_way_keeps_its_own() -> None:
+    pool = Pool(10 * MIB)
+    packer = Packer("raw", OPEN, pool)
+    page = packer.header.get(8192)
+    page[:3] = b"ids"
+    pool.empty()
+    assert (len(packer.header), bytes(page[:3])) == (0, b"ids")
+    assert bytes(packer.header.get(8192)) == bytes(8192)
+
+
+def test_memory_may_be_dropped_at_any_time() -> None:
+    memory, over = Scratch(), threading.Event()
+
+    def drop() -> None:
+        while not over.is_set():
+            memory.drop()
+
+    thread = threading.Thread(target=drop)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        assert {len(memory.get(4096 + i % 2 * 4096)) for i in range(3000)} == {4096, 8192}
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        thread.join()
 
 
 def test_a_job_that_takes_as_much_as_the_one_before_gets_the_same_memory() -> None:

@@ -320,7 +320,8 @@ class Client(Home):
             raise UnknownTenantError(promise.failure)
         if promise.lost or promise.failure:
             raise TierError(promise.failure or f"the node at {self.path} went away before it had forgotten a tenant")
-        return Forgotten(promise.count, max(0, promise.report.held if promise.report is not None else 0))
+        report = promise.report or p.Ended(0)
+        return Forgotten(promise.count, max(0, report.held), report.announced)
 
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""

@@ -599,7 +599,8 @@ class Guest:
         number, c = self.tidings.promise(), self._connection
 
         def ended(forgotten: Forgotten, failure: str) -> None:
-            self.tidings.end(p.Ended(number, forgotten.blocks, failure, forgotten.held))
+            announced = forgotten.announced
+            self.tidings.end(p.Ended(number, forgotten.blocks, failure, forgotten.held, announced=announced))
 
         erase(self._host, o.tenant, f"user {c.uid}, process {c.pid}", ended)
         return number

@@ -251,7 +251,7 @@ class Http:
         forgotten, failure = await ended.get()
         if failure:
             raise _Refused(422 if forgotten.blocks == NO_TENANT else 409, failure)
-        return _response(200, json.dumps({"blocks": forgotten.blocks, "held": forgotten.held}), "application/json")
+        return _response(200, msgspec.json.encode(forgotten).decode(), "application/json")
 
 
 def _parsed(request: bytes) -> _Asked:

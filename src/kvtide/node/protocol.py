@@ -528,6 +528,8 @@ class Ended(_Message, tag="ended"):
     """How many have left memory unwritten since the client's last flush, by reason."""
     failed: list[tuple[int, int, str]] = []
     """Blocks that are not durable, as (group, number in the prompt, reason)."""
+    announced: bool = False
+    """Of an erase: nothing of the tenant was found, and others who use the storage were told."""
 
 
 class Stored(_Message, tag="stored"):

@@ -5,6 +5,7 @@
     kvtide.json    what this directory is, and its format version
     lock           held by the process that has it open; names it
     journal        a hint of what is where (see journal.py)
+    heard          up to where drops of others were heard (see bookmarks.py)
     00000.segment  one page of segment header, then slots of one size, a record in each
 
 A segment's header names the size of its slots and the sequence number at which it was cut. Records with a lower

@@ -304,10 +304,19 @@ class Dram:
                 self._huge_pages = "transparent"
         return Memory(serial, nbytes, self._huge_pages, self._shared)
 
-    def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], drained: Sequence[Segment]) -> None:
+    def repair(
+        self,
+        places: npt.NDArray[np.int64],
+        owners: npt.NDArray[np.int64],
+        drained: Sequence[Segment],
+        leaving: npt.NDArray[np.int64],
+    ) -> None:
         """Make the book anew after a change of it was left half done: these slots are in use and no others but those
-        that are zeroed, and ``drained`` are being emptied. The caller lets nobody take a slot meanwhile."""
+        that are zeroed, and ``drained`` are being emptied. The caller lets nobody take a slot meanwhile.
+
+        ``leaving`` were to be zeroed, and may have been already: those that are not in use are zeroed now."""
         with self._lock:
+            self._zeroing.add([p for p in np.setdiff1d(leaving, places).tolist() if self._is_slot(p)])
             for segment in self._segments:
                 segment.draining &= segment is self._new or segment in drained
             zeroed = np.array(list(self._zeroing.places), np.int64)
@@ -324,6 +333,11 @@ class Dram:
                 self._discard(number)
             for segment in [s for s in self._segments if s.number not in self._memory and s is not self._new]:
                 self._segments.remove(segment)
+
+    def _is_slot(self, place: int) -> bool:
+        """Whether there is such a slot, with memory: its segment may have been cut anew, or given back."""
+        segment = self._segments.get(segment_of(place))
+        return segment is not None and segment.number in self._memory and slot_of(place) < segment.slots
 
     def settle(self, drained: Sequence[Segment]) -> bool:
         """Segments were to be emptied: use those again that are not empty now. Answers whether one is."""
@@ -387,9 +401,15 @@ class Dram:
 
     def wait_zeroed(self) -> None:
         """Wait until all slots that were to be zeroed by now are. Hold no lock."""
-        zeroed = threading.Event()
-        self.when_zeroed(zeroed.set)
-        zeroed.wait()
+        # No Event: whoever is interrupted while he waits may leave its lock taken, and who sets it would hang.
+        zeroed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.when_zeroed(lambda: zeroed.put(None))
+        zeroed.get()
+
+    @property
+    def unzeroed(self) -> int:
+        """Slots that were to be zeroed and could not be: nobody gets them, and they are tried again."""
+        return self._zeroing.failed
 
     def _wait_for_zeroed(self, kind: int) -> bool:
         """Wait a moment for a slot that is being zeroed, rather than let other blocks leave; answers whether there is

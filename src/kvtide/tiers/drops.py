@@ -22,7 +22,8 @@ listed at the start, when page N is gone, and now and then.
 
 *Bounded.* Some hundred pages are kept, of a few megabytes together, for a day. The oldest leave first and the last one
 never does. So who finds page N, and no page N+1, has missed nothing; who finds later pages alone cannot know what he
-has missed, and drops all that he has. That is always right: a miss.
+has missed, and drops all that he has. That is always right: a miss. A directory of one's own remembers up to which
+page its blocks have been heard of (bookmarks.py), so that this holds for a process that was closed, too.
 
 *Who else writes here.* Where records are sealed, so are pages, and one that is not is no page. What is no page, or too
 long, tells nothing. In the open whoever can write to the storage can let blocks be dropped; he could delete them too.
@@ -44,11 +45,12 @@ from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
 from kvtide.security.ring import DESTROYED, OWN, UNKNOWN
 from kvtide.tiers.blobs import Blobs
+from kvtide.tiers.bookmarks import Bookmarks
 from kvtide.tiers.record import Rejected
 from kvtide.tiers.scratch import Scratch
 from kvtide.tiers.sealing import Sealing
 
-__all__ = ["DropLog", "Listener", "Told"]
+__all__ = ["NOT_OURS", "PAGE", "DropLog", "Listener", "Told"]
 
 log = logging.getLogger("kvtide.drops")
 
@@ -79,7 +81,7 @@ _TRIES = 16
 """How often a page gets another number because somebody else was quicker."""
 _PAGES, _FORGOTTEN = "dropped.", "forgotten."
 _LAST = 10**18 - 1
-_NOT_OURS = frozenset({UNKNOWN, DESTROYED, "its key is not here"})
+NOT_OURS = frozenset({UNKNOWN, DESTROYED, "its key is not here"})
 """Why a page cannot be opened that is of others, whose blocks have other names than those of this process."""
 _TENANTS = 1 << 20
 """Forgotten tenants that are remembered; there are more only if somebody else makes such names."""
@@ -142,6 +144,8 @@ class DropLog:
         self.told = Told()
         self.number = 0
         """Of the last page that was heard: the blocks of all pages up to it have left, but what came in since."""
+        self.bookmarks: Bookmarks | None = None
+        """Of a directory whose blocks outlive this process."""
         self.looked = False
         """Whether it has heard at all."""
         self.refused = False
@@ -192,6 +196,8 @@ class DropLog:
             self._hear(look=look)
             if look:
                 self._trim()
+            if self.bookmarks is not None:
+                self.bookmarks.move(repr(self._blobs), self.number)
         if self.refused:
             self.refused = False
             self.told.heard()
@@ -256,7 +262,7 @@ class DropLog:
             except ValueError:
                 return b""
             except Rejected as e:
-                if str(e) in _NOT_OURS:
+                if str(e) in NOT_OURS:
                     return b""
                 raise
         elif self._sealing.accepts_open:
@@ -290,7 +296,10 @@ class DropLog:
         new = [number for number in pages if number > self.number]
         if not self.looked:
             self._learn_forgotten()
-            self._take(new, ())
+            if self._ours(self._beyond(pages)):
+                self._miss(new, ())
+            else:
+                self._take(new, ())
         elif new == list(range(self.number + 1, self.number + 1 + len(new))):
             self._take(new, recent)
         elif new := self._ours(new):
@@ -303,6 +312,13 @@ class DropLog:
             self._leave(number)
         self._listed_at = self._clock.monotonic()
         self.looked = True
+
+    def _beyond(self, pages: Sequence[int]) -> list[int]:
+        """At the opening: the pages behind the bookmark, if there is one and the first page behind it is gone."""
+        last = None if self.bookmarks is None else self.bookmarks.page(repr(self._blobs))
+        if last is None or last + 1 in pages:
+            return []
+        return [number for number in pages if number > last]
 
     def _ours(self, numbers: Sequence[int]) -> list[int]:
         """Those pages that tell something: names of pages alone, which anybody can make, must not cost all blocks."""

@@ -165,6 +165,9 @@ class Packer:
         """For headers, the thread's own."""
         self._longer = Scratch()
         """For one that is longer than usual."""
+        if pool is not None:
+            pool.hold_header(self.header)
+            pool.hold_header(self._longer)
         self.workspace = Workspace(pool)
         """The rest of its memory, which is used between its ``begin`` and ``end``."""
         self._payload = Scratch()

@@ -6,7 +6,8 @@ if that is not to be had. It keeps the memory for its next job, but an idle thre
 needs it. If a single job needs more than all of the pool, it gets that when no other is under way.
 
 Whoever has been granted something never asks for more, and holds no lock while it asks: so nobody waits for whoever
-waits. Headers, a few pages for each thread, are not counted.
+waits. Headers, a few pages for each thread, are not counted; but with token ids they tell as much as a block does, so
+they go when the pool is emptied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HUGE = 2 << 20
 
 
 class Scratch:
-    """A page-aligned buffer that grows to what was asked of it; one per thread."""
+    """A page-aligned buffer that grows to what was asked of it; one per thread. Any thread may ``drop`` it."""
 
     __slots__ = ("_buffer",)
 
@@ -38,7 +39,9 @@ class Scratch:
         return len(self._buffer)
 
     def get(self, nbytes: int) -> Span:
-        if len(self._buffer) < nbytes:
+        buffer = self._buffer
+        if len(buffer) < nbytes:
+            del buffer
             self.drop()  # before there is another: a thread never has both
             huge = nbytes // _HUGE * _HUGE
             room = padded(nbytes) + (_HUGE if huge else 0)
@@ -47,8 +50,8 @@ class Scratch:
             if huge:
                 with contextlib.suppress(OSError):  # only advice; what is left over would take a whole one
                     memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
-            self._buffer = memoryview(memory)[start : start + padded(nbytes)]
-        return self._buffer[:nbytes]
+            self._buffer = buffer = memoryview(memory)[start : start + padded(nbytes)]
+        return buffer[:nbytes]
 
     def drop(self) -> None:
         """Let go of the memory, as soon as nobody looks at it any more."""
@@ -77,6 +80,8 @@ class Pool:
         """Those with memory that is not in use."""
         self._emptied = 0
         """How often all memory was to be given up."""
+        self._headers: list[Scratch] = []
+        """Of all threads."""
 
     @property
     def taken(self) -> int:
@@ -129,10 +134,16 @@ class Pool:
                 self._idle[who] = None
             self._lock.notify_all()
 
+    def hold_header(self, memory: Scratch) -> None:
+        """``memory`` is not counted, but is given up with the rest."""
+        self._headers.append(memory)
+
     def empty(self) -> None:
         """Give all memory back to the system, with what is in it: what a job has now, when that ends."""
         with self._lock:
             self._emptied += 1
+            for header in self._headers:
+                header.drop()
             for idle in self._idle:
                 idle.drop()
                 self._charge(idle, 0)

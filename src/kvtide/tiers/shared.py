@@ -21,7 +21,7 @@ import errno
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,7 +36,7 @@ from kvtide.security.ring import UNKNOWN
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.blobs import Blobs, LastingBlobs
 from kvtide.tiers.calls import Calls
-from kvtide.tiers.drops import PAGE, DropLog
+from kvtide.tiers.drops import NOT_OURS, PAGE, DropLog
 from kvtide.tiers.jobs import Batch, Jobs, Trickle
 from kvtide.tiers.parcel import Packer, header_of
 from kvtide.tiers.record import Header, NotForAsker, Rejected, header_bytes, parse, recognise
@@ -61,6 +61,8 @@ _ABSENT = 2.0
 _REMEMBERED = 100_000
 _FEW = 32
 """Blobs whose age is looked at in one call."""
+_DIGEST = 32
+"""Bytes of a key, before what its group ends it with."""
 _GONE = "gone"
 _RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
 _DROPPED = "dropped"
@@ -113,6 +115,14 @@ class Entry(NamedTuple):
 
 
 Wish = tuple[BlockKey, Identity]
+
+
+class _Page(NamedTuple):
+    """Blocks that are dropped together."""
+
+    keys: list[BlockKey]
+    unmet: Mapping[BlockKey, int]
+    """Of these, perhaps among others: whose they must be, by fingerprint."""
 
 
 class _Ready(NamedTuple):
@@ -216,17 +226,24 @@ class Shared:
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", keys, self._delete, False, gone))
 
-    def withdraw(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
-        """Drop blocks that are not here any more, and let all who use the storage do so."""
+    def withdraw(
+        self, items: Sequence[tuple[BlockKey, int]], done: DropDone, who: Mapping[bytes, int] | None = None
+    ) -> None:
+        """Drop blocks that are not here any more, and let all who use the storage do so.
+
+        ``who``: by what ends their keys, the fingerprint of whoever asks; None: whosever they are. Of a block at no
+        place nobody here knows whose blob there may be: its header says so, and another's stays.
+        """
         keys = [key for key, _ in items]
-        pages = [keys[i : i + PAGE] for i in range(0, len(keys), PAGE)]
+        unmet = {} if who is None else {key: who[key[_DIGEST:]] for key, place in items if place == NOWHERE}
+        pages = [_Page(keys[i : i + PAGE], unmet) for i in range(0, len(keys), PAGE)]
 
         def gone(results: list[tuple[bool, bool]]) -> None:
             for page, (_, deleted) in zip(pages, results, strict=True):
                 if not deleted:
-                    self._undead.update(page)
+                    self._undead.update(page.keys)
             self._leaving.difference_update(keys)
-            done([told and deleted for page, (told, deleted) in zip(pages, results, strict=True) for _ in page])
+            done([told and deleted for page, (told, deleted) in zip(pages, results, strict=True) for _ in page.keys])
 
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", pages, self._withdraw, (False, False), gone), 1)
@@ -440,10 +457,20 @@ class Shared:
                 if one.permit is not None:
                     self._credit.end(one.permit, failed=failed)
 
-    def _withdraw(self, run: Sequence[Sequence[BlockKey]], _: Packer) -> list[tuple[bool, bool]]:
+    def _withdraw(self, run: Sequence[_Page], _: Packer) -> list[tuple[bool, bool]]:
         """Of each page of blocks: whether the others were told, and whether the blobs were deleted."""
         results = []
-        for keys in run:
+        for page in run:
+            try:
+                others = self._others({key: page.unmet[key] for key in page.keys if key in page.unmet})
+            except Exception as e:  # noqa: BLE001 - see Tally
+                self._failed("drop", e)
+                results.append((False, False))
+                continue
+            keys = [key for key in page.keys if key not in others]
+            if not keys:
+                results.append((True, True))
+                continue
             told = self._tell(self.drops.announce, keys)
             deleted = self._delete(keys)[0]
             # There may have been no room for a page before.
@@ -464,21 +491,44 @@ class Shared:
     def _delete_stale(self, keys: Sequence[BlockKey]) -> None:
         """Delete blobs of copies from before a drop. Raises OSError, Rejected."""
         for i in range(0, len(keys), _FEW):
-            names = {self._sealing.name(key): key for key in keys[i : i + _FEW]}
-            pages = Scratch().get(len(names) * ALIGN)
-            starts = [pages[n * ALIGN : (n + 1) * ALIGN] for n in range(len(names))]
-            got = self._blobs.read([(name, [start]) for name, start in zip(names, starts, strict=True)], self._timeout)
             stale = []
-            for (name, key), start, count in zip(names.items(), starts, got, strict=True):
+            for key, name, start, got in self._begin(keys[i : i + _FEW]):
                 try:
-                    if count >= 0:
-                        self._check_age(self._header(name, start, count), key)
+                    self._check_age(self._header(name, start, got), key)
                 except NotForAsker:
                     continue
                 except Rejected as e:
                     if str(e) in _RUBBISH:
                         stale.append(name)
             self._blobs.delete(stale, self._timeout)
+
+    def _others(self, asked: Mapping[BlockKey, int]) -> set[BlockKey]:
+        """The blocks whose blobs are of others than those that ask, by fingerprint. Raises OSError, Rejected."""
+        keys, others = list(asked), set[BlockKey]()
+        for i in range(0, len(keys), _FEW):
+            for key, name, start, got in self._begin(keys[i : i + _FEW]):
+                try:
+                    header = self._header(name, start, got)
+                except NotForAsker as e:
+                    if str(e) in NOT_OURS:  # anybody can write such a blob: it must not keep a block from being dropped
+                        continue
+                    raise
+                except Rejected:
+                    continue
+                if header.key == key and header.identity != asked[key]:
+                    others.add(key)
+        return others
+
+    def _begin(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, str, Span, int]]:
+        """How those blobs begin that there are of a few blocks, with their names, and how many bytes came. Raises
+        OSError, Rejected."""
+        names = {self._sealing.name(key): key for key in keys}
+        pages = Scratch().get(len(names) * ALIGN)
+        starts = [pages[n * ALIGN : (n + 1) * ALIGN] for n in range(len(names))]
+        got = self._blobs.read([(name, [start]) for name, start in zip(names, starts, strict=True)], self._timeout)
+        for (name, key), start, count in zip(names.items(), starts, got, strict=True):
+            if count >= 0:
+                yield key, name, start, count
 
     def _header(self, name: str, start: Span, got: int) -> Header:
         """The header of a blob that begins so. Raises Rejected, OSError."""

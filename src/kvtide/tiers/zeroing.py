@@ -14,11 +14,15 @@ part of a block is zeroed when any tenant is forgotten.
 own, because the last right to a slot often ends in a thread that is in a hurry: an engine's step. Its bandwidth is
 limited, so that it leaves the memory's to those who move blocks. Meanwhile a slot is in use, by nobody: it cannot be
 taken, and no segment with such a slot is cut anew.
+
+*Nobody waits for ever.* Whatever goes wrong on that thread, those who wait are called: a slot that could not be zeroed
+is not given back. It stays in use by nobody, is counted (``Zeroing.failed``), and tried again when next somebody waits.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -32,6 +36,8 @@ from kvtide.block import Span
 from kvtide.tiers.segments import segment_of
 
 __all__ = ["SEVERAL", "Residue", "Tenants", "Zeroing", "zero"]
+
+log = logging.getLogger("kvtide.dram")
 
 SEVERAL = 0xFFFFFFFF
 """Instead of a tenant's number: nobody knows whose bytes are in a slot."""
@@ -155,15 +161,20 @@ class Zeroing:
         self._spans = spans
         self._give_back = give_back
         self._places: dict[int, None] = {}
-        """In the order in which they came. What is not here any more was given back."""
-        self._asked = self._done = 0
-        """Slots that were ever added, and that were given back."""
+        """In the order in which they came. What is not here any more was given back, or is in ``_failed``."""
+        self._failed: dict[int, None] = {}
+        """Those that could not be zeroed."""
+        self._done = 0
+        """Slots that were ever given back, or were tried in vain."""
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        """Who waits until so many slots were given back."""
+        """Who waits until so many slots were done."""
+        self._over = False
+        """Whether nothing is zeroed any more. Under the lock."""
+        self._logged = False
         self.given_back = threading.Condition(lock)
         """Notified when slots were."""
         self.segments: Counter[int] = Counter()
-        """In which segments those slots are, and how many. Under the lock."""
+        """In which segments the slots are that are about to be given back, and how many. Under the lock."""
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtide-zeroing", daemon=True)
         self._thread.start()
@@ -171,18 +182,21 @@ class Zeroing:
     @property
     def places(self) -> Collection[int]:
         """Slots that are to be zeroed. Under the lock."""
-        return self._places.keys()
+        return self._places.keys() | self._failed.keys() if self._failed else self._places.keys()
+
+    @property
+    def failed(self) -> int:
+        """How many slots could not be zeroed."""
+        return len(self._failed)
 
     def add(self, places: Sequence[int]) -> None:
         """Zero slots that are in use by nobody, and give them back. Under the lock; ``wake`` outside of it or in it."""
         self._places.update(dict.fromkeys(places))
         self.segments.update(map(segment_of, places))
-        self._asked = self._done + len(self._places)
 
     def repair(self) -> None:
         """Count anew, after somebody was interrupted while he added slots. Under the lock."""
         self.segments = Counter(map(segment_of, self._places))
-        self._asked = self._done + len(self._places)
         self.wake()
 
     def wake(self) -> None:
@@ -190,59 +204,98 @@ class Zeroing:
         self._wake.put(True)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call when all slots that were added by now are zeroed: at once, or on the thread that does it."""
+        """Call when all slots that were added by now are zeroed, or cannot be: at once, or on the thread for it."""
         with self._lock:
-            if self._places:
-                self._waiting.append((self._asked, call))
+            if (self._places or self._failed) and not self._over:
+                if self._failed:
+                    self._places.update(self._failed)
+                    self._failed.clear()
+                    self.repair()
+                self._waiting.append((self._done + len(self._places), call))
                 self._wake.put(True)
                 return
         call()
 
     def _run(self) -> None:
-        while self._wake.get():
-            while self._step():
-                pass
-        self._answer()
+        try:
+            while self._wake.get():
+                while self._step():
+                    pass
+        finally:
+            with self._lock:
+                self._over = True
+            self._answer()
 
     def _step(self) -> bool:
         """Zero some slots; answers whether there may be more."""
         with self._lock:
             some = list(itertools.islice(self._places, 64))
-            spans = self._spans(some)
         if not some:
             return False
-        began, done, nbytes = time.monotonic(), 0, 0
-        for span in spans:
-            zero(span)
-            done, nbytes = done + 1, nbytes + len(span)
-            if nbytes >= _BATCH:
-                break
-        del spans, span
+        began = time.monotonic()
+        nbytes, done, failed = self._zero(some)
         with self._lock:
-            self._give_back(np.array(some[:done], np.int64))
-            for place in some[:done]:
+            for place in done if self._failed else ():  # whoever was interrupted may have left it there
+                self._failed.pop(place, None)
+            self._failed.update(dict.fromkeys(failed))
+            for place in (*done, *failed):
                 del self._places[place]
                 number = segment_of(place)
                 self.segments[number] -= 1
-                if not self.segments[number]:
+                if self.segments[number] <= 0:
                     del self.segments[number]
-            self._done += done
+            self._done += len(done) + len(failed)
+            try:
+                self._give_back(np.array(done, np.int64))
+            except Exception as e:  # noqa: BLE001 - see _note; nobody can have them, which is safe
+                self._note(e)
             self.given_back.notify_all()
         self._answer()
         time.sleep(max(0.0, nbytes / _BANDWIDTH - (time.monotonic() - began)))
         return True
 
+    def _zero(self, some: Sequence[int]) -> tuple[int, list[int], list[int]]:
+        """Zero the first of some slots: how many bytes, in which of them, and in which that failed."""
+        try:
+            with self._lock:
+                spans = self._spans(some)
+        except Exception as e:  # noqa: BLE001 - see _note
+            self._note(e)
+            return 0, [], list(some)
+        nbytes, done, failed = 0, list[int](), list[int]()
+        for place, span in zip(some, spans, strict=True):
+            try:
+                zero(span)
+            except Exception as e:  # noqa: BLE001 - see _note
+                self._note(e)
+                failed.append(place)
+                continue
+            done.append(place)
+            nbytes += len(span)
+            if nbytes >= _BATCH:
+                break
+        return nbytes, done, failed
+
+    def _note(self, e: Exception) -> None:
+        """Something failed that never should: others wait for this thread, so it goes on."""
+        if not self._logged:
+            self._logged = True
+            log.error("zeroing of memory failed, and those slots are not used until it succeeds: %r", e, exc_info=e)
+
     def _answer(self) -> None:
         """Call those whose slots are done, or all, if there will be no more."""
         while True:
             with self._lock:
-                if not self._waiting or (self._places and self._waiting[0][0] > self._done):
+                if not self._waiting or (self._places and not self._over and self._waiting[0][0] > self._done):
                     return
                 _, call = self._waiting.popleft()
-            call()
+            try:
+                call()
+            except Exception as e:  # the others who wait must be called as well
+                log.error("who waited for memory to be zeroed failed: %r", e, exc_info=e)
 
     def close(self) -> None:
-        """Zero what was added, and end."""
+        """Zero what was added, and end. Who waits, or comes to wait, is called."""
         self._wake.put(True)
         self._wake.put(False)
         self._thread.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtide.block import BlockKey
@@ -37,8 +37,8 @@ class Cold:
     """Seconds that the end of the store waits for it; None: until it is done."""
     sync: Sync | None = None
     """Makes blocks durable; None for a tier that does not survive a restart or a power loss."""
-    withdraw: Callable[[Sequence[tuple[BlockKey, int]], DropDone], None] | None = None
+    withdraw: Callable[[Sequence[tuple[BlockKey, int]], DropDone, Mapping[bytes, int] | None], None] | None = None
     """Drops blocks that somebody wants dropped, so that others who use the storage do not write them again; None where
-    there are no others, and ``tier.drop`` does it."""
+    there are no others, and ``tier.drop`` does it. Last, whose they must be: see ``Shared.withdraw``."""
     heard: Callable[[], int] = lambda: 0
     """What ``Write.since`` is for blocks that are submitted now."""

@@ -641,13 +641,18 @@ class Pipeline:
 
     def zero_traces(self, tenant: bytes) -> int:
         """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
-        because somebody holds them.
+        because somebody holds them or they could not be zeroed.
 
         Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
         """
         with self._index.lock:
             self._residents.zero_unfilled()
-        self._dram.zero_free(tenant)
+        try:
+            self._dram.zero_free(tenant)
+        except BaseException:
+            with self._index.lock:
+                self.repair()  # else slots that were chosen, and are not being zeroed, would be nobody's for ever
+            raise
         for segment in self._dram.mixed:
             slots = np.arange(segment.slots)
             for some in np.array_split(slots, 1 + segment.nbytes // _TAILS):
@@ -657,7 +662,7 @@ class Pipeline:
             self._dram.zero_rest(segment)
         self._dram.wait_zeroed()
         with self._index.lock:
-            return self._residents.held_of(tenant)
+            return self._residents.held_of(tenant) + self._dram.unzeroed
 
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
         """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
@@ -886,7 +891,9 @@ class Drop:
 
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
-            drop = cold.withdraw if self._told and cold.withdraw is not None else cold.tier.drop
-            drop(items, self._tally.end)
+            if self._told and cold.withdraw is not None:
+                cold.withdraw(items, self._tally.end, self._who)
+            else:
+                cold.tier.drop(items, self._tally.end)
         self._pipeline.when_zeroed(lambda: self._tally.end(()))
         self._tally.end(())

@@ -77,6 +77,9 @@ class Residents:
         self.doomed: set[int] = set()
         self._zeroed: set[int] = set()
         """Rows in DRAM whose slots are to be zeroed when they leave."""
+        self._leaving: Rows = np.zeros(0, np.int64)
+        """Slots of such rows that are just leaving: whoever is interrupted in between must not give them back as they
+        are."""
         self._over: set[int] = set()
         """Rows that are being filled, in whose slots there are bytes of others."""
         self.forgotten: Counter[bytes] = Counter()
@@ -258,8 +261,12 @@ class Residents:
         index, size = self._index, self._index.size
         here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
         self._dram.repair(
-            np.append(index.place[DRAM][here], moving.places), np.append(here, moving.rows), moving.drained
+            np.append(index.place[DRAM][here], moving.places),
+            np.append(here, moving.rows),
+            moving.drained,
+            self._leaving,
         )
+        self._leaving = self._leaving[:0]
         rows = np.bincount(index.space[here], minlength=len(self._identities)).tolist()
         self._identities = self._identities[: len(rows)]
         self._rows = rows
@@ -280,11 +287,15 @@ class Residents:
         """``leave`` of distinct rows."""
         if not len(rows):
             return
-        places = self._index.remove_many(rows, DRAM)
-        if self._zeroed and (zeroed := self._zeroed.intersection(rows.tolist())):
+        zeroed = self._zeroed.intersection(rows.tolist()) if self._zeroed else None
+        if zeroed:
             mine = np.isin(rows, rows_of(list(zeroed)))
+            self._leaving = self._index.place[DRAM][rows[mine]]
+        places = self._index.remove_many(rows, DRAM)
+        if zeroed:
             self._dram.zero(places[mine])
             self._zeroed -= zeroed
+            self._leaving = self._leaving[:0]
             places = places[~mine]
         self._dram.release_many(places)
         spaces, counts = np.unique(self._index.space[rows], return_counts=True)

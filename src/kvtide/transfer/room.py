@@ -288,6 +288,8 @@ class Room:
                 self._dram.filled(new, self._residents.identity(row).tenant)
                 self._dram.release(old)
                 self._counts["blocks moved in dram"] += 1
+            elif row in doomed:
+                self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and there is a copy of it
             else:
                 self._dram.release(new)
         self._residents.unhold(move.rows)
