@@ -28,6 +28,7 @@ from kvtide.errors import LayoutError
 __all__ = [
     "ALIGN",
     "BLOCK_TOKENS",
+    "DIGEST",
     "DTYPES",
     "LOSSY",
     "BlockKey",
@@ -46,7 +47,8 @@ ALIGN = 4096
 """Direct I/O works in units of this many bytes, in memory and on the device."""
 
 BlockKey = NewType("BlockKey", bytes)
-"""32 bytes that name tokens and model, then the name of the group."""
+"""``DIGEST`` bytes that name tokens and model, then the name of the group."""
+DIGEST = 32
 
 Span = memoryview
 """Memory that a tier may fill or empty: bytes, contiguous, aligned to ``ALIGN``."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey, Found, Group, Layout
+from kvtide.block import DIGEST, BlockKey, Found, Group, Layout
 from kvtide.index.account import Account
 from kvtide.index.columns import column
 from kvtide.index.holds import Holds, Rows
@@ -30,7 +30,6 @@ from kvtide.index.pins import Pins
 
 __all__ = [
     "ABSENT",
-    "DIGEST",
     "DRAM",
     "NOWHERE",
     "PENDING",
@@ -56,8 +55,6 @@ NO_ROW = 0
 UNKNOWN = -1
 _SEARCHED = 1 << 16
 """Rows of which it is looked at a time whether they have expired: some 50 us."""
-DIGEST = 32
-"""A key begins with a digest of so many bytes."""
 
 
 def every(mask: npt.NDArray[np.bool_] | npt.NDArray[np.uint8]) -> bool:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvtide.block import BlockKey
-from kvtide.index.index import DIGEST, Index, Rows
+from kvtide.block import DIGEST, BlockKey
+from kvtide.index.index import Index, Rows
 
 __all__ = ["Orphans"]
 

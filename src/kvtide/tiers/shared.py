@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import ALIGN, BlockKey, Span
+from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.security.ring import UNKNOWN
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
@@ -61,8 +61,6 @@ _ABSENT = 2.0
 _REMEMBERED = 100_000
 _FEW = 32
 """Blobs whose age is looked at in one call."""
-_DIGEST = 32
-"""Bytes of a key, before what its group ends it with."""
 _GONE = "gone"
 _RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
 _DROPPED = "dropped"
@@ -235,7 +233,7 @@ class Shared:
         place nobody here knows whose blob there may be: its header says so, and another's stays.
         """
         keys = [key for key, _ in items]
-        unmet = {} if who is None else {key: who[key[_DIGEST:]] for key, place in items if place == NOWHERE}
+        unmet = {} if who is None else {key: who[key[DIGEST:]] for key, place in items if place == NOWHERE}
         pages = [_Page(keys[i : i + PAGE], unmet) for i in range(0, len(keys), PAGE)]
 
         def gone(results: list[tuple[bool, bool]]) -> None:

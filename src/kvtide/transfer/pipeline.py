@@ -32,11 +32,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvtide.block import BlockKey, Span
+from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.account import Account
-from kvtide.index.index import ABSENT, DIGEST, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
