@@ -549,7 +549,10 @@ class Store(Home):
     @property
     def lost(self) -> Counter[Unwritten]:
         """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
-        return sum((part.pipeline.lost for part in self.parts), Counter[Unwritten]())
+        found = Counter[Unwritten]()
+        for part in self.parts:
+            found.update(part.pipeline.lost)
+        return found
 
     def _wait_for_credit(self, end: float | None = None) -> None:
         """Let blocks be written that were refused only because the credit for them had to be asked for.

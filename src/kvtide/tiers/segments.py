@@ -100,11 +100,12 @@ def slot_of(place: int) -> int:
     return place & 0xFFFFFFFF
 
 
-def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice]]:
     """Each segment's number, and where in ``places`` its slots are; one sort, however many segments there are."""
     numbers = places >> 32
     if len(numbers) and (numbers == numbers[0]).all():
-        yield int(numbers[0]), np.arange(len(numbers))
+        # Most often so. To sort or to count, NumPy lets go of the interpreter's lock, and others take it.
+        yield int(numbers[0]), slice(None)
         return
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
@@ -371,7 +372,7 @@ class Segments:
         segments = self._open.get(kind, [])
         while segments and len(places) < count:
             segment = segments[-1]
-            slots = np.sort(segment.free[-(count - len(places)) :]).astype(np.int64)
+            slots = np.array(sorted(segment.free[-(count - len(places)) :]), np.int64)
             del segment.free[-len(slots) :]
             if not segment.free:
                 segments.pop()

@@ -390,16 +390,23 @@ class Descent:
             if count:
                 found[reason] = found.get(reason, 0) + count
 
-        for first in range(0, index.size, _LOOK):
+        size = index.size
+        for first in range(0, size, _LOOK):
+            some = slice(first, min(first + _LOOK, size))
             with index.lock:
-                rows = first + np.flatnonzero(index.state[DRAM][first : first + _LOOK] == SEALED)
+                here = index.state[DRAM][some] == SEALED
+                if not (timed_out or residents.unwritten or residents.doomed):
+                    missing = here.copy()
+                    for cold in self._colds:
+                        missing &= index.state[cold.number][some] != SEALED
+                    if not missing.any():  # as usual
+                        written += int(np.count_nonzero(here))
+                        continue
+                rows = first + np.flatnonzero(here)
                 if residents.doomed:
                     rows = rows[~residents.are_doomed(rows)]
                 saved = self.saved(rows)
-                good = int(np.count_nonzero(saved))
-                written += good
-                if good == len(rows) and not timed_out and not residents.unwritten:
-                    continue  # as usual
+                written += int(np.count_nonzero(saved))
                 coming = np.zeros(len(rows), np.bool_)
                 for cold in self._colds:
                     coming |= index.state[cold.number][rows] == PENDING

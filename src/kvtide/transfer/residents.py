@@ -298,8 +298,7 @@ class Residents:
             self._leaving = self._leaving[:0]
             places = places[~mine]
         self._dram.release_many(places)
-        spaces, counts = np.unique(self._index.space[rows], return_counts=True)
-        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+        for space, count in Counter(self._index.space[rows].tolist()).items():
             self._rows[space] -= count
             if not self._rows[space]:
                 del self._spaces[self._identities[space]]
