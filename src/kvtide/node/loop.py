@@ -4,7 +4,8 @@ asyncio asks the system who is ready, and then serves all of them. The system ke
 of eight busy clients those that were served first call again before the last are done, and so come once more before one
 that called in the meantime. One request in ten took twice as long as the others. So clients are not callbacks of the
 loop. Its selector serves them itself, and asks for the next one alone after each; that also spares every request the
-loop's own bookkeeping. After a few of them the loop has its turn: timers, notices, connections.
+loop's own bookkeeping. After a few of them the loop has its turn: timers, notices, connections. If serving them has
+given the loop nothing to do, the selector waits for the next one itself, until the loop's next timer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import math
 import os
 import select
 import selectors
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
 
 __all__ = ["Loop", "run_in_loop"]
 
 log = logging.getLogger("kvtide.node")
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _TURN = 8
 """Clients that are served before the loop does what else there is."""
@@ -42,6 +46,8 @@ class _Selector(selectors.EpollSelector):
         self._served = 0
         self._waiting: deque[tuple[int, _Call]] = deque()
         """What is due when so many were served."""
+        self.loop_waits = False
+        """Whether the loop has got something to do since it asked who is ready."""
 
     def attend(self, fd: int, readable: _Call | None, writable: _Call | None) -> None:
         events = (select.EPOLLIN if readable else 0) | (select.EPOLLOUT if writable else 0)
@@ -58,12 +64,12 @@ class _Selector(selectors.EpollSelector):
         self._waiting.append((self._served + len(self._clients), call))
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # The system counts in milliseconds: without rounding up a timer would be asked for again and again.
-        wait = -1.0 if timeout is None else math.ceil(timeout * 1e3) * 1e-3 if timeout > 0 else 0.0
+        self.loop_waits = False
+        end = math.inf if timeout is None else time.monotonic() + timeout
         poll, clients, waiting = self._epoll.poll, self._clients, self._waiting
         for _ in range(_TURN):
             due = waiting and waiting[0][0] <= self._served
-            found = [] if due else poll(0.0 if waiting else wait, 1)
+            found = [] if due else poll(0.0 if waiting or self.loop_waits else _until(end), 1)
             if not found:
                 if waiting:
                     _guarded(waiting.popleft()[1])
@@ -72,7 +78,6 @@ class _Selector(selectors.EpollSelector):
             if fd not in clients:
                 return self._others(fd, events)
             self._serve(fd, events)
-            wait = 0.0
         return []
 
     def _serve(self, fd: int, events: int) -> None:
@@ -100,6 +105,14 @@ class _Selector(selectors.EpollSelector):
         super().close()
 
 
+def _until(end: float) -> float:
+    """How long to wait for the system, or -1: as long as it takes."""
+    if end == math.inf:
+        return -1.0
+    # The system counts in milliseconds: without rounding up a timer would be asked for again and again.
+    return max(0.0, math.ceil((end - time.monotonic()) * 1e3) * 1e-3)
+
+
 def _guarded(call: _Call) -> None:
     """As the loop does with its own callbacks."""
     try:
@@ -116,6 +129,24 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clients = _Selector()
         super().__init__(self._clients)
+
+    # All ways to give the loop something to do. Other threads and signals wake it by a socket of its own.
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        self._clients.loop_waits = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._clients.loop_waits = True
+        return super().call_at(when, callback, *args, context=context)
+
+    def stop(self) -> None:
+        self._clients.loop_waits = True
+        super().stop()
 
     def attend(self, fd: int, readable: _Call | None = None, writable: _Call | None = None) -> None:
         """From now on call these when a client's socket is so; without both it is let go."""
