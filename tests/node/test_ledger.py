@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,10 @@ from kvtide.block import Layout
 from kvtide.index.keys import Model
 from kvtide.match import Match
 from kvtide.node.client import Client
+from kvtide.node.ledger import Ledger
+from kvtide.node.loop import run_in_loop
 from kvtide.session import Session
+from kvtide.tiers.dram import Dram
 from tests.node import host
 from tests.node.serving import Process, eventually
 
@@ -117,6 +121,33 @@ def test_a_broken_book_is_told_and_does_no_harm(node: Process) -> None:
     assert "unreadable" in node.log
     with Client(node.path) as client, client.session(Model(LAYOUT, "test")) as session:
         assert store(session) == BLOCKS
+
+
+def test_a_version_that_was_torn_leaves_the_one_before(tmp_path: Path) -> None:
+    async def written() -> None:
+        ledger = Ledger(tmp_path / "node.lent")
+        ledger.attach(asyncio.get_running_loop(), [dram])
+        for serial in (1, 2, 3):
+            ledger.lent("a client", os.getpid(), [serial], [serial << 20])
+        # It dies: nothing is closed.
+
+    dram = Dram(8 << 20, segment=1 << 20)
+    run_in_loop(written())
+    book = tmp_path / "node.lent"
+    assert Ledger(book).elsewhere == 6 << 20
+    whole = book.read_bytes()
+    assert book.stat().st_blocks * 512 < 1 << 20, "it is sparse"
+    places = [0, whole.rindex(b"a client") & ~0xFFFFF]
+    # One has all three, the other what there was before the last.
+    assert {Ledger(_torn(book, whole, place)).elsewhere for place in places} == {3 << 20, 6 << 20}
+    dram.close()
+
+
+def _torn(book: Path, whole: bytes, place: int) -> Path:
+    torn = bytearray(whole)
+    torn[place + 40] ^= 1
+    book.write_bytes(torn)
+    return book
 
 
 def test_nobody_else_reads_the_book(node: Process) -> None:

@@ -4,19 +4,26 @@ A client's mappings outlive the node, so that what it was handed stays readable.
 taken from the host, and a new node that took its whole budget beside it would exceed it. So a node writes down, beside
 its socket and before it hands memory out, which process gets it. The next one sets as many bytes aside until the client
 has come back and said that it has let go, or its process is dead.
+
+All clients wait while that is written, so it must not wait for a disk: a file system writes a file down before it takes
+the place of another, which takes 20 ms and at times half a second. So a file is made once, and then written over, by
+turns in two places, each with a number and a digest: if a node dies while it writes to one, the other still counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from kvtide.tiers.dram import Dram
 
@@ -26,6 +33,12 @@ log = logging.getLogger("kvtide.node")
 
 _CLIENTS = 200
 """Of one process, those included that have left with memory mapped: each is a line in the book."""
+
+
+_PLACES = 0, 64 << 20
+"""Where in the file the two versions are. It is sparse."""
+_HEAD = struct.Struct("<QQ16s")
+"""Before a version: its number, its length and its digest."""
 
 
 class _Entry(msgspec.Struct):
@@ -53,10 +66,12 @@ class Ledger:
         self._watched: dict[int, int] = {}
         """By process: its pidfd. One for all its clients, or many of them would take all descriptors."""
         self._dram: Dram | None = None
+        self._file = -1
+        self._version = 0
         with contextlib.suppress(OSError):  # one that an earlier version wrote for all to read
             path.chmod(0o600)
         try:
-            entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
+            entries = msgspec.json.decode(_read(path), type=dict[str, _Entry])
             self._entries = {c: e for c, e in entries.items() if e.memory and _started(e.pid) == e.started}
         except FileNotFoundError:
             pass
@@ -151,15 +166,36 @@ class Ledger:
         self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_name(f"{self._path.name}-new")
+        text = msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory})
+        self._version += 1
+        head = _HEAD.pack(self._version, len(text), blake3(text).digest(16))
+        first = self._file < 0
         try:
-            # Whose processes these are is for nobody else; what a crash left there may have another mode.
-            fresh.unlink(missing_ok=True)
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as f:
-                f.write(msgspec.json.encode({c: e for c, e in self._entries.items() if e.memory}))
-            fresh.replace(self._path)
+            if first:
+                self._file = self._make()
+            if os.pwrite(self._file, head + text, _PLACES[self._version % 2]) < len(head + text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if first:
+                self._fresh.replace(self._path)
         except OSError as e:
-            log.warning("cannot write %s (%s): should the node die, its successor may take too much memory", fresh, e)
+            self._let_go()  # the next time it is made anew
+            log.warning(
+                "cannot write %s (%s): should the node die, its successor may take too much memory", self._path, e
+            )
+
+    @property
+    def _fresh(self) -> Path:
+        return self._path.with_name(f"{self._path.name}-new")
+
+    def _make(self) -> int:
+        # Whose processes these are is for nobody else; what a crash left there may have another mode.
+        self._fresh.unlink(missing_ok=True)
+        return os.open(self._fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _let_go(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _watch(self, pid: int) -> None:
         """Wait for the death of a process that has clients."""
@@ -189,8 +225,25 @@ class Ledger:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
         self._watched.clear()
+        self._let_go()
         if not any(entry.memory for entry in self._entries.values()):
             self._path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes:
+    """The newest version in a file that is whole, or all of it: an earlier kvtide wrote one version. Raises OSError."""
+    found: list[tuple[int, bytes]] = []
+    with path.open("rb") as file:
+        for place in _PLACES:
+            file.seek(place)
+            head = file.read(_HEAD.size)
+            if len(head) == _HEAD.size:
+                version, length, digest = _HEAD.unpack(head)
+                text = file.read(min(length, _PLACES[1]))
+                if blake3(text).digest(16) == digest:
+                    found.append((version, text))
+        file.seek(0)
+        return max(found)[1] if found else file.read(_PLACES[1])
 
 
 def _started(pid: int) -> int:
