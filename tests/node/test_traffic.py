@@ -27,7 +27,8 @@ GROWTH = 32 * MIB
 that the heap itself grows by more: what a million answers at once left behind is in pieces."""
 
 
-def traffic(folder: Path, seconds: float) -> None:
+def traffic(folder: Path, seconds: float, times: int) -> None:
+    """At least so many seconds, and until every trick was tried so many ``times``."""
     mark = {"TEST_RUN": str(folder)}
     node = Process(folder, **SETTINGS, **mark)
     try:
@@ -37,7 +38,7 @@ def traffic(folder: Path, seconds: float) -> None:
                 crowd.enter(number, seed=number)
             early = 0
             end = time.monotonic() + seconds
-            while time.monotonic() < end or crowd.count(CLIENTS, "turns") < 3 * len(TRICKS):
+            while time.monotonic() < end or crowd.count(CLIENTS, "turns") < times * len(TRICKS):
                 everybody_gets_on(node, crowd)
                 if not early and crowd.count(CLIENTS, "turns") >= 2 * len(TRICKS):
                     early = host.resident(node.process.pid)
@@ -50,7 +51,7 @@ def traffic(folder: Path, seconds: float) -> None:
             with Client(node.path) as client:
                 assert client.statistics().pinned == 0
         assert node.at_rest() == before
-        assert host.resident(node.process.pid) - early < GROWTH
+        assert not early or host.resident(node.process.pid) - early < GROWTH
         assert "Traceback" not in node.log
         for reason in ("does not read", "a frame of", "not understood", "length <= 1000", "said no hello"):
             assert reason in node.log
@@ -72,9 +73,9 @@ def everybody_gets_on(node: Process, crowd: Crowd) -> None:
 
 
 def test_eight_clients_and_a_rascal(tmp_path: Path) -> None:
-    traffic(tmp_path, 15)
+    traffic(tmp_path, 5, times=1)
 
 
 @pytest.mark.long
 def test_eight_clients_and_a_rascal_for_a_minute(tmp_path: Path) -> None:
-    traffic(tmp_path, 60)
+    traffic(tmp_path, 60, times=3)
