@@ -130,7 +130,7 @@ def test_what_was_kept_in_the_open_before_encryption_is_no_hit_and_is_forgotten_
         assert blocks(home, OTHER) == 0
     assert traces(tmp_path, OTHER) == 6
     with kvtide.open(**how) as home:
-        assert home.forget(OTHER.tag).blocks == 0
+        assert home.forget(OTHER.tag) == kvtide.Forgotten(0), "and not that nothing was found"
     assert traces(tmp_path, OTHER) == 0
     entries = [e for e in KeyFile(tmp_path / "keys.json").read().keys if e.tenant == OTHER.tag.hex()]
     assert [e.destroyed is not None for e in entries] == [True], "by which other processes hear of it"

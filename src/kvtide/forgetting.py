@@ -100,9 +100,10 @@ def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
             if store.ring is not None and file is not None:
                 store.ring.forgotten(tenant, file.read())
         # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
-        if not found and not traces and not mine and (settings.encrypt or not store.shared_tiers):
+        nothing = not (found or traces or mine)
+        if nothing and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
-        forgotten = Forgotten(found, held, announced=not found and not mine)
+        forgotten = Forgotten(found, held, announced=nothing)
         result = f"done: {forgotten}"
         return forgotten
     except KvtideError as e:

@@ -173,6 +173,8 @@ class Ledger:
         try:
             if first:
                 self._file = self._make()
+            if len(head + text) > _PLACES[1]:  # it would reach into the other version
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             if os.pwrite(self._file, head + text, _PLACES[self._version % 2]) < len(head + text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if first:
