@@ -36,6 +36,7 @@ from msgspec import Struct, ValidationError, convert, field, inspect, structs
 
 from kvtide.errors import ConfigError
 from kvtide.units import Unit
+from kvtide.units import cpus as _cpus
 from kvtide.units import path as _path
 from kvtide.units import plain as _plain
 from kvtide.units import shares as _shares
@@ -222,6 +223,13 @@ class Node(_Section, frozen=True):
     names: Annotated[str, _plain('Roles by the names in those: "prometheus:read ops.example.com:admin".')] = ""
     tokens: Annotated[
         str, _plain("Instead of them, file:PATH or env:NAME of lines of a name, a role and a bearer token.")
+    ] = ""
+    cpus: Annotated[
+        str,
+        _cpus(
+            "CPUs that it works on; empty: all that its control group allows if an engine started it, those of whoever "
+            "started it by hand; inherit: those of whoever started it, an engine too."
+        ),
     ] = ""
 
 

@@ -35,6 +35,10 @@ def node(
         float | None, typer.Option(help="Stop when no client was there for so long. Without it: never.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Go on in the background; returns when it serves.")] = False,
+    unbind: Annotated[
+        bool,
+        typer.Option("--unbind", help="Use all CPUs, whatever the process that starts it is bound to; see node.cpus."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients do.")] = False,
 ) -> None:
     """Serve one store to every process of this host, until SIGTERM or Ctrl-C.
@@ -45,12 +49,14 @@ def node(
 
     What it does can be watched: [bold]kvtide status[/bold]
     """
+    from kvtide.binding import bind
     from kvtide.node import run
 
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     settings = configuration.read(file, overrides={} if http is None else {"node.http": http})
+    bind(settings.node.cpus, unbind)
     if detach:
         run.detach(lambda ready: run.serve(settings, socket, stop_seconds, idle_seconds, ready))
     else:

@@ -128,7 +128,8 @@ def _start(config: Config, path: Path, idle: float) -> None:
     sources = (config.security.key_source.partition(":"), config.node.tokens.partition(":"))
     kept = {secret for kind, _, secret in sources if kind == "env"}
     others = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("KVTIDE_")}
-    command = [sys.executable, "-m", "kvtide", "node", "--detach", "--socket", str(path), "--idle-seconds", str(idle)]
+    command = [sys.executable, "-m", "kvtide", "node", "--detach", "--unbind", "--socket", str(path)]
+    command += ["--idle-seconds", str(idle)]
     log = path.with_suffix(".log")
     with log.open("ab") as output:
         # In a folder that has no kvtide.toml: the environment says it all.
