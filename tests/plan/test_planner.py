@@ -13,8 +13,9 @@ from kvtide import Group, Kind, Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
 from kvtide.plan.cost import Speed
 from kvtide.plan.planner import Plan, Planner, Source
+from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.testing import blocks
-from tests.plan.small import LAYOUT, MODEL, SLOTS, keep, open_store, prompt
+from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, keep, open_store, prompt
 
 NVME = 1
 NOWHERE, IN_DRAM, ON_DISK, IN_BOTH = range(4)
@@ -26,15 +27,23 @@ KINDS = {
 }
 
 
+def known(rate: float, clock: Clock | None = None) -> Speed:
+    """A speed that was measured often enough, just now."""
+    speed = Speed(clock)
+    for _ in range(3):
+        speed.measured(int(rate), 1.0)
+    return speed
+
+
 class Case:
     """Blocks here and there, as the planner gets them."""
 
     def __init__(self, layout: Layout, where: dict[str, list[int]], rate: float) -> None:
         self.layout, self.where, self.rate = layout, where, rate
         self.index = Index(tiers=2)
-        speed = Speed()
-        speed.measured(int(rate), 1.0)
-        self.planner = Planner(self.index, [Source(NVME, "nvme", speed)])
+        self.clock = Clock()
+        self.speed = known(rate, self.clock)
+        self.planner = Planner(self.index, [Source(NVME, "nvme", self.speed)])
         self.rows: dict[str, Rows] = {}
         whole: dict[str, Mask] = {}
         for name, places in where.items():
@@ -60,8 +69,9 @@ class Case:
             mask[:have] = True
         return self.index.lengths(self.layout, self.rows, whole)
 
-    def plan(self, have: int = 0, prefill: float = 0.0, queued: int = 0, limit: int = 1 << 60) -> Plan:
-        return self.planner.plan(self.layout, self.rows, self.usable(have), have, prefill, [queued], limit)
+    def plan(self, have: int = 0, prefill: Prefill = 0.0, queued: int = 0, limit: int = 1 << 60) -> Plan:
+        cost = cost_of(prefill)
+        return self.planner.plan(self.layout, self.rows, self.usable(have), have, cost, [queued], limit)
 
     # -- the same by counting block by block --------------------------------------------------------------
 
@@ -80,9 +90,13 @@ class Case:
         cold = [(name, b) for name, b in self.needed(length, have) if self.where[name][b] == ON_DISK]
         return (self.nbytes(cold) + queued) / self.rate if cold else 0.0
 
-    def seconds(self, length: int, have: int, prefill: float, queued: int) -> float:
-        rest = (self.count - length) * self.layout.block_tokens / prefill
-        return self.load_seconds(length, have, queued) + rest
+    def compute_seconds(self, length: int, prefill: PrefillCost) -> float:
+        tokens = range(length * self.layout.block_tokens, self.count * self.layout.block_tokens)
+        # A token attends to those before it, and half to itself.
+        return sum(prefill.per_token + prefill.per_token_context * (token + 0.5) for token in tokens)
+
+    def seconds(self, length: int, have: int, prefill: PrefillCost, queued: int) -> float:
+        return self.load_seconds(length, have, queued) + self.compute_seconds(length, prefill)
 
     def allowed(self, have: int, limit: int) -> list[int]:
         usable = np.flatnonzero(self.usable(have)).tolist()
@@ -103,7 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases(), st.data())
 def test_the_plan_is_the_quickest_of_all_lengths(case: Case, data: st.DataObject) -> None:
     have = data.draw(st.integers(0, case.count))
-    prefill = data.draw(st.sampled_from([1.0, 10.0, 1000.0]))
+    per_token, per_context = st.sampled_from([0.0, 1e-3, 0.1, 1.0]), st.sampled_from([0.0, 1e-4, 0.01, 0.1])
+    prefill = PrefillCost(data.draw(per_token), data.draw(per_context))
     queued = data.draw(st.sampled_from([0, 50_000]))
     plan = case.plan(have, prefill, queued)
     allowed = [n for n in case.allowed(have, 1 << 60) if n >= have]
@@ -113,7 +128,8 @@ def test_the_plan_is_the_quickest_of_all_lengths(case: Case, data: st.DataObject
     longer = [n for n in allowed if n > plan.blocks]
     assert all(case.seconds(n, have, prefill, queued) > best * (1 - 1e-9) for n in longer)
     assert plan.load_seconds == pytest.approx(case.load_seconds(plan.blocks, have, queued))
-    assert plan.compute_seconds == pytest.approx((case.count - plan.blocks) * case.layout.block_tokens / prefill)
+    assert plan.compute_seconds == pytest.approx(case.compute_seconds(plan.blocks, prefill))
+    assert plan.trial is None
 
 
 @given(cases(), st.data())
@@ -152,6 +168,108 @@ def test_what_the_caller_has_costs_nothing() -> None:
 def test_of_equally_quick_lengths_the_longest() -> None:
     # Loading takes exactly as long as computing: 8192 bytes at 8192 a second, one token a second.
     assert full(*[ON_DISK] * 4, rate=8192.0).plan(prefill=1.0).blocks == 4
+
+
+def test_the_end_of_a_long_prompt_is_worth_a_load_that_its_beginning_is_not() -> None:
+    # 0.8 s to load a block; computing one takes 0.2 s at the beginning and 1.2 s at the end.
+    case = full(*[ON_DISK] * 21)
+    linear, curve = PrefillCost(0.7), PrefillCost(0.2, 0.05)
+    assert curve.seconds(0, 21) == pytest.approx(linear.seconds(0, 21), rel=0.1)
+    assert case.plan(prefill=linear).blocks == 0
+    case = full(*[ON_DISK] * 10, *[NOWHERE] * 11)
+    assert case.plan(prefill=curve).blocks == 0, "0.8 s a block, which 0.45 s computes on average"
+    case = full(*[IN_DRAM] * 13, *[ON_DISK] * 8)
+    assert case.plan(prefill=curve).blocks == 21
+    assert case.plan(prefill=linear).blocks == 13
+
+
+# -- trials -------------------------------------------------------------------------------------------------
+
+
+def large(speed: Speed, count: int = 200) -> Case:
+    """Blocks of 1 MiB on a disk of which ``speed`` is believed."""
+    group = Group("full", Kind.FULL, 1, 1, 1 << 19, "int8", page=1)
+    case = Case(Layout((group,), 1), {"full": [ON_DISK] * count}, 1.0)
+    case.planner = Planner(case.index, [Source(NVME, "nvme", speed)])
+    return case
+
+
+COMPUTE = PrefillCost(1e-3 * 2**20 / 1e6)
+"""As fast as a disk of 1 GB/s loads blocks of 1 MiB."""
+
+
+def test_what_was_never_measured_is_tried_with_a_part_and_then_known() -> None:
+    clock = Clock()
+    speed = Speed(clock)
+    case, quick = large(speed), PrefillCost(COMPUTE.per_token / 1.5)
+    plan = case.plan(prefill=quick)
+    assert plan.blocks == 32, "32 MiB, though 1 GB/s, as is guessed, were slower than computing"
+    assert plan.trial == pytest.approx(quick.seconds(0, 32)), "it may take as long as computing them"
+    assert plan.slower == 168
+    assert case.plan(prefill=quick).blocks == 0, "one at a time"
+    speed.measured(32 << 20, (32 << 20) / 2.2e9)
+    plan = case.plan(prefill=quick)
+    assert (plan.blocks, plan.trial) == (200, None)
+
+
+def test_a_belief_that_is_too_low_is_corrected_within_a_few_trials() -> None:
+    clock = Clock()
+    case = large(speed := known(1e8, clock))
+    assert case.plan(prefill=COMPUTE).blocks == 0, "just measured"
+    for _ in range(3):
+        clock.now += 10
+        plan = case.plan(prefill=COMPUTE)
+        if plan.blocks:
+            speed.measured(plan.blocks << 20, (plan.blocks << 20) / 2.2e9)  # by now the disk is idle again
+    plan = case.plan(prefill=COMPUTE)
+    assert (plan.blocks, plan.trial) == (200, None)
+
+
+def test_a_belief_that_is_too_high_is_corrected_by_the_loads_that_it_causes() -> None:
+    case = large(speed := known(1e11))
+    assert case.plan(prefill=COMPUTE).blocks == 200
+    for _ in range(4 * 6):  # a load of 200 MB ends in many measurements
+        speed.measured(32 << 20, (32 << 20) / 1e8)
+    assert case.plan(prefill=COMPUTE).blocks == 0
+
+
+def test_a_trial_is_not_repeated_before_its_time() -> None:
+    clock = Clock()
+    case = large(known(1e8, clock))
+    clock.now += 9.9
+    assert case.plan(prefill=COMPUTE).trial is None
+    clock.now += 0.1
+    assert case.plan(prefill=COMPUTE).trial is not None
+    for seconds, due in [(0.0, False), (9.9, False), (0.1, True), (5.0, False)]:
+        clock.now += seconds
+        assert (case.plan(prefill=COMPUTE).trial is not None) is due
+
+
+def test_nothing_is_tried_where_no_disk_could_be_fast_enough_or_reads_are_under_way() -> None:
+    case = large(Speed(Clock()))
+    assert case.plan(prefill=PrefillCost(COMPUTE.per_token / 1000)).blocks == 0
+    assert case.plan(prefill=COMPUTE, queued=1 << 40).blocks == 0
+    assert case.plan(prefill=PrefillCost(COMPUTE.per_token / 2)).trial is not None
+
+
+@given(cases(), st.data())
+def test_a_trial_takes_a_usable_length_beyond_the_best_and_never_more_than_fits(
+    case: Case, data: st.DataObject
+) -> None:
+    case.clock.now += 10
+    have = data.draw(st.integers(0, case.count))
+    limit = data.draw(st.sampled_from([1 << 60, 200_000, 60_000]))
+    prefill = PrefillCost(data.draw(st.sampled_from([1e-6, 1e-3, 0.1])), data.draw(st.sampled_from([0.0, 1e-3])))
+    tried = case.plan(have, prefill, limit=limit)
+    plain = case.plan(have, prefill, limit=limit)
+    assert plain.trial is None
+    if tried.trial is None:
+        assert tried == plain
+    else:
+        assert tried.blocks > plain.blocks
+        assert tried.blocks in case.allowed(have, limit)
+        tokens = case.layout.block_tokens
+        assert tried.trial == pytest.approx(prefill.seconds(have * tokens, tried.blocks * tokens))
 
 
 # -- through the store --------------------------------------------------------------------------------------
@@ -198,17 +316,15 @@ def test_each_tier_counts_with_its_own_speed_and_queue_and_all_at_the_same_time(
 ) -> None:
     index = Index(tiers=3)
     layout = Layout((KINDS["full"],), 1)
-    fast, slow = Speed(), Speed()
-    fast.measured(10 * 8192, 1.0)
-    slow.measured(8192, 1.0)
+    fast, slow = known(10 * 8192), known(8192)
     keys = blocks.keys(8)
     for i, key in enumerate(keys):
         index.put(index.add(key, bytes(32), i), 1 if i < 4 else 2, SEALED, 1)
     rows = {"full": index.rows(keys)}
     planner = Planner(index, [Source(1, "nvme", fast), Source(2, "files", slow)])
-    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, 0.0, queued, 1 << 60)
+    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, None, queued, 1 << 60)
     assert plan.blocks == 8
     assert plan.load_seconds == pytest.approx(seconds)
     # Two tokens a second: the fast ones are worth it, and the slow ones are quicker to compute.
-    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, 2.0, (0, 0), 1 << 60)
+    plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, PrefillCost(0.5), (0, 0), 1 << 60)
     assert (plan.blocks, plan.slower) == (4, 4)

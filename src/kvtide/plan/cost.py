@@ -1,29 +1,51 @@
-"""How long things take, from measurement: the ground on which "load or recompute" is decided."""
+"""How fast tiers are, from measurement: the ground on which "load or recompute" is decided.
+
+A belief that is too high corrects itself: the reads that it causes are measured. One that is too low causes no reads,
+so nothing would ever correct it. Therefore a belief says when it is *due* for a trial: fewer than ``_FEW`` measurements
+stand behind it, or the last one is ``_OLD`` seconds ago. The planner then lets one prompt load a part of what it would
+have computed (see planner.py), and the next trial is due ``_PAUSE`` seconds later (``_OLD`` seconds, once there are a
+few measurements). The first measurement after such a time counts half: the belief before it may be of another day.
+
+What an earlier process measured may be *remembered*. It stands until something is measured, and is due like a guess.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
+
+from kvtide.clock import Clock, SystemClock
 
 __all__ = ["Speed", "SpeedStatistics"]
 
 _FIRST_GUESS = 1e9
 _WEIGHT = 0.2
+_WEIGHT_OLD = 0.5
+"""Of a measurement after a belief that is old, or was remembered."""
+_FEW = 3
+_OLD = 10.0
+_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedStatistics:
     bytes_per_second: float
     measured: int
-    """How many measurements it stands on; 0: a guess."""
+    """How many measurements it stands on; 0: a guess, or remembered."""
+    remembered: bool = False
+    """Whether an earlier process measured it, and this one has not yet."""
 
 
 class Speed:
     """The bandwidth of one way, averaged over recent work. Safe from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._rate = _FIRST_GUESS
         self._count = 0
+        self._remembered = False
+        self._measured_at = self._tried_at = -math.inf
         self._lock = threading.Lock()
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -31,13 +53,36 @@ class Speed:
         if nbytes <= 0 or seconds <= 0:
             return
         rate = nbytes / seconds
+        now = self._clock.monotonic()
         with self._lock:
-            self._rate = rate if not self._count else self._rate + _WEIGHT * (rate - self._rate)
+            if not (self._count or self._remembered):
+                weight = 1.0
+            else:
+                weight = _WEIGHT_OLD if now - self._measured_at >= _OLD else _WEIGHT
+            self._rate += weight * (rate - self._rate)
             self._count += 1
+            self._measured_at = now
+
+    def remember(self, rate: float) -> None:
+        """An earlier process measured ``rate`` bytes a second. Ignored once this one has measured itself."""
+        with self._lock:
+            if not self._count:
+                self._rate, self._remembered = rate, True
+
+    @property
+    def due(self) -> bool:
+        """Whether nobody knows how true this still is, and nobody has just gone to find out."""
+        now = self._clock.monotonic()
+        pause = _PAUSE if self._count < _FEW else _OLD
+        return now - self._tried_at >= pause and (self._count < _FEW or now - self._measured_at >= _OLD)
+
+    def tried(self) -> None:
+        """Somebody goes to find out."""
+        self._tried_at = self._clock.monotonic()
 
     def seconds(self, nbytes: float) -> float:
         """How long ``nbytes`` are expected to take."""
         return nbytes / self._rate
 
     def statistics(self) -> SpeedStatistics:
-        return SpeedStatistics(self._rate, self._count)
+        return SpeedStatistics(self._rate, self._count, self._remembered and not self._count)

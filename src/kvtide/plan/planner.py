@@ -3,7 +3,14 @@
 Blocks in DRAM cost nothing worth counting. Those in a colder tier take (bytes queued before them + their own bytes)
 / the bandwidth measured there; several tiers are read at the same time. A prefix must be taken from its start, so the
 only question is where to stop: the length with the least (seconds to load it + seconds to compute the rest). A disk hit
-that is slower than computing is not made.
+that is slower than computing is not made. What computing costs stands in prefill.py: the last tokens of a long prompt
+cost more than the first.
+
+A belief about a tier that is too low would never be corrected, for nothing would be read. So where more would be loaded
+if a tier were as fast as any is (``_FASTEST``), nothing is being read from it, and the belief about it is due
+(cost.py), one prompt makes a *trial*: it loads ``_TRIAL`` bytes more of what it would have computed. That load may take
+as long as computing what it brings would, whatever deadline its caller has; what has not come by then is computed. So
+a trial costs its prompt no more than that once, and the next plan knows better.
 """
 
 from __future__ import annotations
@@ -18,8 +25,15 @@ import numpy.typing as npt
 from kvtide.block import Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows, every
 from kvtide.plan.cost import Speed
+from kvtide.plan.prefill import PrefillCost
 
 __all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
+
+_TRIAL = 32 << 20
+_FASTEST = 64e9
+"""Bytes a second."""
+
+Floats = npt.NDArray[np.float64]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -34,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
     compute_seconds: float | None
     slower: int = 0
     """Blocks after these that are here, but quicker to compute."""
+    trial: float | None = None
+    """Seconds that the load may take at most, where it is one that shows how fast a tier is; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +130,13 @@ class Planner:
         rows: dict[str, Rows],
         usable: npt.NDArray[np.bool_],
         have: int,
-        prefill: float,
+        prefill: PrefillCost | None,
         queued: Sequence[int],
         limit: int,
     ) -> Plan:
         """How many blocks to take, of the lengths that are ``usable``, when the caller has ``have`` blocks already.
 
-        ``prefill`` is the caller's speed in tokens a second (0: unknown, so the longest prefix is taken), ``queued``
+        ``prefill`` is what computing costs the caller (None: unknown, so the longest prefix is taken), ``queued``
         the bytes that wait to be read before ours, by source. At most ``limit`` bytes fit into DRAM.
         """
         count = len(usable) - 1
@@ -129,26 +145,76 @@ class Planner:
             usable = usable & (_needed_bytes(layout, all_blocks, have) <= limit)
         lengths = np.flatnonzero(usable)
         longest = int(lengths[-1])
-        seconds = layout.block_tokens / prefill if prefill > 0 else None
+        tokens = layout.block_tokens
         if longest <= have or all(every(self._index.state[DRAM][r[have:longest]] == SEALED) for r in rows.values()):
-            return Plan(longest, 0.0, seconds and seconds * (count - longest))
-        load = np.zeros(count + 1)
+            rest = None if prefill is None else prefill.seconds(longest * tokens, count * tokens)
+            return Plan(longest, 0.0, rest)
         tiers = {name: self._tier(r) for name, r in rows.items()}
-        for i, (source, waiting) in enumerate(zip(self._sources, queued, strict=True), 1):
-            cold = _needed_bytes(layout, {name: tier == i for name, tier in tiers.items()}, have)
-            seconds_here = np.where(cold > 0, cold + waiting, 0.0) * source.speed.seconds(1)
-            load = np.maximum(load, seconds_here)  # they are read at the same time
-        if seconds is None:
+        cold = [
+            _needed_bytes(layout, {name: tier == i for name, tier in tiers.items()}, have)
+            for i in range(1, len(self._sources) + 1)
+        ]
+        speeds = [source.speed.seconds(1) for source in self._sources]
+        load = np.maximum(np.zeros(count + 1), _load_seconds(cold, queued, speeds))
+        if prefill is None:
             return Plan(longest, float(load[longest]), None)
-        rest = (count - np.arange(count + 1)) * seconds
-        # Of equally quick lengths the longest: it leaves the processor free.
+        compute = prefill.seconds(np.arange(count + 1) * tokens, count * tokens)
         lengths = lengths[lengths >= have]
-        total = (load + rest)[lengths]
-        blocks = int(lengths[len(total) - 1 - np.argmin(total[::-1])])
-        return Plan(blocks, float(load[blocks]), float(rest[blocks]), longest - blocks)
+        blocks = _quickest(lengths, load + compute)
+        trial = None
+        if blocks < longest:
+            idle = [
+                s if not waiting and s.speed.due else None for s, waiting in zip(self._sources, queued, strict=True)
+            ]
+            if any(idle) and (length := self._trial(lengths, blocks, cold, speeds, idle, compute, queued)) > blocks:
+                blocks, trial = length, prefill.seconds(have * tokens, length * tokens)
+        return Plan(blocks, float(load[blocks]), float(compute[blocks]), longest - blocks, trial)
+
+    def _trial(
+        self,
+        lengths: Rows,
+        blocks: int,
+        cold: Sequence[Floats],
+        speeds: Sequence[float],
+        idle: Sequence[Source | None],
+        compute: Floats,
+        queued: Sequence[int],
+    ) -> int:
+        """How many blocks to load to learn how fast those sources are that are ``idle``; ``blocks`` if nothing is to be
+        learned that could matter."""
+        at_best = [s if source is None else min(s, 1 / _FASTEST) for s, source in zip(speeds, idle, strict=True)]
+        best = _quickest(lengths, _load_seconds(cold, queued, at_best) + compute)
+        lengths = lengths[(lengths > blocks) & (lengths <= best)]
+        more = {source: c[lengths] - c[blocks] for source, c in zip(idle, cold, strict=True) if source is not None}
+        more = {source: nbytes for source, nbytes in more.items() if len(nbytes) and nbytes[-1] > 0}
+        if not more:
+            return blocks
+        total = sum(more.values(), np.zeros(len(lengths)))
+        length = int(lengths[np.argmax(total >= min(_TRIAL, total[-1]))])
+        for source, nbytes in more.items():
+            if nbytes[lengths <= length].max() > 0:
+                source.speed.tried()
+        return length
 
 
-def _needed_bytes(layout: Layout, counted: dict[str, Mask], have: int) -> npt.NDArray[np.float64]:
+def _load_seconds(cold: Sequence[Floats], queued: Sequence[int], speeds: Sequence[float]) -> Floats:
+    """For each length the seconds that loading takes: by source, its bytes, those that wait there, and a byte's time.
+
+    All are read at the same time.
+    """
+    load = np.zeros(1)
+    for nbytes, waiting, each in zip(cold, queued, speeds, strict=True):
+        load = np.maximum(load, np.where(nbytes > 0, nbytes + waiting, 0.0) * each)
+    return load
+
+
+def _quickest(lengths: Rows, seconds: Floats) -> int:
+    """Of equally quick lengths the longest: it leaves the processor free."""
+    total = seconds[lengths]
+    return int(lengths[len(total) - 1 - np.argmin(total[::-1])])
+
+
+def _needed_bytes(layout: Layout, counted: dict[str, Mask], have: int) -> Floats:
     """For each length in blocks, 0 to all, the bytes that a prefix needs after ``have``, of the blocks ``counted``."""
     lengths = np.arange(min(len(c) for c in counted.values()) + 1)
     total = np.zeros(len(lengths))
