@@ -65,9 +65,12 @@ def tier_bytes(folder: Path) -> int:
     return total
 
 
+_FILES = {"kvtide.json", "lock", "journal", "speeds"}
+
+
 def left_behind(folder: Path, budget: int, temporary: Collection[str] = ()) -> None:
     """Only files that belong there, within the budget."""
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    strange = {n for n in sizes if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"} - set(temporary)
+    strange = {n for n in sizes if not n.endswith(".segment")} - _FILES - set(temporary)
     assert not strange, f"left behind: {strange}"
     assert sum(sizes.values()) <= budget

@@ -329,7 +329,7 @@ class Machine(RuleBasedStateMachine):
 
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
-        odd = {n for n in names if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal"}
+        odd = {n for n in names if not n.endswith(".segment")} - {"kvtide.json", "lock", "journal", "speeds"}
         assert not odd, f"left behind: {odd}"
 
     @invariant()

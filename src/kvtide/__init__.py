@@ -20,6 +20,7 @@ from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.node.auto import open_anywhere as open  # noqa: A004 - the verb that users expect
 from kvtide.node.client import Client, connect
+from kvtide.plan.prefill import PrefillCost
 from kvtide.session import Session
 from kvtide.store import Statistics, Store
 from kvtide.transfer.written import Flushed, Persisted, Unwritten
@@ -43,6 +44,7 @@ __all__ = [
     "Model",
     "Persist",
     "Persisted",
+    "PrefillCost",
     "Reservation",
     "Session",
     "Statistics",

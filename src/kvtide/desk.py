@@ -24,6 +24,7 @@ from kvtide.index.lease import Lease, Reservation
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
+from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
@@ -111,8 +112,11 @@ class Desk(Protocol):
     def first_part(self) -> int:
         """Bytes that a store begins with: few where colder tiers wait for them, many where a part costs a message."""
 
-    def match(self, names: Names, have: int, prefill: float | None) -> Holding:
-        """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already."""
+    def match(self, names: Names, have: int, prefill: Prefill | None, again: bool = False) -> Holding:
+        """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already.
+
+        ``again``: it is part of a use of these blocks that was counted before.
+        """
 
     def find(self, names: Names) -> list[bool]:
         """Which blocks are here now, with all groups that are required."""
@@ -222,7 +226,7 @@ class LocalDesk:
         self.largest = min(store.largest_part, self._budget)
         self.first_part = _FIRST_PART if store.has_colder else self.largest
         self._checked = store.config.dram.checksum
-        self._prefill = store.config.plan.prefill_tokens_per_second
+        self._prefill = cost_of(store.config.plan.prefill_tokens_per_second)
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self.pins = Pins(charge)
         self._recent = Recent(self._index)
@@ -230,15 +234,17 @@ class LocalDesk:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def match(self, names: Names, have: int, prefill: float | None, room: int | None = None) -> LocalHolding:
+    def match(
+        self, names: Names, have: int, prefill: Prefill | None, again: bool = False, room: int | None = None
+    ) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
-        speed = self._prefill if prefill is None else prefill
+        cost = self._prefill if prefill is None else cost_of(prefill)
         try:
             now = self.store.sweep()
             with self._index.lock:
                 try:
-                    return self._match(names, have, speed, room, now)
+                    return self._match(names, have, cost, room, now, again)
                 except BaseException:
                     self._pipeline.repair()
                     raise
@@ -246,7 +252,9 @@ class LocalDesk:
             if self._ready:  # whoever waited for what was given up or repaired here
                 self._pipeline.call_ready()
 
-    def _match(self, names: Names, have: int, speed: float, room: int, now: float) -> LocalHolding:
+    def _match(
+        self, names: Names, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
+    ) -> LocalHolding:
         layout, index = self.layout, self._index
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
@@ -255,14 +263,14 @@ class LocalDesk:
             rows = self._all_rows(names)
             resident = None if self._checked else self._recent.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
-            return self._all_here(names, resident, have, speed, now)
+            return self._all_here(names, resident, have, prefill, now, again)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
         if have:
             for mask in whole.values():
                 mask[:have] = True
         usable = index.lengths(layout, rows, whole)
-        plan = self.store.planner.plan(layout, rows, usable, have, speed, self.store.read_bytes_queued, room)
+        plan = self.store.planner.plan(layout, rows, usable, have, prefill, self.store.read_bytes_queued, room)
         wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
         needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
         for g in layout.groups:
@@ -270,14 +278,15 @@ class LocalDesk:
                 needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
         part = Part(needed, self._nbytes(needed))
         lease = self._pipeline.lease(part.all)
-        if self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
+        if not again and self._recent.is_new(names.parent(names.blocks), plan.blocks, now):
             for r in rows.values():
                 chain_rows = r[: plan.blocks]
                 self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
         ready = every(index.state[DRAM][part.all] == SEALED)
         pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
-        colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
-        self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        if not again:
+            colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
+            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalHolding(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: Names) -> dict[str, Rows]:
@@ -285,7 +294,9 @@ class LocalDesk:
         rows, mine = self._index.own_rows, self._identities
         return {g.name: rows(names.keys(g.suffix), mine[g.name].fingerprint) for g in self.layout.groups}
 
-    def _all_here(self, names: Names, resident: Resident, have: int, speed: float, now: float) -> LocalHolding:
+    def _all_here(
+        self, names: Names, resident: Resident, have: int, prefill: PrefillCost | None, now: float, again: bool
+    ) -> LocalHolding:
         """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
         blocks = names.blocks
         have = min(have, blocks)
@@ -297,11 +308,12 @@ class LocalDesk:
                 resident.after.clear()
             part = resident.after[have] = Part(needed, self._nbytes(needed))
         lease = self._pipeline.lease(part.all)
-        if self._recent.is_new(names.parent(blocks), blocks, now):
-            for r in resident.rows.values():
-                self._pipeline.asked(r, blocks)
-        plan = Plan(blocks, 0.0, 0.0 if speed > 0 else None)
-        self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
+        plan = Plan(blocks, 0.0, None if prefill is None else 0.0)
+        if not again:
+            if self._recent.is_new(names.parent(blocks), blocks, now):
+                for r in resident.rows.values():
+                    self._pipeline.asked(r, blocks)
+            self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalHolding(self, plan, have, part, lease, True, False)
 
     def find(self, names: Names) -> list[bool]:
@@ -321,15 +333,20 @@ class LocalDesk:
         return transfer
 
     def begin_load(
-        self, holding: LocalHolding, deadline: float | None, blocks: int = sys.maxsize
+        self, holding: LocalHolding, deadline: float | None, blocks: int = sys.maxsize, *, wait: bool = True
     ) -> tuple[Transfer, Iterator[int]]:
-        """The same for a caller who begins it in slices of so many blocks, and is told the size of each."""
-        transfer = Transfer.within(self.store.clock, deadline, self.store.config.plan.deadline_seconds)
+        """The same for a caller who begins it in slices of so many blocks, and is told the size of each; 0: who does
+        not ``wait`` for memory goes on a little later."""
+        usual = self.store.config.plan.deadline_seconds
+        if (most := holding.plan.trial) is not None:  # see planner.py
+            given = usual or None if deadline is None else deadline
+            deadline = most if given is None else min(most, given)
+        transfer = Transfer.within(self.store.clock, deadline, usual)
         if holding.ready:
             transfer.started()
             return transfer, iter(())
         wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
-        return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks)
+        return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks, wait=wait)
 
     def collect(self, holding: LocalHolding) -> Collected:
         blocks, first, places = self.places(holding)
@@ -406,8 +423,10 @@ class LocalDesk:
         priority: int,
         after: Reservation | None = None,
         keep: int = sys.maxsize,
+        *,
+        wait: bool = True,
     ) -> Reservation:
-        """``keep``: bytes of blocks before ``stop`` that may stay for it, at most."""
+        """``keep``: bytes of blocks before ``stop`` that may stay for it, at most. ``wait``: see ``Pipeline``."""
         now = self.store.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
         if now >= self._index.next_expiry:
@@ -437,7 +456,8 @@ class LocalDesk:
                         [names.tokens_of(i) for i in numbers] if self.store.config.nvme.token_ids else (),
                     )
                     for group in groups
-                ]
+                ],
+                wait=wait,
             )
             leases = stack.pop_all()
         reservation.kept = kept

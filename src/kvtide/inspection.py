@@ -45,8 +45,8 @@ Progress = Callable[[str, int, int], None]
 
 _THREADS = 4
 _CODECS = {RAW: "raw", PLANES: "zstd, all planes", ZSTD: "zstd"}
-_OURS = {"kvtide.json", "lock", "journal"}
-_PASSING = {"journal.new", "kvtide.json.new", "probe"}
+_OURS = {"kvtide.json", "lock", "journal", "heard", "speeds"}
+_PASSING = {"journal.new", "kvtide.json.new", "heard.new", "speeds.new", "measuring", "probe"}
 """Files that a kill may leave behind and the next opening removes or replaces."""
 _OLD = "of an older format"
 

@@ -94,6 +94,12 @@ def _refused(store: Statistics, _: NodeStatistics | None) -> _Samples:
     for what in ("store", "load"):
         yield (what, "dram", "no room"), store.counts.get(f"{what}s dropped: no room in DRAM", 0)
         yield (what, "dram", "quota"), store.counts.get(f"{what}s dropped: a tenant's quota of dram is used up", 0)
+    for reason, text in (
+        ("no memory yet", "memory was not taken in time"),
+        ("node late", "the node answered an engine too late"),
+        ("engine pages", "too many pages of an engine waited"),
+    ):
+        yield ("store", "dram", reason), store.counts.get(f"stores dropped: {text}", 0)
     for name in store.lanes:
         for reason, text in (
             ("quota", f"a tenant's quota of {name} is used up"),
@@ -169,6 +175,7 @@ METRICS = (
     ),
     Metric("kvtide_tier_budget_bytes", "What a tier may take.", _tier("budget"), _TIER),
     Metric("kvtide_tier_taken_bytes", "What it has taken from the host.", _tier("bytes_taken"), _TIER),
+    Metric("kvtide_tier_huge_bytes", "Of that, memory known to be in huge pages.", _tier("bytes_huge"), _TIER),
     Metric(
         "kvtide_scratch_bytes",
         "Memory beside that of blocks, in which they are compressed, sealed and opened.",

@@ -26,6 +26,7 @@ from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Persist, Stored
+from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
@@ -180,6 +181,11 @@ class Session:
     def desk(self) -> Desk:
         return self._desk
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, or just being closed: what its matches held may change from then on."""
+        return self._closed
+
     def __repr__(self) -> str:
         return f"<Session {self.model.weights}{' closed' if self._closed else ''}>"
 
@@ -209,34 +215,37 @@ class Session:
         extras: Sequence[Extra] = (),
         *,
         have: int = 0,
-        prefill: float | None = None,
+        prefill: Prefill | None = None,
         wait: float = 0.0,
+        again: bool = False,
     ) -> Match:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
         ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's
-        speed in tokens per second (by default the configuration's): what would take longer to load than to
-        compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at most.
+        speed in tokens per second, or a ``PrefillCost`` (by default the configuration's): what would take longer to
+        load than to compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at
+        most. ``again`` says that this is part of one use of the prompt, for which there was a match before: it is not
+        counted as another, neither in the statistics nor for eviction.
         """
         chain = self._chain(tokens, extras)
         if type(have) is not int or not 0 <= have <= _MOST:
             have = _tokens(have)
-        if prefill is not None:
+        if prefill is not None and not isinstance(prefill, PrefillCost):
             prefill = arguments.real(prefill, "prefill")
             if prefill < 0:
                 raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
         end, pause = 0.0, _PAUSE
         if wait:
             end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
-        while (match := self._match(chain, have, prefill)).pending and (left := end - time.monotonic()) > 0:
+        while (match := self._match(chain, have, prefill, again)).pending and (left := end - time.monotonic()) > 0:
             match.release()
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST)
         return match
 
     @_inside
-    def _match(self, chain: Chain, have: int, prefill: float | None) -> Match:
-        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill))
+    def _match(self, chain: Chain, have: int, prefill: Prefill | None, again: bool) -> Match:
+        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill, again))
         self._rights[id(match)] = weakref.ref(match)
         return match
 

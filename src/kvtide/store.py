@@ -61,6 +61,7 @@ from kvtide.tiers.shared import Shared
 from kvtide.tiers.steward import Papers, Steward
 from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
+from kvtide.transfer.measuring import Measuring
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
@@ -177,6 +178,10 @@ class Store(Home):
             for listener in self._listeners:
                 undo.callback(listener.close, 0.0)
                 listener.start()
+            self._measuring = self._measured_disk() if within is None else None
+            if self._measuring is not None:
+                undo.callback(self._measuring.close)
+                self._measuring.start()
             self.pipeline.bring_down()
             undo.pop_all()
 
@@ -229,6 +234,21 @@ class Store(Home):
             quota,
             sync=tier.sync,
         )
+
+    def _measured_disk(self) -> Measuring | None:
+        """For this store and its reserved shares, which lie on the same disk; None where there is none."""
+        if not self.colds or not isinstance(self.colds[0].tier, Nvme):
+            return None
+        cold, tier = self.colds[0], self.colds[0].tier
+
+        def may_write(nbytes: int) -> bool:
+            with self.index.lock:  # blocks must not be refused because of it
+                budget = cold.budget
+                return budget is None or (budget.statistics().bytes_left >= nbytes and budget.take(nbytes))
+
+        lanes = [c.lane for part in self.parts for c in part.colds if c.name == "nvme"]
+        settings = self.config.nvme
+        return Measuring(tier, lanes, Path(settings.path).expanduser(), settings.budget, self.clock, may_write)
 
     def _in_dram(self, rows: Rows) -> Mask:
         """Which rows of NVMe can be written again to other slots there: those that are whole in DRAM, if that can begin
@@ -632,6 +652,8 @@ class Store(Home):
             self._wait_for_credit()
             for cold in self.colds:
                 cold.lane.wait_idle(cold.patience)
+            if self._measuring is not None:
+                to_the_end(self._measuring.close)
             self.pipeline.note_expiries()
 
     def _join_tracers(self) -> None:

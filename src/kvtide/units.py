@@ -16,8 +16,10 @@ from kvtide.errors import ConfigError
 __all__ = [
     "Unit",
     "bare",
+    "cpus",
     "format_duration",
     "format_size",
+    "parse_cpus",
     "parse_duration",
     "parse_shares",
     "parse_size",
@@ -32,6 +34,9 @@ _A_SIZE = "a size such as 4096, 512MiB or 1.5GB"
 _A_TIME = "a time such as 2, 250ms, 2s or 5min"
 _SHARES = "tenants, each once, and sizes or parts of the budget, such as default:20% or TAG:4GiB"
 
+_CPUS = '"inherit", empty, or numbers of CPUs from 0 to 8191, such as 0-3,8'
+
+_CPU = pattern(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 _SHARE = pattern(r"(default|[0-9a-f]{32}):(?:([0-9]{1,3}(?:\.[0-9]{1,6})?)%|(.+))")
 _NUMBER = pattern(r"([0-9]{1,30}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,2})?)\s*([a-zA-Z]*)")
 _BYTES = {"B": Fraction(1)} | {f"{p}iB": Fraction(1024**n) for n, p in enumerate("KMGTPE", 1)}
@@ -90,6 +95,25 @@ def _checked_shares(text: str) -> str:
     return " ".join(text.replace(",", " ").split())
 
 
+def parse_cpus(text: str) -> frozenset[int]:
+    """The CPUs of ``"0-3,8"``."""
+    found: set[int] = set()
+    for item in text.replace(",", " ").split():
+        match = _CPU.fullmatch(item)
+        some = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not some or some[-1] > 8191:
+            raise ConfigError(f"{item!r} in {text!r} is not a CPU or a range of CPUs: it must be {_CPUS}")
+        found.update(some)
+    return frozenset(found)
+
+
+def _checked_cpus(text: str) -> str:
+    if text.strip() == "inherit":
+        return "inherit"
+    parse_cpus(text)
+    return ",".join(text.replace(",", " ").split())
+
+
 def bare(value: object) -> str:
     """A value as TOML has it, a text without its quotes."""
     text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
@@ -107,6 +131,7 @@ class Unit(Struct, frozen=True):
         return Meta(description=text, extra={"unit": self}, **limits)
 
 
+cpus = Unit(_checked_cpus, str, _CPUS)
 plain = Unit(str, bare)
 path = Unit(lambda given: str(Path(given).expanduser()) if given else "", str, "a path")
 shares = Unit(_checked_shares, str, _SHARES)

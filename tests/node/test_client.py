@@ -258,12 +258,12 @@ def test_a_node_that_hangs_is_a_miss_and_is_found_again(node: Process) -> None:
         held = session.match(prompt(1, 2))
         node.signal(signal.SIGSTOP)
         assert asyncio.run(ask(session)) == 0
-        assert not client.connected
         assert [asyncio.run(ask(session)) for _ in range(100)] == [0] * 100, "nobody waits for it again"
+        assert client.slow
         check(PLAIN, session.load(held).wait(), prompt(1, 2))
         held.release()
         node.signal(signal.SIGCONT)
-        eventually(lambda: client.connected)
+        eventually(lambda: not client.slow)
         assert asyncio.run(ask(session)) == 32
         eventually(lambda: other.connected and other.statistics().held == 0)
 
@@ -287,7 +287,7 @@ def test_closing_does_not_wait_for_a_node_that_hangs(node: Process) -> None:
     client = Client(node.path)
     node.signal(signal.SIGSTOP)
     try:
-        assert client.status().node.pid == 0
+        client.line.close()
         eventually(lambda: client.dialing)
         client.close()
         assert client.dialing, "it waited for an attempt to reach the node"
@@ -382,3 +382,26 @@ def test_numbers_of_numpy_are_numbers_and_what_is_none_costs_no_release(node: Pr
             with pytest.raises(ArgumentError, match="give a number"):
                 session.match(prompt(1, 2), prefill=object())  # type: ignore[arg-type]
         eventually(lambda: client.status().node.clients[0].holdings == 0)
+
+
+def test_what_computing_costs_goes_to_the_node_as_a_curve(node: Process) -> None:
+    cost = kvtide.PrefillCost(0.5, 0.25)
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        with session.match(prompt(1, 2), prefill=cost) as match:
+            assert match.tokens == 16
+            assert match.plan.compute_seconds == pytest.approx(cost.seconds(16, 32))
+        with session.match(prompt(1, 2), prefill=4.0) as match:
+            assert match.plan.compute_seconds == pytest.approx(16 / 4)
+
+
+def test_a_node_that_knows_no_curve_is_told_the_mean_speed(node: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = kvtide.PrefillCost(0.5, 0.25)
+    known = p.Match
+    monkeypatch.setattr(p, "Match", lambda *fields: known(*fields[:4]))
+    with (
+        Client(node.path) as client,
+        client.session(MODEL) as session,
+        session.match(prompt(1, 2), prefill=cost) as match,
+    ):
+        assert match.plan.compute_seconds == pytest.approx(cost.seconds(0, 32))

@@ -179,5 +179,5 @@ def test_no_death_and_no_pause_costs_a_byte(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_no_death_and_no_pause_costs_a_byte_for_long(tmp_path: Path) -> None:
-    # So long that clients give a node up that lives.
+    # So long that clients do without a node that lives.
     storm(tmp_path, 500, seed=random.SystemRandom().randrange(1 << 32), pauses=(0.01, 0.1, 0.3, 12.0))

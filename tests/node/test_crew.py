@@ -92,7 +92,8 @@ MIXED = Layout(
 @pytest.mark.parametrize(("layout", "ranks"), [(LAYOUT, 1), (LAYOUT, 2), (LAYOUT, 4), (LAYOUT, 8), (MIXED, 2)])
 def test_each_worker_writes_and_reads_its_heads(node: Process, layout: Layout, ranks: int) -> None:
     with engine(node, layout, ranks) as (session, crew, workers):
-        given = crew.delegate(TOKENS)
+        while (given := crew.delegate(TOKENS)).again:
+            given.abort()  # the node is just taking memory
         assert len(given.keys) == 4 * len(layout.groups)
         writers = [w for w in workers if any(w.writes(g.name) for g in layout.groups)]
         for worker in writers:

@@ -135,6 +135,7 @@ TRUTHS: dict[str, st.SearchStrategy[Any]] = {
     "ttl": st.sampled_from([None, 0.001, 60.0]),
     "deadline": st.sampled_from([None, 0.0, 1.0]),
     "prefill": st.sampled_from([None, 0.0, 1e6]),
+    "cost": st.sampled_from([None, (0.0, 0.0), (1e-6, 1e-9), (-1.0, 0.0), (float("nan"), 1.0)]),
     "priority": st.integers(-100, 100),
     "tokens": st.sampled_from([b"", bytes(256)]),
     "after": st.one_of(st.none(), refs("reserved")),

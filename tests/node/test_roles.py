@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "sealed": True,
     "good": True,
     "on": True,
+    "reason": "late",
 }
 """Of fields that are no number."""
 

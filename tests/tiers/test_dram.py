@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ import pytest
 from kvtide.testing.blocks import content, fill, holds, keys
 from kvtide.testing.interface import until
 from kvtide.testing.tier import Caller, shaped
+from kvtide.tiers import memory
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.dram import Dram
 from kvtide.tiers.memory import Memory
@@ -361,22 +364,152 @@ def test_many_threads_grow_at_once() -> None:
 
 
 def test_memory_is_there_before_it_is_needed_and_never_above_the_budget() -> None:
-    dram = Dram(3 * MIB + 4096, segment=MIB, ahead=True)
+    dram = Dram(8 * MIB, segment=MIB, ahead=True)
 
     def taken() -> int:
         return dram.statistics().bytes_taken
 
     try:
-        assert dram.grow(64 << 10)
-        assert len(dram.take_many(64 << 10, 4)) == 4
-        assert taken() == MIB, "most of it is free"
-        for expected in (2, 3):
-            assert len(dram.take_many(64 << 10, 12)) == 12
-            until(lambda: taken() == expected * MIB)  # noqa: B023
-            assert len(dram.take_many(64 << 10, 4)) == 4, "without growing"
-        dram.take_many(64 << 10, 12)
-        assert not dram.take_many(64 << 10, 1)
-        assert not dram.grow(64 << 10)
-        assert taken() == 3 * MIB
+        until(lambda: taken() == 2 * MIB)  # a quarter, before anybody asks
+        assert dram.take_many(64 << 10, 1) == [], "it is not cut yet"
+        assert dram.grow(64 << 10, wait=False) is True, "which takes no time"
+        assert len(dram.take_many(64 << 10, 12)) == 12
+        until(lambda: taken() == 3 * MIB)  # of what is taken a quarter of the budget is free again
+        used = 12
+        while used < 8 * 16:
+            until(lambda: dram.grow(64 << 10, wait=False) is not None)
+            given = len(dram.take_many(64 << 10, 1))
+            assert given
+            used += given
+            assert taken() <= 8 * MIB
+        assert dram.grow(64 << 10, wait=False) is False, "the budget is used up"
+        assert taken() == 8 * MIB
     finally:
         dram.close()
+
+
+def test_memory_that_is_ahead_grows_with_what_is_used() -> None:
+    dram = Dram(64 * MIB, segment=MIB, ahead=True)
+    try:
+        until(lambda: dram.statistics().bytes_taken == 16 * MIB)
+        for used in range(0, 24 * 16, 16):
+            until(lambda: dram.grow(64 << 10, wait=False) is True)
+            assert len(dram.take_many(64 << 10, 16)) == 16, used
+        until(lambda: dram.statistics().bytes_taken >= 2 * 24 * MIB)  # as much again as is used
+    finally:
+        dram.close()
+
+
+@pytest.mark.parametrize("domain", [0, 5])
+def test_memory_that_is_ahead_suits_any_block(domain: int) -> None:
+    """Of any domain: nobody has had it. Of a size that would waste much of it there is other memory in its stead."""
+    dram = Dram(16 * MIB, segment=4 * MIB, ahead=True)
+
+    def found(size: int) -> bool:
+        return bool(dram.grow(size, domain, wait=False) and dram.take_many(size, 1, domain=domain))
+
+    try:
+        until(lambda: dram.statistics().bytes_taken == 4 * MIB)
+        for size in (MIB, 5 * MIB // 2):
+            until(partial(found, size))
+    finally:
+        dram.close()
+
+
+def test_who_does_not_wait_for_memory_is_told_when_there_will_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    dram = Dram(4 * MIB, segment=MIB)
+    try:
+        monkeypatch.setattr(dram, "_allocate", Mock(side_effect=MemoryError))
+        assert dram.grow(64 << 10, wait=False) is None
+        until(lambda: dram.grow(64 << 10, wait=False) is False)  # then others must leave
+        monkeypatch.undo()
+        until(lambda: dram.grow(64 << 10, wait=False) is True)  # and it is tried again
+    finally:
+        dram.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pages_are_huge_where_the_kernel_can(shared: bool) -> None:
+    dram = Dram(8 * MIB, segment=4 * MIB, shared=shared)
+    try:
+        assert dram.grow(MIB)
+        (place,) = dram.take_many(MIB, 1)
+        huge = dram.statistics().bytes_huge
+        assert huge in (0, 4 * MIB), "all of it or, by an older kernel, none"
+        if shared and huge:
+            assert np.frombuffer(dram.span(place, MIB), np.uint8).ctypes.data % (2 * MIB) == 0
+        assert not any(dram.span(place, MIB))
+    finally:
+        dram.close()
+
+
+def test_a_view_outlives_the_arena() -> None:
+    dram = Dram(8 * MIB, segment=4 * MIB)
+    assert dram.grow(MIB)
+    (place,) = dram.take_many(MIB, 1)
+    view = dram.span(place, MIB)
+    view[:4] = b"abcd"
+    dram.close()
+    assert bytes(view[:4]) == b"abcd"
+
+
+def test_memory_that_suits_no_block_of_a_kind_is_not_taken_again_and_again() -> None:
+    """Blocks of 12 MiB in segments of 32 MiB waste a quarter: they get segments of their own."""
+    dram = Dram(768 * MIB, segment=32 * MIB, ahead=True)
+    try:
+
+        def given() -> bool:
+            return bool(dram.grow(12 * MIB, wait=False) and dram.take_many(12 * MIB, 1))
+
+        for _ in range(6):
+            until(given)
+        assert dram.removals == 0, "there is room for both"
+    finally:
+        dram.close()
+
+
+def test_each_kind_gets_memory_while_others_want_more() -> None:
+    dram = Dram(256 * MIB, segment=2 * MIB, ahead=True)
+    try:
+        kinds = [64 << 10, 3 * MIB // 4, 5 * MIB // 4]
+        given = dict.fromkeys(kinds, 0)
+        for _ in range(40):
+            for kind in kinds:
+                if dram.grow(kind, wait=False):
+                    given[kind] += len(dram.take_many(kind, 1))
+            until(lambda: dram.in_hand(MIB))
+        until(lambda: all(bool(dram.grow(kind, wait=False)) for kind in kinds))
+    finally:
+        dram.close()
+
+
+def test_nothing_is_taken_while_others_have_more_than_the_budget() -> None:
+    dram = Dram(8 * MIB, segment=2 * MIB, ahead=True, aside=12 * MIB)
+    try:
+        assert dram.grow(64 << 10, wait=False) is False
+        assert dram.statistics().bytes_taken == 0
+        dram.set_aside(0)
+        until(lambda: dram.grow(64 << 10, wait=False) is True)
+    finally:
+        dram.close()
+
+
+def test_a_mapping_that_fails_takes_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel lets go of what was there before, and another thread may have it by then."""
+    unmapped: list[tuple[int, int]] = []
+    real = memory._mmap
+
+    def mmap(address: int | None, nbytes: int, rights: int, flags: int, fd: int) -> int:
+        if address is not None:
+            mapped.append((address, nbytes))
+            raise OSError(12, "no huge pages")
+        return real(address, nbytes, rights, flags, fd)
+
+    mapped: list[tuple[int, int]] = []
+    monkeypatch.setattr(memory, "_mmap", mmap)
+    monkeypatch.setattr(memory._libc, "munmap", lambda address, nbytes: unmapped.append((address, nbytes)))
+    with pytest.raises(OSError, match="no huge pages"):
+        memory._map_aligned(-1, 4 * MIB)
+    ((start, nbytes),) = mapped
+    assert all(at + size <= start or at >= start + nbytes for at, size in unmapped)
+    assert sum(size for _, size in unmapped) == 2 * MIB

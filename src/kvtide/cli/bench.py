@@ -107,6 +107,33 @@ def codec(
     _measure("codec", [], quick, json, None, measure)
 
 
+@app.command()
+def overlap(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
+    path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt. Default: 131072 on a GPU, else 1024.", min=512)
+    ] = None,
+    disk: Annotated[
+        float | None, typer.Option(help="Let the disk read this many MB/s at most: where the two meet.", min=0.1)
+    ] = None,
+) -> None:
+    """A prompt whose front is computed while its tail is loaded from NVMe, beside computing it and loading it alone,
+    and beside the time at which the curves of the two meet. On a GPU with the shape of Llama-3-8B, else a small model.
+
+    Example: kvtide bench overlap --path /nvme --json overlap.json
+    """
+    try:
+        from kvtide.benchmarks.overlap import overlap as measure
+    except ImportError as e:
+        raise ConfigError("this needs torch and transformers: pip install kvtide[transformers]") from e
+    options = [f"--tokens {tokens}"] if tokens else []
+    options += [f"--disk {disk:g}"] if disk else []
+    speed = disk * 1e6 if disk else None
+    _measure("overlap", options, quick, json, path, lambda settings: measure(settings, tokens, speed))
+
+
 def _measure(
     what: str,
     only: Sequence[str],

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvtide.node.statistics import Status
+    from kvtide.plan.cost import SpeedStatistics
 
 __all__ = ["app"]
 
@@ -79,6 +80,8 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from kvtide.show import share, size
+
     if last is not None and (last.node.pid != now.node.pid or last.node.seconds >= now.node.seconds):
         last = None
     store, node = now.store, now.node
@@ -98,6 +101,9 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     for table in (_tiers(now, last), _budgets(now), _hits(now, last), _lanes(now), _clients(now)):
         if table.row_count:
             parts += ["", table]
+    if (dram := now.store.tiers.get("dram")) is not None and dram.bytes_taken:
+        taken, huge = size(dram.bytes_taken), share(dram.bytes_huge, dram.bytes_taken)
+        parts += ["", f"{taken} of memory are taken, {huge} of it in huge pages"]
     return Group(*parts, "", *notes)
 
 
@@ -207,11 +213,18 @@ def _lanes(now: Status) -> Table:
             f"{lane.writes_waiting:,}",
             size(lane.write_bytes_waiting),
             f"{lane.blocks_under_way:,}",
-            f"{size(lane.read_speed.bytes_per_second)}/s" if lane.read_speed.measured else "-",
-            f"{size(lane.write_speed.bytes_per_second)}/s" if lane.write_speed.measured else "-",
+            _speed(lane.read_speed),
+            _speed(lane.write_speed),
             "all" if budget is None else size(max(0.0, budget.bytes_left)),
         )
     return table
+
+
+def _speed(speed: SpeedStatistics) -> str:
+    from kvtide.show import size
+
+    how = "" if speed.measured else ", remembered" if speed.remembered else ", a guess"
+    return f"{size(speed.bytes_per_second)}/s{how}"
 
 
 def _clients(now: Status) -> Table:

@@ -282,6 +282,14 @@ class Chain:
             parent = digest()
             append(parent)
 
+    def first(self, blocks: int) -> Chain:
+        """A chain of its own, of the first ``blocks`` full blocks."""
+        chain = Chain(self.namer)
+        chain.digests = self.digests[:blocks]
+        chain._named = self._named[: 4 * self.block_tokens * blocks]
+        chain._extras = list(self._extras)
+        return chain
+
     def _extra_bytes(self, block: int) -> bytes:
         first = block * self.block_tokens
         last = first + self.block_tokens

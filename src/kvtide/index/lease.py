@@ -93,6 +93,7 @@ class Reservation:
         "generations",
         "kept",
         "keys",
+        "later",
         "on_end",
         "on_views",
         "origin",
@@ -132,6 +133,8 @@ class Reservation:
         """Earlier blocks that stay as long, with the bytes of each."""
         self.refused = 0
         """Blocks that are not here, and for which there was no room."""
+        self.later = 0
+        """Of those refused: blocks for which memory is just being taken. Ask again."""
         self.pending = 0
         """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
         self.on_end: list[Callable[[Reservation], None]] = []

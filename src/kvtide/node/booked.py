@@ -21,6 +21,7 @@ from kvtide.index.pins import PinCharge
 from kvtide.node import work
 from kvtide.node.statistics import ModelStatistics
 from kvtide.node.team import Team
+from kvtide.plan.prefill import Prefill
 from kvtide.store import Store
 
 __all__ = ["Account", "Booked", "Names"]
@@ -244,9 +245,9 @@ class Booked:
         if len(self.holdings) + len(self.reservations) >= _RIGHTS:
             raise RightError(f"this session holds {_RIGHTS} rights; release some")
 
-    def match(self, number: int, names: Names, have: int, prefill: float | None) -> LocalHolding:
+    def match(self, number: int, names: Names, have: int, prefill: Prefill | None, again: bool) -> LocalHolding:
         """Hold what is found, under that number."""
-        holding = self.desk.match(names, have, prefill, self._account.room_for(self.desk, names, have))
+        holding = self.desk.match(names, have, prefill, again, self._account.room_for(self.desk, names, have))
         self.holdings[number] = holding
         self._account.hold(holding, self.desk)
         return holding

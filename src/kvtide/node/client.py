@@ -6,9 +6,11 @@ drops, events, and the node's death. Followers and callbacks are called on a thi
 they like.
 
 When the node dies everything is a miss at once: no call waits for it, blocks that were handed out stay readable (the
-mapping is ours), and the thread tries to reach its successor. One that does not answer for 2 seconds, because it hangs
-or was stopped, counts as dead. If it is not dead at all, it still keeps for us what we held: it is told to forget that
-when nothing of it is in use any more.
+mapping is ours), and the thread tries to reach its successor. If it is not dead at all and only our connection was
+lost, it still keeps for us what we held: it is told to forget that when nothing of it is in use any more.
+
+When the node lives but does not answer for 2 seconds, because it was stopped or is starved, that call is a miss, and
+soon all are, without waiting. The connection stays, with what we hold: see line.py.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights import WeightsId, identify
 from kvtide.node import protocol as p
 from kvtide.node.crew import Crew, Worker
-from kvtide.node.line import Line, Lost
+from kvtide.node.line import Late, Line, Lost
 from kvtide.node.mapping import Mappings
 from kvtide.node.nudger import Nudger
 from kvtide.node.promises import Promise
@@ -108,13 +110,20 @@ class Client(Home):
             undo.pop_all()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "connected" if self.connected else "without a node"
+        there = "connected to a node that is slow" if self.slow else "connected"
+        state = "closed" if self.closed else there if self.connected else "without a node"
         return f"<Client of {self.path}, {state}>"
 
     @property
     def connected(self) -> bool:
         """Whether a node is there. Without one everything is a miss."""
         return self._line is not None and self._line.alive
+
+    @property
+    def slow(self) -> bool:
+        """Whether the node is there but has not answered in time; everything is a miss until it does."""
+        line = self._line
+        return line is not None and line.alive and line.slow
 
     @property
     def line(self) -> Line:
@@ -199,7 +208,7 @@ class Client(Home):
         with contextlib.suppress(Lost):
             line = self.line
             gone = line.lent - set(self._mappings.names)
-            line.ask_one(p.Unmapped(sorted(gone)))
+            line.tell(p.Unmapped(sorted(gone)))
             line.lent -= gone
 
     def settle(self) -> None:
@@ -282,7 +291,7 @@ class Client(Home):
     def _follow(self) -> None:
         """Let the node tell events if, and only if, somebody follows."""
         with self._following, contextlib.suppress(Lost):
-            self.line.ask_one(p.Follow(self._feed.followed))
+            self.line.tell(p.Follow(self._feed.followed))
         if self._feed.followed:
             for session in list(self._sessions):
                 if isinstance(desk := session.desk, RemoteDesk):
@@ -302,6 +311,11 @@ class Client(Home):
             return Flushed(0, complete=False)
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
+    def dropped(self, reason: p.DropReason, blocks: int) -> None:
+        """An engine could not store so many blocks: let the node count them."""
+        with contextlib.suppress(Lost):
+            self.line.post(p.Dropped(reason, blocks))
+
     def forget(self, tenant: bytes) -> Forgotten:
         """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
 
@@ -313,6 +327,11 @@ class Client(Home):
             raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
         try:
             promise = self.promised(self.line, p.Erase(tenant), Promise())
+        except Late:
+            raise TierError(
+                f"the node at {self.path} has not answered in time, and may forget the tenant or not; ask again "
+                "when it answers"
+            ) from None
         except Lost:
             raise TierError(f"the node at {self.path} went away before it was asked to forget a tenant") from None
         promise.event.wait()
@@ -346,7 +365,10 @@ class Client(Home):
         self._tell_unmapped()  # when it answers, it knows of all else that was given back, too
         self._closing.set()
         if (line := self._line) is not None:
-            line.close()
+            try:
+                line.push()
+            finally:
+                line.close()
         if not self.dialing:  # else it would wait for a node that hangs; should that answer, it is hung up on
             self._listener.join(_CLOSING)
         self._nudger.close()

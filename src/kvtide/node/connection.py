@@ -22,6 +22,8 @@ __all__ = ["Connection", "Peer"]
 log = logging.getLogger("kvtide.node")
 
 _READ = 1 << 16
+_PAUSE = 0.005
+"""Seconds after which work that waits for memory is tried again."""
 _UNSENT = 8 << 20
 """A client that lets more than this pile up does not read, and is sent away."""
 _BEHIND = 1 << 20
@@ -73,6 +75,8 @@ class Connection:
         """What is left to do of the last frame."""
         self._spent = 0
         """Units of this turn."""
+        self._paused = False
+        """Whether the work on a frame waits for something other than its turn."""
         self.descriptors: list[int] = []
         """That came and were not asked for yet."""
         self.greeted = False
@@ -169,6 +173,9 @@ class Connection:
                 self._work = found
             if self._work is not None:
                 for units in self._work:
+                    if units == work.PAUSE:
+                        self._paused = True
+                        return False
                     self._spent += units
                     if self._spent >= work.TURN or not self.open:
                         return False
@@ -189,7 +196,11 @@ class Connection:
             if self._reading:
                 self._reading = False
                 self._attend()
-            self._loop.after_others(self._go_on)
+            if self._paused:
+                self._paused = False
+                self._loop.call_later(_PAUSE, self._go_on)
+            else:
+                self._loop.after_others(self._go_on)
 
     def _go_on(self) -> None:
         self._spent = 0

@@ -17,32 +17,38 @@ A ticket that means nothing any more (released, given up, of a node that is gone
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide import arguments
-from kvtide.block import BlockKey, Span
-from kvtide.errors import RightError
+from kvtide.block import BlockKey, Group, Layout, Span
+from kvtide.errors import KvtideError, RightError
 from kvtide.index.keys import Chain, Extra, Tokens
 from kvtide.match import Loaded, Match
 from kvtide.node import protocol as p
-from kvtide.node.line import Line, Lost
+from kvtide.node.line import Late, Line, Lost
 from kvtide.node.remote import RemoteDesk, RemoteHolding
 from kvtide.session import Session
 
 if TYPE_CHECKING:
     from kvtide.node.client import Client
 
-__all__ = ["Crew", "Delegated", "Filling", "Step", "Worker"]
+__all__ = ["Crew", "Delegated", "Filling", "Step", "Wanted", "Worker", "delegate"]
+
+log = logging.getLogger("kvtide.node")
 
 
+_TOGETHER = 1 << 22
+"""Bytes of names and token ids after which no more is asked for with one question."""
 _DIGITS = 18
 """Of a right's number, at most."""
 
@@ -50,13 +56,22 @@ _DIGITS = 18
 class Delegated:
     """Blocks that workers are to write. Sealed when each writer has; ``abort`` gives them up before."""
 
-    def __init__(self, ticket: str, keys: Sequence[BlockKey], refused: int, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ticket: str,
+        keys: Sequence[BlockKey],
+        refused: int,
+        abort: Callable[[], None],
+        again: Mapping[str, int] | None = None,
+    ) -> None:
         self.ticket = ticket
         """For the workers. Empty: there is nothing to write."""
         self.keys = keys
         self.refused = refused
         """Blocks that are not here, and for which there was no room."""
         self.abort = abort
+        self.again: Mapping[str, int] = again or {}
+        """By group the block from which on to ask again: the node is just taking memory for it."""
 
 
 class Crew:
@@ -91,26 +106,95 @@ class Crew:
         stop: int | None = None,
         ttl: float | None = None,
         priority: int = 0,
+        wait: bool = True,
     ) -> Delegated:
         """Let the workers store blocks ``start`` to ``stop`` of a prompt, of these groups or all, each its own heads of
-        every block."""
+        every block. A node that is just taking memory answers when it has some, within a second or so; without ``wait``
+        it answers at once, with what memory it has, and says what to ask for ``again``."""
         chain, start, stop, ttl, priority = self._session.pledge(tokens, extras, start, stop, ttl, priority)
         layout = self._session.layout
         names = None if groups is None else arguments.items(groups, str, "groups")
         some = layout.groups if names is None else [layout.group(name) for name in names]
-        try:
-            line, made, keys = self._desk.ask_reserve(some, chain, start, stop, ttl, priority, writers=self._writers)
-        except Lost:
-            return Delegated("", [], (stop - start) * len(some), lambda: None)
+        return delegate([Wanted(self, chain, some, start, stop, ttl, priority, wait)])[0]
+
+    def ask(self, wanted: Wanted) -> tuple[Line, p.Reserve]:
+        """What the node is asked for that. Raises Lost."""
+        _, chain, groups, start, stop, ttl, priority, wait = wanted
+        return self._desk.reserving(groups, chain, start, stop, ttl, priority, None, self._writers, wait)
+
+    def given(self, wanted: Wanted, line: Line, asked: p.Reserve, made: p.Reserved) -> Delegated:
+        """What became of it."""
+        keys = self._desk.keys(asked, made)
         given = Delegated(
             _ticket(line, made.reservation) if keys else "",
             keys,
             made.refused,
             lambda: self._desk.abort(line, made.reservation),
+            _again(made, self._session.layout, wanted.groups, wanted.start, wanted.stop),
         )
         if not keys:
             given.abort()
         return given
+
+
+class Wanted(NamedTuple):
+    """Blocks of a prompt that the workers of a crew are to store."""
+
+    crew: Crew
+    chain: Chain
+    groups: Sequence[Group]
+    start: int
+    stop: int
+    ttl: float | None = None
+    priority: int = 0
+    wait: bool = False
+    """See ``Crew.delegate``."""
+
+
+def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
+    """``Crew.delegate`` for several prompts, of crews of one client, with one question to the node. What the node
+    refuses is as if there were no room."""
+    found = [Delegated("", [], (w.stop - w.start) * len(w.groups), lambda: None) for w in wanted]
+    asked: list[tuple[int, Line, p.Reserve]] = []
+    for i, w in enumerate(wanted):
+        try:
+            asked.append((i, *w.crew.ask(w)))
+        except Lost:
+            pass
+        except KvtideError as e:  # the others' room is theirs
+            log.warning("blocks are not stored: %s", e)
+    while asked:
+        line, nbytes, part = asked[0][1], 0, 0
+        while part < len(asked) and asked[part][1] is line and (not part or nbytes < _TOGETHER):
+            nbytes += len(asked[part][2].digests) + len(asked[part][2].tokens)
+            part += 1
+        some, asked = asked[:part], asked[part:]
+        try:
+            answers = line.ask([operation for _, _, operation in some])
+        except Lost:
+            continue
+        except KvtideError as e:
+            log.warning("blocks are not stored: %s", e)
+            continue
+        for (i, _, operation), made in zip(some, answers, strict=True):
+            if isinstance(made, p.Reserved):
+                with contextlib.suppress(Lost):
+                    found[i] = wanted[i].crew.given(wanted[i], line, operation, made)
+            elif isinstance(made, p.Failure) and made.kind == "LayoutError" and len(some) > 1:
+                # All of them together were too much work for one question: this one has one of its own.
+                (found[i],) = delegate([wanted[i]])
+            elif isinstance(made, p.Failure) and made.kind != "AccessError":
+                log.warning("the node does not store blocks: %s", made.text)
+    return found
+
+
+def _again(made: p.Reserved, layout: Layout, groups: Sequence[Group], start: int, stop: int) -> dict[str, int]:
+    """Of each group what follows the last block that was given, where memory was short. Slots are given in order."""
+    if not made.later:
+        return {}
+    last = dict(zip(made.groups, made.depths, strict=True))
+    first = {group.name: last.get(layout.groups.index(group), start - 1) + 1 for group in groups}
+    return {name: block for name, block in first.items() if block < stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +278,7 @@ class Worker:
         member, life = self._number, line.welcome.life
         operations: list[p.Operation] = [p.Visit(member, n) for one, n in reads if one == life]
         operations += [p.Fill(member, n) for one, n in writes if one == life]
-        all_answers = line.ask(operations) if operations else []
-        for i, answer in enumerate(all_answers):
-            if isinstance(answer, p.Failure) and answer.kind == "LayoutError":
-                (all_answers[i],) = line.ask([operations[i]])  # all together were too much for one request
+        all_answers = self._ask(line, operations)
         if again and all_answers and all(isinstance(a, p.Failure) and a.kind == "ClosedError" for a in all_answers):
             with self._lock:  # our scheduler has another session by now
                 self._join(line)
@@ -213,7 +294,7 @@ class Worker:
             line.disown(use)
             try:
                 if visited:
-                    line.ask_one(p.Leave(member, visited, good))
+                    line.tell(p.Leave(member, visited, good))
             except Lost:
                 self._client.settle()
 
@@ -226,6 +307,29 @@ class Worker:
         except BaseException:
             done(False)
             raise
+
+    def _ask(self, line: Line, operations: list[p.Operation]) -> list[p.Answer]:
+        """What the node says to visits and fills. Raises Late if it does not say it of all: then none is under way, and
+        what was to be filled is given up."""
+        answers: list[p.Answer] = []
+        try:
+            answers = line.ask(operations) if operations else []
+            for i, answer in enumerate(answers):
+                if isinstance(answer, p.Failure) and answer.kind == "LayoutError":
+                    (answers[i],) = line.ask([operations[i]])  # all together were too much for one request
+        except Late as late:
+            if not answers and late.sent:
+                raise  # the line gives it back
+            for operation, answer in zip_longest(operations, answers):
+                match operation:
+                    case p.Visit(holding=right) if _good(answer):
+                        line.later(p.Leave(self._number, [right], False))
+                    case p.Fill(reservation=right):
+                        if not _good(answer):  # that nothing will be written must be known even so
+                            line.later(operation)
+                        line.later(p.Leave(self._number, [right], False))
+            raise
+        return answers
 
     def _loaded(self, line: Line, found: p.Collected) -> Loaded:
         groups, tokens = self.layout.groups, self.layout.block_tokens
@@ -248,7 +352,7 @@ class Worker:
         """Leave the crew. What it was still to write is given up; what it has written is not."""
         with contextlib.suppress(Lost, RightError):
             if self._line is not None:
-                self._line.ask_one(p.Resign(self._number))
+                self._line.tell(p.Resign(self._number))
         self._line = None
 
     def __enter__(self) -> Self:

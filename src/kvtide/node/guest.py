@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
@@ -22,6 +24,7 @@ from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.forgetting import Forgotten
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
 from kvtide.node import work
 from kvtide.node.booked import Account, Booked, Names
@@ -35,11 +38,12 @@ from kvtide.node.team import Team
 from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
+from kvtide.plan.prefill import PrefillCost
 from kvtide.security.ring import OWN
 from kvtide.transfer.pipeline import Drop, Expiring
 from kvtide.transfer.written import Flushed, Unwritten
 
-__all__ = ["LARGEST_PART", "Guest"]
+__all__ = ["LARGEST_PART", "UNSTORED", "Guest"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -60,6 +64,11 @@ _SHORT = 1 << 13
 """Bytes of a request that need not be done in steps, if it is only a match."""
 _WHOLE = 1 << 16
 """Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
+_GROWING = 1.0
+"""Seconds that a client waits for memory which is being taken, before it is given what there is. It waits no longer for
+any answer than twice that."""
+_TRIES = 4
+"""How often a reservation is made anew, for a client that waits for memory."""
 _DESCRIPTORS = 64
 """That go with one frame."""
 
@@ -67,6 +76,11 @@ _DESCRIPTORS = 64
 _TEXT = 1000
 """Characters of an error that a client is told: it may contain what the client sent."""
 _FAULT = "client %d could not be served: %s"
+UNSTORED: dict[p.DropReason, str] = {
+    "memory": "stores dropped: memory was not taken in time",
+    "late": "stores dropped: the node answered an engine too late",
+    "pages": "stores dropped: too many pages of an engine waited",
+}
 _RAW = msgspec.msgpack.Decoder(p.RawRequest)
 _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
 
@@ -238,7 +252,7 @@ class Guest:
             last = next(steps)
             for step in steps:
                 assert isinstance(last, int)
-                yield self._step() + last
+                yield last if last == work.PAUSE else self._step() + last
                 last = step
             return last
         except KvtideError as e:
@@ -351,8 +365,9 @@ class Guest:
         session.check_rights()
         if o.have < 0 or (o.prefill is not None and not o.prefill >= 0):
             raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
+        prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
         names, number = self._names(session, o.digests), next(self._numbers)
-        found = session.match(number, names, o.have if o.have < names.blocks else names.blocks, o.prefill)
+        found = session.match(number, names, o.have if o.have < names.blocks else names.blocks, prefill, o.again)
         plan = found.plan
         return p.Matched(
             number,
@@ -364,6 +379,7 @@ class Guest:
             found.pending,
             self._ready_slots(session, found) if found.ready else None,
             found.held,
+            plan.slower,
         )
 
     def _find(self, o: p.Find) -> p.Found:
@@ -401,10 +417,17 @@ class Guest:
             self._charge(len(holding.part.all))
             self._left -= len(holding.part.all) * (work.MOVE - 1)  # spent slice by slice
         number = self.tidings.promise()
-        transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE)
+        transfer, slices = session.desk.begin_load(holding, o.deadline, work.SLICE, wait=False)
         self.tidings.follow_load(number, transfer, holding)
+        if transfer.deadline is not None:
+            left = max(0.0, transfer.deadline - self._store.clock.monotonic())
+            timer = self._host.loop.call_later(left, transfer.cancel)
+            transfer.on_end(lambda: self._host.soon(timer.cancel))
+        end = time.monotonic() + _GROWING
         for count in slices:
-            yield count * work.MOVE
+            if not count and time.monotonic() >= end:
+                transfer.cancel()  # this client's other requests wait behind it; what has come by now is used
+            yield count * work.MOVE or work.PAUSE
         yield number
 
     def _cancel(self, o: p.Cancel) -> None:
@@ -434,7 +457,7 @@ class Guest:
         yield units
         yield None
 
-    def _reserve(self, o: p.Reserve) -> p.Reserved:
+    def _reserve(self, o: p.Reserve) -> p.Reserved | Iterator[p.Answer]:
         session = self._session(o.session)
         session.check_rights()
         layout = session.layout
@@ -457,13 +480,41 @@ class Guest:
         units = max(0, stop - o.start) * len(groups) * work.MOVE
         self._left -= units
         self._spent += units
-        made = session.desk.reserve(groups, names, o.start, stop, o.ttl, o.priority, after, keep)
-        made.refused += (o.stop - stop) * len(groups)
+        reserve = partial(session.desk.reserve, groups, names, o.start, stop, o.ttl, o.priority, keep=keep, wait=False)
+        made = reserve(after=after)
         if o.after is not None:
             del session.reservations[o.after]
+        refused = (o.stop - stop) * len(groups)
+        if made.later and o.wait:
+            return self._reserve_later(o, session, made, reserve, refused)
+        return self._reserved(o, session, made, refused)
+
+    def _reserve_later(
+        self, o: p.Reserve, session: Booked, made: Reservation, reserve: Callable[[], Reservation], refused: int
+    ) -> Iterator[p.Answer]:
+        """The client waits until there is memory for it, and the others do not."""
+        end, dram = time.monotonic() + _GROWING, self._store.dram
+        for _ in range(_TRIES):  # each is as much work as the first
+            needed = (len(made.keys) + made.later) * max(g.footprint for g in session.layout.geometry.values())
+            made.abort()
+            yield work.PAUSE
+            while not dram.in_hand(needed) and time.monotonic() < end:
+                yield work.PAUSE
+            made = reserve()
+            if not made.later or time.monotonic() >= end:
+                break
+        yield self._reserved(o, session, made, refused)
+
+    def _reserved(self, o: p.Reserve, session: Booked, made: Reservation, refused: int) -> p.Reserved:
+        made.refused += refused
+        if o.wait:
+            self._store.pipeline.counts[UNSTORED["memory"]] += made.later
         number = next(self._numbers)
         session.reserve(number, made, o.writers)
         return self._window.reserved(number, made, session.desk, addressed=not o.writers)
+
+    def _dropped(self, o: p.Dropped) -> None:
+        self._store.pipeline.counts[UNSTORED[o.reason]] += o.blocks
 
     def _finish(self, o: p.Finish) -> None:
         team = self._session(o.session).team
@@ -691,6 +742,7 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Collect: Guest._collect,
     p.Release: Guest._release,
     p.Reserve: Guest._reserve,
+    p.Dropped: Guest._dropped,
     p.Finish: Guest._finish,
     p.Pin: Guest._pin,
     p.Drop: Guest._drop,

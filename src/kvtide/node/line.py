@@ -1,13 +1,30 @@
-"""A client's two connections to one life of a node, and its memory as far as we have mapped it."""
+"""A client's two connections to one life of a node, and its memory as far as we have mapped it.
+
+A caller waits for an answer for 2 seconds. A node that takes longer may be stopped, starved or swapped out, and its
+process lives: then the line is kept, with all that was mapped and granted, and only that request is a miss (``Late``).
+From then on the line is *behind*:
+
+- The answer will still come. It is received, its memory is mapped, and what it grants is given back: see late.py.
+  Before that no other request is sent, so that what is given back reaches the node before anything that is asked later.
+  The same holds for a request of which only a part went into the socket: its rest goes first.
+- What gives back or sets something is put off, and reaches the node when it answers again.
+- The next caller waits too. If that is in vain the line is *slow*: from then on every request is a miss at once. The
+  thread that nudges receives what comes and asks something empty (a probe) each time that all is answered. When a probe
+  is answered in time, the line is as before.
+
+Where the process is dead, or nobody can say whether it lives, the line is lost.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import struct
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -19,11 +36,15 @@ from kvtide import errors, forks
 from kvtide.block import Span
 from kvtide.errors import KvtideError, LayoutError, TierError
 from kvtide.node import protocol as p
+from kvtide.node.late import giving_back
 from kvtide.node.mapping import Mappings
+from kvtide.node.peer import PeerProcess
 from kvtide.node.promises import Promises
 from kvtide.version import __version__
 
-__all__ = ["Line", "Lost", "Refused"]
+__all__ = ["Late", "Line", "Lost", "Refused"]
+
+log = logging.getLogger("kvtide.client")
 
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
@@ -33,7 +54,9 @@ _LONGEST = p.LENGTH.size + p.LARGEST
 _PATIENCE = 10.0
 """Seconds that a node may take to say hello: nobody but our own thread waits for that."""
 _ANSWER = 2.0
-"""Seconds after which a node that does not answer a request counts as dead. An event loop may wait for the answer."""
+"""Seconds that a request waits for its answer. An event loop may wait for it."""
+_IN_A_ROW = 2
+"""After so many requests that were not answered in time nobody waits any more."""
 
 
 class Refused(TierError):  # noqa: N818 - to its user it is a TierError
@@ -44,14 +67,26 @@ class Lost(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
     """There is no node."""
 
 
+class Late(Lost):
+    """There is a node, and it has not answered in time. The line is kept."""
+
+    def __init__(self, sent: bool) -> None:
+        """``sent``: the node will do all that it was asked; what it grants is given back. Else it does nothing."""
+        super().__init__("the node has not answered in time")
+        self.sent = sent
+
+
 class Line:
     """The two connections to one life of a node, and its memory as far as we have mapped it."""
 
     def __init__(self, path: Path, name: str, mappings: Mappings) -> None:
         self._sockets: list[socket.socket] = []
         self._requests = self._notices = None
+        self._path = path
         self._name = name
         self._mappings = mappings
+        self._patience = _ANSWER
+        self._peer: PeerProcess | None = None
         self.lent = set(mappings.names)
         """Memory that the node knows us to have, of earlier nodes too."""
         self._origin = forks.here
@@ -60,6 +95,7 @@ class Line:
         forks.tell(self)
         try:
             self._requests = self._dial(path)
+            self._peer = PeerProcess(self._requests)
             pidfd = os.pidfd_open(os.getpid())
             try:
                 self.welcome = self._greet(self._requests, "", [pidfd])
@@ -70,15 +106,33 @@ class Line:
             self._notices.settimeout(None)
             # The kernel's own patience: with Python's each call would poll first.
             self._requests.settimeout(None)
+            seconds, rest = divmod(self._patience, 1)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self._requests.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(_ANSWER), 0))
+                limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
+                self._requests.setsockopt(socket.SOL_SOCKET, option, limit)
         except BaseException:
             self.close()
             raise
+        self._flags = 0
+        """With which is sent and received; for whoever has the lock."""
         self._numbers = itertools.count(1)
         self._buffers = [bytearray(1 << 16)]
         self._received = bytearray()
         """The beginning of a reply whose end has not come yet."""
+        self._behind = False
+        """Whether something is owed or unsent, or the line is slow."""
+        self.slow = False
+        """Whether requests are not sent, because the last ones were not answered in time."""
+        self._overdue = 0
+        """Requests in a row that were not answered in time."""
+        self._owed: tuple[int, list[p.Operation], int] | None = None
+        """A request that is answered late: its number, what its caller asked, and how many were before that in it."""
+        self._unsent = memoryview(b"")
+        """The rest of a frame that has gone into the socket in part."""
+        self._last = self._answered = 0
+        """Numbers of the last request that was sent, and, while we are behind, of the last one that was answered."""
+        self._probed: float | None = None
+        """When the node was last asked something only to see how long it takes."""
         self._waiting: deque[p.Operation] = deque()
         """What was put off."""
         self._late: p.Operation | None = None
@@ -134,6 +188,8 @@ class Line:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        if self._peer is not None:
+            self._peer.close()
 
     def forked(self) -> None:
         """A line cannot be shared with a child: each would take the other's answers."""
@@ -187,25 +243,58 @@ class Line:
         an operation that is larger than a request may be.
         """
         if len(operations) > p.OPERATIONS:
-            parts = [operations[at : at + p.OPERATIONS] for at in range(0, len(operations), p.OPERATIONS)]
-            return [answer for part in parts for answer in self.ask(part)]
+            return self._ask_in_parts(operations)
         with self._lock:
             try:
+                if self._behind:
+                    self._catch_up()
                 number, before = self._send(operations)
-                while (reply := self._receive()).number != number:
-                    pass  # of a request whose answers nobody wanted
+                try:
+                    while (reply := self._receive()).number != number:
+                        pass  # of a request whose answers nobody wanted
+                except BlockingIOError:
+                    self._owed = number, operations, before
+                    raise self._waited(sent=True) from None
             except Exception:
                 raise
             except BaseException:  # interrupted in the middle of a message: what follows would mean nothing
                 self.close()
                 raise
+            self._overdue = 0
         return reply.answers[before:] if before else reply.answers
 
+    def _ask_in_parts(self, operations: list[p.Operation]) -> list[p.Answer]:
+        answers: list[p.Answer] = []
+        for at in range(0, len(operations), p.OPERATIONS):
+            try:
+                answers += self.ask(operations[at : at + p.OPERATIONS])
+            except Late:
+                self._give_back(operations, answers)
+                raise Late(sent=False) from None
+        return answers
+
+    def tell(self, operation: p.Operation) -> None:
+        """Let the node do something whose answer does not matter, and wait until it is done; if that takes too long, it
+        is done when the node answers again. Raises what the node says is wrong, or Lost."""
+        try:
+            self.ask_one(operation)
+        except Late as late:
+            if not late.sent:
+                self.later(operation)
+
     def post(self, *operations: p.Operation) -> None:
-        """Send operations whose answers do not matter, after those that were put off."""
+        """Send operations whose answers do not matter, after those that were put off; put them off while behind."""
         with self._lock:
             try:
+                self._check()
+                if self._behind:
+                    self._waiting.extend(operations)
+                    self._attract()
+                    return
                 self._send(list(operations))
+            except Late as late:
+                if not late.sent:
+                    self._waiting.extend(operations)
             except Exception:
                 raise
             except BaseException:
@@ -216,15 +305,23 @@ class Line:
         """Put off an operation whose answer does not matter: it goes with the next request, or soon, by ``nudge``."""
         self._check()
         self._waiting.append(operation)
-        self.busy = True
         if self.watch is None:
             self.post()
-        elif not self.watched:
+        else:
+            self._attract()
+
+    def _attract(self) -> None:
+        """Let somebody nudge us."""
+        self.busy = True
+        if self.watch is not None and not self.watched:
             self.watched = True
             self.watch(self)
 
     def nudge(self) -> bool:
-        """Send what was put off before the last nudge. Whether anything was put off since."""
+        """Send what was put off before the last nudge, and receive what is late. Whether to look again soon."""
+        if self._behind:
+            self._attend()
+            return True
         waiting = next(iter(self._waiting.copy()), None)
         if waiting is not None and waiting is self._late:
             self.post()
@@ -260,7 +357,11 @@ class Line:
         except Exception:  # something in it is no message; what was put off before is
             self._waiting.extendleft(reversed(before))
             raise
-        self._put(frame)
+        try:
+            self._put(number, frame)
+        except Late:
+            self._owed = number, operations, len(before)
+            raise
         return number, len(before)
 
     def _encoded(self, operations: list[p.Operation]) -> tuple[int, bytes]:
@@ -278,22 +379,146 @@ class Line:
             )
 
     def _transmit(self, operations: list[p.Operation]) -> None:
-        self._put(self._encoded(operations)[1])
+        """Send what was put off in a request of its own. If not all of it goes, nothing may follow yet."""
+        try:
+            self._put(*self._encoded(operations))
+        except Late:
+            raise Late(sent=False) from None
 
-    def _put(self, frame: bytes) -> None:
+    def _put(self, number: int, frame: bytes) -> None:
+        """Send a frame. Raises Late if only a part went: the rest is kept, and goes first."""
+        assert self._requests is not None
+        self._last = number
+        try:
+            sent = self._requests.send(frame, self._flags)
+        except BlockingIOError:
+            self._unsent = memoryview(frame)
+            raise self._waited(sent=True) from None
+        except OSError as e:
+            self.close()
+            raise Lost from e
+        if sent < len(frame):
+            self._unsent = memoryview(frame)[sent:]
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        """Send what is left of a frame. Raises Late, or Lost."""
         assert self._requests is not None
         try:
-            self._requests.sendall(frame)
+            while self._unsent:
+                self._unsent = self._unsent[self._requests.send(self._unsent, self._flags) :]
+        except BlockingIOError:
+            raise self._waited(sent=True) from None
         except OSError as e:
             self.close()
             raise Lost from e
 
+    # -- a node that is late ------------------------------------------------------------------------------
+
+    def _waited(self, sent: bool) -> Lost:
+        """What to raise: the node has not answered in time, or has not read what we sent."""
+        assert self._peer is not None
+        if self.watch is None or not self._peer.alive:
+            self.close()
+            return Lost()
+        self._behind = True
+        if not self._flags:  # else nobody waited
+            self._overdue += 1
+        if self._overdue >= _IN_A_ROW and not self.slow:
+            self.slow, self._probed = True, None
+            log.warning(
+                "the node at %s lives, but has twice not answered within %g s: everything is a miss until it does",
+                self._path,
+                self._patience,
+            )
+        self._attract()
+        return Late(sent)
+
+    def _catch_up(self) -> None:
+        """Wait for what the node owes us, under the lock. Raises Late if it does not come, or nobody waits any more."""
+        self._check()
+        if self.slow:
+            raise Late(sent=False)
+        try:
+            self._send_rest()
+            while self._owed is not None:
+                self._settle(self._receive())
+        except Late:
+            raise Late(sent=False) from None
+        except BlockingIOError:
+            raise self._waited(sent=False) from None
+        self._behind = False
+
+    def _settle(self, reply: p.Reply) -> None:
+        """An answer that nobody waits for."""
+        self._answered = reply.number or self._answered
+        if self._owed is not None and self._owed[0] == reply.number:
+            (_, operations, before), self._owed = self._owed, None
+            self._give_back(operations, reply.answers[before:])
+
+    def _give_back(self, operations: list[p.Operation], answers: list[p.Answer]) -> None:
+        for operation, answer in zip(operations, answers, strict=False):  # of those before the last part
+            if (given_back := giving_back(operation, answer)) is not None:
+                self._waiting.append(given_back)
+        self._attract()
+
+    def _attend(self) -> None:
+        """Receive what is late, and send what is left, without waiting; while the line is slow, probe it."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever asks just now receives it
+        try:
+            self._flags = socket.MSG_DONTWAIT
+            self._check()
+            self._send_rest()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self._settle(self._receive())
+            if self._owed is None and self._unsent.nbytes == 0:
+                self._probe()
+        except Late:
+            pass  # the socket is full
+        finally:
+            self._flags = 0
+            self._lock.release()
+
+    def _probe(self) -> None:
+        """Nothing is left of what was late: see how long the node takes now, if that is in doubt."""
+        if self.slow and self._probed is not None and self._answered == self._last:
+            if time.monotonic() - self._probed <= self._patience:
+                self.slow, self._overdue = False, 0
+                log.info("the node at %s answers in time again", self._path)
+            self._probed = None
+        if not self.slow:
+            self._behind = False
+            if self._waiting:
+                self._send([])
+        elif self._probed is None and self._answered == self._last:
+            self._probed = time.monotonic()
+            self._send([])
+
+    def push(self) -> None:
+        """Send what was put off, as far as that goes without waiting: nothing will be received any more."""
+        with self._lock, contextlib.suppress(Lost):
+            try:
+                self._flags = socket.MSG_DONTWAIT
+                self._check()
+                self._send_rest()
+                if self._waiting:
+                    self._send([])
+            finally:
+                self._flags = 0
+
     def _receive(self) -> p.Reply:
+        """The next reply. Raises BlockingIOError if it does not come in time: what has come of it is kept."""
         received, (buffer,) = self._received, self._buffers
         assert self._requests is not None
         while not received or not (end := p.whole(received)):
             try:
-                size, ancillary, _, _ = self._requests.recvmsg_into(self._buffers, _SPACE, socket.MSG_CMSG_CLOEXEC)
+                size, ancillary, _, _ = self._requests.recvmsg_into(
+                    self._buffers, _SPACE, socket.MSG_CMSG_CLOEXEC | self._flags
+                )
+            except BlockingIOError:
+                raise
             except OSError as e:
                 self.close()
                 raise Lost from e

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from typing import Annotated, Any, Final, SupportsFloat, SupportsIndex
+from typing import Annotated, Any, Final, Literal, SupportsFloat, SupportsIndex
 
 import msgspec
 
@@ -207,6 +207,12 @@ class Match(_Message, tag="match"):
     digests: bytes
     have: int
     prefill: float | None = None
+    """Tokens a second."""
+    cost: tuple[float, float] | None = None
+    """Instead of it: seconds of a token, and of a token for each one before it. A node that does not know of this goes
+    by ``prefill``."""
+    again: bool = False
+    """Whether it is part of a use of these blocks that was counted before: nothing is counted then."""
 
 
 class Find(_Message, tag="find"):
@@ -246,6 +252,8 @@ class Matched(_Message, tag="matched"):
     slots: list[Slots] | None
     held: int = -1
     """So many blocks of the prefix can be had from memory now. -1 from a node that does not say: all if it is ready."""
+    slower: int = 0
+    """Blocks after these that are in some tier, but quicker to compute."""
 
 
 class Load(_Message, tag="load"):
@@ -301,6 +309,8 @@ class Reserve(_Message, tag="reserve"):
     after: int | None = None
     writers: Numbers = []
     """Ranks of workers. If there are any they fill it, not the client, and it is sealed when each has said so."""
+    wait: bool = True
+    """Whether to answer only when there is memory for all that will get some, or at once, with what there is."""
 
 
 class Reserved(_Message, tag="reserved"):
@@ -315,6 +325,20 @@ class Reserved(_Message, tag="reserved"):
     places: bytes
     pending: int = 0
     """Blocks that are not here yet, and that two others are writing."""
+    later: int = 0
+    """Of those refused: blocks for which memory is just being taken from the system. Ask again."""
+
+
+DropReason = Literal["memory", "late", "pages"]
+"""Why an engine did not store blocks: the node had no memory for them in time, it answered too late, or too many of the
+engine's pages would have had to wait for it."""
+
+
+class Dropped(_Message, tag="dropped"):
+    """An engine could not store blocks, which is counted. Answer: nil."""
+
+    reason: DropReason
+    blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class Finish(_Message, tag="finish"):
@@ -466,6 +490,7 @@ Operation = (
     | Release
     | Reserve
     | Finish
+    | Dropped
     | Pin
     | Drop
     | Flush

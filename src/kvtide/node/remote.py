@@ -19,9 +19,10 @@ from kvtide.errors import AccessError, KvtideError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
-from kvtide.node.line import Line, Lost
+from kvtide.node.line import Late, Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
+from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.tiers.calls import Calls
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.written import Persisted, Unwritten
@@ -61,7 +62,7 @@ class RemoteHolding(Holding):
 
     def __init__(self, desk: RemoteDesk, line: Line | None, have: int, found: p.Matched) -> None:
         """Without a ``line``: what is found without a node."""
-        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds)
+        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds, found.slower)
         self.have = have
         self.ready = found.ready
         self.pending = found.pending
@@ -162,6 +163,9 @@ class RemoteDesk:
                 except RightError:  # the node has not let go of our last session's crew yet
                     line.post(p.Close(number))
                     raise Lost from None
+                except Late:  # nobody will know of this session
+                    line.post(p.Close(number))
+                    raise
                 self._number = number
                 self._line = line  # last: who finds it takes the number with it
             return line, self._number
@@ -178,14 +182,15 @@ class RemoteDesk:
             self._invited, line = (token, ranks), self._line
         with contextlib.suppress(Lost):
             if line is self._session()[0]:  # else it was just opened, with the invitation
-                line.ask_one(p.Invite(self._number, token, ranks))
+                line.tell(p.Invite(self._number, token, ranks))
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def match(self, names: Names, have: int, prefill: float | None) -> RemoteHolding:
+    def match(self, names: Names, have: int, prefill: Prefill | None, again: bool = False) -> RemoteHolding:
         try:
             line, session = self._session()
-            found = line.ask_one(p.Match(session, names.joined, min(have, names.blocks), prefill))
+            speed, cost = self._wired(prefill, have, names.blocks)
+            found = line.ask_one(p.Match(session, names.joined, min(have, names.blocks), speed, cost, again))
             assert isinstance(found, p.Matched)
             line.own(found.holding, found.slots or ())
             return RemoteHolding(self, line, have, found)
@@ -193,6 +198,16 @@ class RemoteDesk:
             nothing = [0] * len(self.layout.groups)
             missed = p.Matched(0, min(have, names.blocks), 0.0, None, nothing, True, False, None)
             return RemoteHolding(self, None, have, missed)
+
+    def _wired(
+        self, prefill: Prefill | None, have: int, blocks: int
+    ) -> tuple[float | None, tuple[float, float] | None]:
+        """A caller's cost of computing as ``Match`` has it: with the mean speed for a node that knows no other."""
+        if not isinstance(prefill, PrefillCost):
+            return prefill, None
+        tokens = self.layout.block_tokens
+        mean = prefill.speed(min(have, blocks) * tokens, max(1, blocks) * tokens)
+        return mean, (prefill.per_token, prefill.per_token_context)
 
     def find(self, names: Names) -> list[bool]:
         try:
@@ -218,7 +233,7 @@ class RemoteDesk:
             if line is not self._line:
                 raise Lost
             if wait:
-                line.ask_one(operation)
+                line.tell(operation)
             else:
                 line.later(operation)
         except Lost:
@@ -267,7 +282,8 @@ class RemoteDesk:
     ) -> Reservation:
         last = after if isinstance(after, _RemoteReservation) else None
         try:
-            line, made, keys = self.ask_reserve(groups, names, start, stop, ttl, priority, last)
+            line, wanted = self.reserving(groups, names, start, stop, ttl, priority, last)
+            made = self._ask_reserve(line, wanted, last)
             footprints = [self.layout.geometry[g.name].footprint for g in self.layout.groups]
             slots = line.spans(made.places, max(footprints))
             line.own(made.reservation)
@@ -281,12 +297,28 @@ class RemoteDesk:
                 last.line = None  # the node has sealed it
             last.seal()
         views = [span[: footprints[g]] for span, g in zip(slots, made.groups, strict=True)]
-        reservation = _RemoteReservation(keys, views, made.depths, self._finish)
+        reservation = _RemoteReservation(self.keys(wanted, made), views, made.depths, self._finish)
         reservation.line, reservation.number, reservation.refused = line, made.reservation, made.refused
         reservation.pending = made.pending
         return reservation
 
-    def ask_reserve(
+    def _ask_reserve(self, line: Line, wanted: p.Reserve, last: _RemoteReservation | None) -> p.Reserved:
+        """What the node answers. ``last`` is sealed with it, if it is of the same line. Raises Lost."""
+        try:
+            made = line.ask_one(wanted)
+        except Late as late:
+            if last is not None:  # it is written, and counts as stored
+                if late.sent and wanted.after is not None:
+                    line.disown(last.number)
+                    last.line = None  # the node seals it with this request, or is told to: see late.py
+                last.seal()
+            raise
+        except AccessError:  # who may only read goes on without storing, as if no node were there
+            raise Lost from None
+        assert isinstance(made, p.Reserved)
+        return made
+
+    def reserving(
         self,
         groups: Sequence[Group],
         names: Names,
@@ -296,8 +328,9 @@ class RemoteDesk:
         priority: int,
         last: _RemoteReservation | None = None,
         writers: Sequence[int] = (),
-    ) -> tuple[Line, p.Reserved, list[BlockKey]]:
-        """Reserve at the node, for ourselves or for ``writers``; what it answers, and the keys. Raises Lost."""
+        wait: bool = True,
+    ) -> tuple[Line, p.Reserve]:
+        """What the node is asked for a reservation, for ourselves or for ``writers``, and whom to ask. Raises Lost."""
         line, session = self._session()
         digests, tokens = names.joined[: 32 * stop], b""
         first = start if p.TOKENS_FROM_START in line.welcome.features else 0
@@ -305,22 +338,21 @@ class RemoteDesk:
             tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
         sealed = last.number if last is not None and last.line is line else None
         numbers = [self.layout.groups.index(g) for g in groups]
-        wanted = p.Reserve(session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers))
-        try:
-            made = line.ask_one(wanted)
-        except AccessError:  # who may only read goes on without storing, as if no node were there
-            raise Lost from None
-        assert isinstance(made, p.Reserved)
-        keys = [
-            BlockKey(digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)
+        return line, p.Reserve(
+            session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers), wait
+        )
+
+    def keys(self, wanted: p.Reserve, made: p.Reserved) -> list[BlockKey]:
+        """Of the blocks that were given slots."""
+        return [
+            BlockKey(wanted.digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)
             for g, d in zip(made.groups, made.depths, strict=True)
         ]
-        return line, made, keys
 
     def abort(self, line: Line, reservation: int) -> None:
         """Give up what was reserved for others."""
         with contextlib.suppress(Lost, RightError):  # it has ended
-            line.ask_one(p.Finish(self._number, reservation, False))
+            line.tell(p.Finish(self._number, reservation, False))
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)
@@ -340,6 +372,8 @@ class RemoteDesk:
             stop = max((last for _, _, last in asked), default=0)
             if asked:
                 self._client.promised(line, p.Flush(session, names.joined[: 32 * stop], asked), transfer)
+        except Late:
+            refused = Unwritten.TIMEOUT
         except Lost:
             refused = Unwritten.NODE_GONE
         except AccessError:  # who may only read has stored nothing
@@ -368,7 +402,13 @@ class RemoteDesk:
     def pin(self, names: Names, stop: int | None, step: int) -> int:
         try:
             line, session = self._session()
-            count = line.ask_one(p.Pin(session, names.joined, stop, step))
+            operation = p.Pin(session, names.joined, stop, step)
+            try:
+                count = line.ask_one(operation)
+            except Late as late:
+                if step < 0 and not late.sent:
+                    line.later(operation)
+                return 0
         except Lost:
             return 0
         assert isinstance(count, int)
@@ -376,9 +416,12 @@ class RemoteDesk:
 
     def drop(self, names: Names, start: int, timeout: float | None) -> int:
         gone = "the node went away before it said that the blocks are erased; drop them again when it is back"
+        late = "the node has not answered in time whether the blocks are erased; drop them again when it does"
         try:
             line, session = self._session()
             promise = self._client.promised(line, p.Drop(session, names.joined, start), Promise())
+        except Late:
+            raise TierError(late) from None
         except Lost:
             raise TierError(gone) from None
         if not promise.event.wait(timeout):
@@ -395,9 +438,12 @@ class RemoteDesk:
 
     def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
         gone = "the node went away before it said when the blocks expire; call expire again when it is back"
+        late = "the node has not answered in time when the blocks expire; call expire again when it does"
         try:
             line, session = self._session()
             promise = self._client.promised(line, p.Expire(session, names.joined, start, ttl), Promise())
+        except Late:
+            raise TierError(late) from None
         except Lost:
             raise TierError(gone) from None
         if not promise.event.wait(timeout):

@@ -39,6 +39,7 @@ NEEDS: Mapping[type, Role] = {
     p.Collect: Role.READ,
     p.Release: Role.READ,
     p.Reserve: Role.WRITE,
+    p.Dropped: Role.WRITE,
     p.Finish: Role.WRITE,
     p.Pin: Role.WRITE,
     p.Drop: Role.WRITE,

@@ -43,7 +43,7 @@ class Window:
         """A reservation and, if it is ``addressed`` to this client, where it lies."""
         groups = [desk.numbers[k[32:]] for k in made.keys]
         places = self._addresses(desk, desk.store.index.place[DRAM][made.rows]) if addressed else b""
-        return p.Reserved(number, made.refused, groups, list(made.depths), places, made.pending)
+        return p.Reserved(number, made.refused, groups, list(made.depths), places, made.pending, made.later)
 
     def _addresses(self, desk: LocalDesk, places: Rows) -> bytes:
         dram = desk.store.dram

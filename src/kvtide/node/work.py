@@ -22,6 +22,7 @@ __all__ = [
     "MOVE",
     "NUMBERS",
     "OPERATION",
+    "PAUSE",
     "RESERVED",
     "SLICE",
     "TURN",
@@ -49,6 +50,9 @@ NUMBERS: Final = 16
 """Bytes of an operation in a long frame that count as a unit: they may be a list of numbers of one byte each."""
 OPERATION: Final = 16
 """Units of each operation, besides those of its blocks."""
+PAUSE: Final = -1
+"""What a step says instead of units, when it waits for memory that is being taken: go on a little later. Others are
+served meanwhile, and this client's next requests wait."""
 GROUP: Final = 64
 """Units of each group of a layout that is opened or described."""
 ANSWER_BYTES: Final = 8

@@ -152,6 +152,8 @@ class TierStatistics:
     """Why blocks were refused, with counts."""
     errors_in_a_row: int = 0
     """Errors of the system since something was last read or written well."""
+    bytes_huge: int = 0
+    """Of memory that is taken: bytes in huge pages, as far as that is known."""
 
     @property
     def failed(self) -> bool:

@@ -5,6 +5,7 @@
     kvtide.json    what this directory is, and its format version
     lock           held by the process that has it open; names it
     journal        a hint of what is where (see journal.py)
+    speeds         how fast the disk was (see speeds.py)
     heard          up to where drops of others were heard (see bookmarks.py)
     00000.segment  one page of segment header, then slots of one size, a record in each
 
@@ -111,6 +112,11 @@ class Directory:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def measuring(self) -> Path:
+        """A file that has this name for a moment: see measure.py."""
+        return self.path / "measuring"
 
     def segment(self, number: int) -> Path:
         return self.path / f"{number:05}.segment"

@@ -11,7 +11,9 @@ calling thread, with a copy that releases the GIL.
 Slots have no header: what a slot holds is in the index, and a slot's generation tells a late writer from the owner.
 
 Memory is taken from the system by a thread of the arena's own, one segment at a time: it takes long, so callers that
-wait for it are often interrupted there, and what is left half done then would be lost to everybody.
+wait for it are often interrupted there, and what is left half done then would be lost to everybody. With ``ahead`` the
+thread takes it before anybody asks: a quarter of the budget at first, and then always as much again as is used, so that
+an engine's first prompts find room. What was taken before it is known for which blocks is cut when the first one comes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.memory import Memory
+from kvtide.tiers.memory import HUGE, Memory
 from kvtide.tiers.segments import (
     SOMEBODY,
     Segment,
@@ -46,13 +48,14 @@ __all__ = ["Dram", "copy"]
 
 log = logging.getLogger("kvtide.dram")
 
-_TWO_MIB = 2 << 20
 _CLAIM = 32 << 20
 """Bytes of free slots that are zeroed at a time: meanwhile nobody can have them."""
 _MOMENT = 0.1
 """Seconds that are waited for slots which are being zeroed."""
 _HELD = 1 << 20
 """Bytes that are zeroed in one hold of the lock."""
+_FIRST = 4
+"""What part of the budget is taken before anything is stored, with ``ahead``."""
 
 
 def copy(target: Span, source: Span) -> None:
@@ -76,8 +79,8 @@ class _Growth:
 class Dram:
     """Blocks in memory, at most ``budget`` bytes of it.
 
-    Segments are taken when they are needed, or in the background: all at once with ``prefault``, or with ``ahead`` each
-    a little before it is needed. Pages cost about as much to get as to fill. Everything is safe from any thread.
+    Segments are taken when they are needed, or in the background: all at once with ``prefault``, or with ``ahead``
+    before they are needed. Pages cost about as much to get as to fill. Everything is safe from any thread.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Dram:
         self._huge_pages = huge_pages
         self._shared = shared
         self._closed = False
-        self._segments = Segments(budget, segment, grain=_TWO_MIB if huge_pages == "2MiB" else ALIGN)
+        self._segments = Segments(budget, segment, grain=HUGE if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, Memory] = {}
         self._residues: dict[int, Residue] = {}
         """Whose bytes are in the slots of segments that have memory."""
@@ -113,6 +116,8 @@ class Dram:
         self._wanted: queue.SimpleQueue[_Growth | int | None] = queue.SimpleQueue()
         """Kinds of slots: that somebody waits for, or of which there will soon be none. None: that was the last."""
         self._asked: set[int] = set()
+        self._denied = False
+        """Whether the system had no memory for us when it was last asked."""
         self._prefaulted = threading.Event()
         self._grower = threading.Thread(target=self._grow_all, args=(prefault,), name="kvtide-dram", daemon=True)
         self._zeroing = Zeroing(self._lock, self._whole, self._zeroed)
@@ -146,14 +151,28 @@ class Dram:
             return places
 
     def _look_ahead(self, kind: int) -> None:
-        if self._ahead and kind not in self._asked and self._segments.scarce(kind):
-            self._asked.add(kind)
-            self._wanted.put(kind)
+        if self._ahead and kind not in self._asked and self._short(kind):
+            self._ask(kind)
+
+    def _ask(self, kind: int) -> None:
+        """Let the thread take memory for that kind. Under the lock."""
+        self._asked.add(kind)
+        self._wanted.put(kind)
+
+    def _short(self, kind: int) -> bool:
+        """Whether more memory is to be taken ahead of need, before slots of that kind are asked for. Under the lock."""
+        segments = self._segments
+        if kind and segments.scarce(kind):
+            return True
+        free = segments.taken - segments.used
+        return free < max(segments.budget // _FIRST, segments.used) and segments.left >= segments.nominal
 
     def _grow_all(self, prefault: bool) -> None:
         """The thread that takes memory."""
         if prefault:
             self._prefault()
+        elif self._ahead:
+            self._stay_ahead(0)
         self._prefaulted.set()
         while (wanted := self._wanted.get()) is not None:
             if isinstance(wanted, _Growth):
@@ -181,33 +200,77 @@ class Dram:
             self._wanted.put(other)
 
     def _stay_ahead(self, kind: int) -> None:
+        """Take memory until there is enough, for slots of that kind; 0: for any."""
+        while not self._closed:
+            self._answer_waiting()
+            with self._lock:
+                self._cut_ahead(kind)
+                first = not self._memory and bool(self._segments.blank)
+                segment = self._next(kind) if first or self._short(kind) else None
+            if segment is None or not self._fill(segment):
+                break
+            if not self._wanted.empty():  # others want some too
+                self._wanted.put(kind)
+                return
         with self._lock:
-            slots = self._segments.fit(kind) if self._segments.scarce(kind) else 0
-            segment = self._add(kind, slots) if slots else None
-        if segment is not None:
-            self._fill(segment)
-        self._asked.discard(kind)
+            self._asked.discard(kind)
+
+    def _cut_ahead(self, kind: int) -> None:
+        """Where slots of a kind are scarce, cut memory for it that was taken for any. Under the lock."""
+        segments = self._segments
+        if kind and segments.scarce(kind):
+            spare = next((s for s in segments if s.unused and s is not self._new and segments.suits(s, kind)), None)
+            if spare is not None:
+                self._recut(spare, kind)
+
+    def _recut(self, segment: Segment, kind: int) -> None:
+        self._segments.recut(segment, kind)
+        self._residues[segment.number].cut(segment.slots)
+
+    def _next(self, kind: int) -> Segment | None:
+        """A segment to be taken ahead of need, for that kind or for any; None if there is no room. Under the lock."""
+        blank = self._segments.blank
+        if blank and (not kind or self._segments.divides(self._segments.bytes_of(blank, 1), kind)):
+            segment = self._add(blank, 1)
+            segment.unused = True
+            return segment
+        slots = self._segments.fit(kind) if kind else 0
+        return self._add(kind, slots) if slots else None
 
     def growable(self, nbytes: int, domain: int = 0) -> bool:
         """Whether ``grow`` could make room for a block of that footprint."""
         kind = ladder(nbytes) | domain
         with self._lock:
-            if self._segments.fit(kind) or self._segments.spare(kind, self._new) is not None:
+            if self._segments.fit(kind) or self._segments.spare(kind, self._new) is not None or self._is_coming():
                 return True
             return self._fits_when_zeroed(kind)
 
-    def grow(self, nbytes: int, domain: int = 0) -> bool:
-        """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock."""
+    def grow(self, nbytes: int, domain: int = 0, *, wait: bool = True) -> bool | None:
+        """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock.
+
+        Whoever does not ``wait`` for memory that must be taken from the system, or zeroed, is told None while it is on
+        its way: ask again.
+        """
         kind = ladder(nbytes) | domain
         with self._lock:
             if self._make_do(kind):
                 return True  # without waiting for memory that is just being taken from the system
-            if not self._segments.fit(kind):
+            if not self._segments.fit(kind) and not self._is_coming():
+                if not wait and self._fits_when_zeroed(kind):
+                    return None
                 return self._wait_for_zeroed(kind)
+            if not wait:
+                if kind not in self._asked:
+                    self._ask(kind)
+                return False if self._denied else None
         growth = _Growth(kind)
         self._wanted.put(growth)
         with growth.ended:
             return growth.made
+
+    def _is_coming(self) -> bool:
+        """Whether memory that suits any block is just being taken. Under the lock."""
+        return self._new is not None and self._new.unused
 
     def _grow(self, kind: int) -> bool:
         with self._lock:
@@ -223,15 +286,15 @@ class Dram:
         """Make room with the memory that there is: recut an empty segment or, if it does not suit, give it back."""
         if self._segments.free(kind):
             return True
+        if (spare := self._segments.suiting(kind, self._new)) is not None:
+            self._recut(spare, kind)
+            return True
+        if self._segments.fit(kind):
+            return False  # there is room for more: what is there may suit others
         spare = self._segments.spare(kind, self._new)
-        if spare is None:
-            return False
-        if self._segments.suits(spare, kind):
-            self._segments.recut(spare, kind)
-            self._residues[spare.number].cut(spare.slots)
-        else:
+        if spare is not None:
             self._remove(spare)
-        return True
+        return spare is not None
 
     def _add(self, kind: int, slots: int) -> Segment:
         """A segment that has no memory yet."""
@@ -252,6 +315,13 @@ class Dram:
         self.removals += 1
         self.removed(memory.serial)
 
+    def in_hand(self, nbytes: int) -> bool:
+        """Whether so many bytes of slots or of memory that is not cut yet are free, or no more can be taken."""
+        with self._lock:
+            free = self._segments.taken - self._segments.used - (self._new.nbytes if self._new is not None else 0)
+            most = min(nbytes, self._segments.budget // _FIRST)
+            return free >= most or self._denied or (self._new is None and self._segments.left < self._segments.nominal)
+
     def set_aside(self, nbytes: int) -> None:
         """Leave so many bytes of the budget alone: memory of an earlier life that others still have."""
         with self._lock:
@@ -266,28 +336,30 @@ class Dram:
         while not self._closed:
             self._answer_waiting()
             with self._lock:
-                if not self._segments.fit(ladder(self._segments.nominal)):
-                    return
-                segment = self._add(ladder(self._segments.nominal), 1)
-            if not self._fill(segment):
+                segment = self._next(0)
+            if segment is None or not self._fill(segment):
                 return
 
     def _fill(self, segment: Segment) -> bool:
         nbytes = segment.nbytes
         try:
             memory = self._allocate(nbytes)
-        except (OSError, MemoryError) as e:
-            log.warning("cannot take %d bytes of memory: %s", nbytes, e)
+        except Exception as e:  # noqa: BLE001 - whatever it is, nobody gets memory when this thread ends
+            if not self._denied:
+                log.warning("cannot take %d bytes of memory: %s", nbytes, e)
             with self._lock:
                 self._new = None
+                self._denied = True
                 self._segments.remove(segment)
             return False
         with self._lock:
             self._new = None
+            self._denied = False
             self._residues[segment.number] = Residue(segment.slots)
             self._memory[segment.number] = memory
-            segment.draining = False
-            self._segments.settle(segment)
+            if not segment.unused:  # nothing goes in before it is cut
+                segment.draining = False
+                self._segments.settle(segment)
         return True
 
     def _allocate(self, nbytes: int) -> Memory:
@@ -299,7 +371,7 @@ class Dram:
                 log.warning(
                     "no huge pages (%s): using ordinary ones. Set vm.nr_hugepages to at least %d",
                     e.strerror,
-                    self._segments.budget // _TWO_MIB,
+                    self._segments.budget // HUGE,
                 )
                 self._huge_pages = "transparent"
         return Memory(serial, nbytes, self._huge_pages, self._shared)
@@ -318,7 +390,7 @@ class Dram:
         with self._lock:
             self._zeroing.add([p for p in np.setdiff1d(leaving, places).tolist() if self._is_slot(p)])
             for segment in self._segments:
-                segment.draining &= segment is self._new or segment in drained
+                segment.draining &= segment is self._new or segment in drained or segment.unused
             zeroed = np.array(list(self._zeroing.places), np.int64)
             self._segments.repair(
                 np.append(places, zeroed), np.append(owners, np.full(len(zeroed), SOMEBODY, np.int64))
@@ -639,6 +711,7 @@ class Dram:
                 bytes_written=self._written,
                 failed_reads=self._failed_reads,
                 failed_writes=self._failed_writes,
+                bytes_huge=sum(memory.huge for memory in self._memory.values()),
             )
 
     def close(self) -> None:

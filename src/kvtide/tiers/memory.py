@@ -1,75 +1,113 @@
-"""The memory of one segment of the arena."""
+"""The memory of one segment of the arena.
+
+Direct I/O into pages of 4 KiB takes more CPU than into huge ones, and is slower where the disk is fast: ``kvtide bench
+store nvme`` says how much.
+Private memory gets them from the kernel by advice alone. Memory that others map is a file in memory (memfd), to which
+most systems give none (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``never``). There the kernel makes them
+when it is asked to collapse small pages into huge ones (``MADV_COLLAPSE``, since Linux 6.1; no privilege is needed). It
+does so for a mapping that is aligned as huge pages are, which Python's ``mmap`` does not promise, so we map it
+ourselves. One small page in each huge one is touched before: the kernel collapses nothing that is not there. Only
+afterwards the rest is set aside with ``fallocate``, which where advice suffices would make small pages of it all.
+Whatever the kernel refuses stays in small pages, and works.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import threading
+import weakref
 
 import numpy as np
 
 from kvtide import forks
+from kvtide.block import Span
 
-__all__ = ["Memory"]
+__all__ = ["HUGE", "Memory"]
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
 
 # Linux's; Python has no names for them.
 _MAP_HUGETLB = 0x40000
 _MAP_HUGE_2MB = 21 << 26
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_COLLAPSE = 25
+_FAILED = ctypes.c_void_p(-1).value
+
+_TOGETHER, _PROCESSORS = 4, 4
+"""Threads that take memory together at most, and processors that there are for each."""
+
+_libc = ctypes.CDLL(None, use_errno=True)  # unlike Python's mmap it releases the GIL
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Memory:
     """One segment's memory: our own pages or, if others are to map it, a sealed memfd (``fd``, else -1)."""
 
-    __slots__ = ("__weakref__", "_map", "fd", "serial", "view")
+    __slots__ = ("__weakref__", "_map", "fd", "huge", "serial", "view")
 
     def __init__(self, serial: int, nbytes: int, huge_pages: str, shared: bool) -> None:
         self.serial = serial
         """Never given twice, unlike the number of a segment."""
         self.fd = -1
+        self.huge = nbytes if huge_pages == "2MiB" else 0
+        """Bytes of it in huge pages, as far as we know: of private memory the kernel tells nobody but its log."""
+        self._map: mmap.mmap | None = None
         if shared:
             forks.tell(self)
         try:
-            self._map = self._shared(nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
+            self.view = self._shared(nbytes, huge_pages) if shared else self._private(nbytes, huge_pages)
         except BaseException:
             self._let_go()
             raise
-        if huge_pages == "transparent":
-            with contextlib.suppress(OSError):  # only advice
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         # Map every page now, by touching it: MAP_POPULATE would hold the GIL for 100 ms per segment, this does not.
-        np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0
-        self.view = memoryview(self._map)
+        np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE] = 0
 
-    def _shared(self, nbytes: int, huge_pages: str) -> mmap.mmap:
+    def _shared(self, nbytes: int, huge_pages: str) -> Span:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         if huge_pages == "2MiB":
             flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
         self.fd = os.memfd_create(f"kvtide-{self.serial}", flags)
         os.fchmod(self.fd, 0o600)  # else whoever gets it to read could open it anew to write
         os.ftruncate(self.fd, nbytes)
+        view = _map_aligned(self.fd, nbytes)
+        if huge_pages == "transparent":
+            self.huge = _collapse(self.fd, view)
         os.posix_fallocate(self.fd, 0, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+        return view
 
-    @staticmethod
-    def _private(nbytes: int, huge_pages: str) -> mmap.mmap:
+    def _private(self, nbytes: int, huge_pages: str) -> Span:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if huge_pages == "2MiB":
             flags |= _MAP_HUGETLB | _MAP_HUGE_2MB
-        return mmap.mmap(-1, nbytes, flags)
+        self._map = mmap.mmap(-1, nbytes, flags)
+        if huge_pages == "transparent":
+            with contextlib.suppress(OSError):  # only advice
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(self._map)
 
     def empty(self) -> None:
         """Give the pages back to the system, though others may still have them mapped: nobody has a right to them."""
         if self.fd >= 0:
-            self._map.madvise(mmap.MADV_REMOVE)
+            _libc.madvise(_address(self.view), len(self.view), mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give the memory back; a view that a caller still has keeps the mapping alive until it goes."""
         with contextlib.suppress(BufferError):
             self.view.release()
-            self._map.close()
+            if self._map is not None:
+                self._map.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -82,3 +120,74 @@ class Memory:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             forks.close([fd])
+
+
+def _map_aligned(fd: int, nbytes: int) -> Span:
+    """A mapping of a file in memory that begins where a huge page can. It goes with its last view."""
+    room = nbytes + HUGE
+    start = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-start // HUGE) * HUGE
+    end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    finally:
+        # What is left before and behind it was only reserved. What is between is ours now or, if that failed, nobody's:
+        # the kernel has let go of it, and another thread may have it already.
+        for left, right in ((start, address), (end, start + room)):
+            if left < right:
+                _libc.munmap(left, right - left)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return np.ctypeslib.as_array(memory).data
+
+
+def _mmap(address: int | None, nbytes: int, rights: int, flags: int, fd: int) -> int:
+    found: int = _libc.mmap(address, nbytes, rights, flags, fd, 0)
+    if found == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {nbytes} bytes of memory: {os.strerror(error)}")
+    return found
+
+
+def _collapse(fd: int, view: Span) -> int:
+    """Let the pages of a mapping be huge, one by one; answers how many bytes are.
+
+    The kernel clears them all, a few gigabytes a second: where there are many processors some do it together, because
+    an engine may fill memory faster than one of them gets it.
+    """
+    _libc.madvise(_address(view), len(view), mmap.MADV_HUGEPAGE)  # where the system wants to be asked
+    starts = range(0, len(view) - HUGE + 1, HUGE)
+    count = max(1, min(_TOGETHER, len(os.sched_getaffinity(0)) // _PROCESSORS))
+    huge = [0] * count
+
+    def some(number: int) -> None:
+        with contextlib.suppress(OSError):  # no memory: whoever sets the rest aside is told
+            huge[number] = _collapse_some(fd, view, starts[number::count])
+
+    others = [threading.Thread(target=some, args=(i,), name="kvtide-pages", daemon=True) for i in range(1, count)]
+    begun = []
+    for other in others:
+        with contextlib.suppress(RuntimeError):  # no more threads: what it does not do stays in small pages
+            other.start()
+            begun.append(other)
+    some(0)
+    for other in begun:
+        other.join()
+    return sum(huge)
+
+
+def _collapse_some(fd: int, view: Span, starts: range) -> int:
+    address, bytes_, huge = _address(view), np.frombuffer(view, np.uint8), 0
+    for start in starts:
+        os.posix_fallocate(fd, start, mmap.PAGESIZE)  # else the next line is a SIGBUS where there is no memory
+        bytes_[start] = 0
+        if _libc.madvise(address + start, HUGE, _MADV_COLLAPSE):
+            if not huge and ctypes.get_errno() == errno.EINVAL:
+                break  # this kernel cannot
+        else:
+            huge += HUGE
+    return huge
+
+
+def _address(view: Span) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

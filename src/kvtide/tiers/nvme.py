@@ -30,6 +30,7 @@ from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import VECTORS, Disk
+from kvtide.tiers.measure import Measured
 from kvtide.tiers.parcel import Packer, usual_header
 from kvtide.tiers.record import OtherVersion, Rejected, mark_of
 from kvtide.tiers.scratch import Pool, Scratch
@@ -188,6 +189,13 @@ class Nvme:
                 reasons=tuple(sorted((shelves.reasons + tally.reasons).items())),
                 errors_in_a_row=tally.errors,
             )
+
+    def measure(self, write: Callable[[], bool], stop: Callable[[], bool]) -> Measured:
+        """How fast the disk is, if it may be written to (``write``) or has blocks; ends early when ``stop`` says so.
+
+        Takes half a second, on the caller's thread and others of its own. Raises OSError or Rejected.
+        """
+        return self._shelves.measure(write, len(self._threads) // 2, stop)
 
     def close(self) -> None:
         to_the_end(self._stop)

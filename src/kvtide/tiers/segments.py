@@ -78,6 +78,13 @@ def ladder(nbytes: int) -> int:
     return -(-pages // step) * step * ALIGN
 
 
+def rung(nbytes: int) -> int:
+    """The largest slot size that ``nbytes`` hold; 0 if they hold none."""
+    pages = nbytes // ALIGN
+    step = 1 << max(0, pages.bit_length() - 6)
+    return pages // step * step * ALIGN
+
+
 def size_of(kind: int) -> int:
     """The size of slots of that kind."""
     return kind & -ALIGN
@@ -118,7 +125,19 @@ def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray
 class Segment:
     """Some bytes cut into slots of one size."""
 
-    __slots__ = ("draining", "free", "generation", "kind", "nbytes", "number", "owner", "size", "slots", "withheld")
+    __slots__ = (
+        "draining",
+        "free",
+        "generation",
+        "kind",
+        "nbytes",
+        "number",
+        "owner",
+        "size",
+        "slots",
+        "unused",
+        "withheld",
+    )
 
     def __init__(self, number: int, nbytes: int, generation: int = 0) -> None:
         self.number = number
@@ -128,6 +147,8 @@ class Segment:
         self.slots = 0
         self.draining = False
         """Being emptied for another size: nothing new goes in."""
+        self.unused = False
+        """Taken before it was known for what: it has never had a block, so that it may be cut for any domain."""
         self.free: array[int] = array("I")
         self.withheld: set[int] = set()
         """Slots that hold nothing, but are not to be used for now: the medium refused what was written to them."""
@@ -188,6 +209,8 @@ class Segments:
         """Bytes of all segments."""
         self.aside = 0
         """Bytes of the budget that are not to be had now: somebody else has them."""
+        self.lent = 0
+        """Bytes of the budget that something else than a segment has for a moment."""
         self.frozen = False
         """Whether no segment can be cut now, so that none need be emptied for another kind."""
         self.used = 0
@@ -231,7 +254,7 @@ class Segments:
         left = self.left
         room = (left - self.header) // (size + self.per_slot)
         slots = max(0, min(room, max(1, self._usual(kind) // size)))
-        while slots and self._bytes(size, slots) + slots * self.per_slot > left:
+        while slots and self.bytes_of(size, slots) + slots * self.per_slot > left:
             slots -= 1
         return slots
 
@@ -245,7 +268,7 @@ class Segments:
     @property
     def left(self) -> int:
         """Bytes of the budget that no segment has."""
-        return self.budget - self.taken - self.aside
+        return self.budget - self.taken - self.aside - self.lent
 
     def possible(self, kind: int) -> bool:
         """Whether a slot of that kind would fit if there were nothing else."""
@@ -261,14 +284,19 @@ class Segments:
 
     def _least(self, kind: int) -> int:
         """What a segment of one slot takes."""
-        return self._bytes(size_of(kind), 1) + self.per_slot
+        return self.bytes_of(size_of(kind), 1) + self.per_slot
 
     @staticmethod
-    def suits(segment: Segment, kind: int) -> bool:
-        """Whether a segment, once empty, may be cut anew for that kind in the bytes that it has, and wastes few."""
+    def divides(nbytes: int, kind: int) -> bool:
+        """Whether so many bytes may be cut for that kind, and few of them wasted."""
         size = size_of(kind)
-        wasted = segment.nbytes % size if segment.nbytes >= size else segment.nbytes
-        return wasted * 16 <= segment.nbytes and domain_of(segment.kind) == domain_of(kind)
+        wasted = nbytes % size if nbytes >= size else nbytes
+        return wasted * 16 <= nbytes
+
+    @classmethod
+    def suits(cls, segment: Segment, kind: int) -> bool:
+        """Whether a segment, once empty, may be cut anew for that kind in the bytes that it has."""
+        return cls.divides(segment.nbytes, kind) and (segment.unused or domain_of(segment.kind) == domain_of(kind))
 
     def scarce(self, kind: int) -> bool:
         """Whether less than half a segment of that kind is free, though there is room for more."""
@@ -277,14 +305,24 @@ class Segments:
             return False
         return self.fit(kind) > 0
 
-    def _bytes(self, size: int, slots: int) -> int:
+    @property
+    def blank(self) -> int:
+        """The kind of a segment of one slot that can be added before it is known for what; 0 if there is no room for a
+        usual one. Where the whole budget is less than that, it is most of the budget."""
+        if self.left <= 0 or (self.left < self.nominal and self._all):
+            return 0
+        kind = rung(min(self.nominal, self.left))
+        return kind if kind and self.fit(kind) else 0
+
+    def bytes_of(self, size: int, slots: int) -> int:
+        """What a segment of so many slots takes."""
         return -(-(self.header + slots * size) // self.grain) * self.grain
 
     def add(self, kind: int, slots: int, number: int | None = None) -> Segment:
         """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
         if number is None:
             number = next(i for i in range(len(self._all) + 1) if i not in self._all)
-        segment = Segment(number, self._bytes(size_of(kind), slots), self._generation)
+        segment = Segment(number, self.bytes_of(size_of(kind), slots), self._generation)
         segment.cut(kind, slots)
         self._all[number] = segment
         self._open.setdefault(kind, []).append(segment)
@@ -303,7 +341,8 @@ class Segments:
 
     def recut(self, segment: Segment, kind: int) -> None:
         """Cut an empty segment anew, in the bytes that it has."""
-        assert domain_of(kind) == domain_of(segment.kind), segment
+        assert segment.unused or domain_of(kind) == domain_of(segment.kind), segment
+        segment.unused = False
         self._close(segment)
         self._uncount(segment)
         self._kinds[kind] += 1
@@ -324,8 +363,14 @@ class Segments:
 
     def spare(self, kind: int, unless: Segment | None = None) -> Segment | None:
         """An empty segment of another kind, or one that was emptied for a kind which then found room elsewhere."""
-        found = (s for s in self._all.values() if s.empty and (s.kind != kind or s.draining) and s is not unless)
-        return next(found, None)
+        return next(self._spares(kind, unless), None)
+
+    def suiting(self, kind: int, unless: Segment | None = None) -> Segment | None:
+        """The same that can be cut for that kind."""
+        return next((s for s in self._spares(kind, unless) if self.suits(s, kind)), None)
+
+    def _spares(self, kind: int, unless: Segment | None) -> Iterator[Segment]:
+        return (s for s in self._all.values() if s.empty and (s.kind != kind or s.draining) and s is not unless)
 
     def others(self, kind: int) -> list[Segment]:
         """Segments of other kinds that could be emptied."""

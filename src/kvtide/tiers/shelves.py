@@ -46,10 +46,11 @@ from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held, Renewal
 from kvtide.tiers.directory import Directory, SegmentHeader
 from kvtide.tiers.journal import FREED, HOLDS, KEEPS, PER_SLOT, RESERVE, Journal, entry
+from kvtide.tiers.measure import FILE, Measured, Piece, measure_file, measure_slots
 from kvtide.tiers.opening import ANY, Opening, current
 from kvtide.tiers.record import OtherVersion, Rejected, expire_at, parse, recognise
 from kvtide.tiers.scratch import Scratch
-from kvtide.tiers.segments import Segment, Segments, by_segment, place_of, segment_of, slot_of
+from kvtide.tiers.segments import EMPTY, Segment, Segments, by_segment, place_of, segment_of, slot_of
 
 __all__ = ["Location", "MakeRoom", "Shelves"]
 
@@ -143,6 +144,8 @@ class Shelves:
         except OSError as e:
             raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
         try:
+            with contextlib.suppress(OSError):  # a process was killed while it measured the disk
+                self._directory.measuring.unlink(missing_ok=True)
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", directory.path)
@@ -172,7 +175,7 @@ class Shelves:
     @property
     def taken(self) -> int:
         """Bytes of the disk that all of it takes at most."""
-        return self.segments.taken + RESERVE
+        return self.segments.taken + self.segments.lent + RESERVE
 
     def close(self) -> None:
         """Let go of the directory. Nothing may be under way. May be repeated after an interruption."""
@@ -199,6 +202,46 @@ class Shelves:
     def forked(self) -> None:
         while self._files:
             forks.close([self._files.popitem()[1]])
+
+    # -- measuring ----------------------------------------------------------------------------------------
+
+    def measure(self, write: Callable[[], bool], threads: int, stop: Callable[[], bool]) -> Measured:
+        """How fast the disk is: see measure.py. ``write`` is asked, where there is room, whether it may be written to.
+        Raises OSError or Rejected."""
+        if self._lend(FILE):
+            try:
+                if write():
+                    path = self._directory.measuring
+                    return measure_file(path, self._disk, self._direct, threads, self._clock, stop)
+            finally:
+                with self.lock:
+                    self.segments.lent -= FILE
+        if not self._direct:
+            return Measured()
+        return measure_slots(self._some(FILE), self._disk, threads, self._clock, stop)
+
+    def _lend(self, nbytes: int) -> bool:
+        """Take bytes of the budget for a moment, if blocks will hardly need them meanwhile."""
+        with self.lock:
+            if self._refusing or self.segments.left < nbytes + 2 * self.segments.nominal:
+                return False
+            self.segments.lent += nbytes
+            return True
+
+    def _some(self, nbytes: int) -> list[Piece]:
+        """Slots in use, of so many bytes together or a little more."""
+        found: list[Piece] = []
+        with self.lock:
+            numbers = [segment.number for segment in self.segments]
+        for number in numbers:
+            with self.lock:
+                segment = self.segments.get(number)
+                if segment is None or nbytes <= 0:
+                    continue
+                slots = np.flatnonzero(segment.owner != EMPTY)[: -(-nbytes // segment.size)].tolist()
+                found += [Piece(*self._location(place_of(number, slot))[:3]) for slot in slots]
+                nbytes -= len(slots) * segment.size
+        return found
 
     # -- slots --------------------------------------------------------------------------------------------
 

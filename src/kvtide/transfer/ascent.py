@@ -144,33 +144,48 @@ class Ascent:
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
         """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
-        for _ in self.load_in_slices(wanted, transfer, sys.maxsize):
+        for _ in self.load_in_slices(wanted, transfer, sys.maxsize, wait=True):
             pass
 
-    def load_in_slices(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int) -> Iterator[int]:
-        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were."""
+    def load_in_slices(
+        self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int, *, wait: bool
+    ) -> Iterator[int]:
+        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were. Who
+        does not ``wait`` for memory is told 0 while it is taken from the system: go on a little later."""
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
         for rows, identity in wanted:
             for first in range(0, len(rows), blocks):
                 part = rows[first : first + blocks]
-                self._bring(part, identity, transfer)
+                left = self._bring(part, identity, transfer, wait)
+                while len(left) and transfer.wanted:
+                    yield 0
+                    left = self._bring(left, identity, transfer, wait)
+                if len(left):
+                    transfer.finish(left.tolist(), [False] * len(left))
                 yield len(part)
         transfer.started()
 
-    def _bring(self, rows: Rows, identity: Identity, transfer: Transfer) -> None:
+    def _bring(self, rows: Rows, identity: Identity, transfer: Transfer, wait: bool) -> Rows:
+        """Answers those for which memory is just being taken."""
         left = rows
         while len(left):
             left = self._start(left, identity, transfer)
-            if len(left) and not self._grow(identity):
+            if not len(left):
+                break
+            grown = self._grow(identity, wait)
+            if grown is None:
+                return left
+            if not grown:
                 self._counts["loads dropped: no room in DRAM"] += len(left)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
+        return _NONE
 
-    def _grow(self, identity: Identity) -> bool:
+    def _grow(self, identity: Identity, wait: bool) -> bool | None:
         try:
-            return self._room.grow(identity)
+            return self._room.grow(identity, wait=wait)
         except BaseException:
             self.call_ready()  # what was left half done is repaired: some may have waited for it
             raise
@@ -427,7 +442,7 @@ class Ascent:
                     return
                 try:
                     if transfer.wanted:
-                        self._bring(lease.rows, identity, transfer)
+                        self._bring(lease.rows, identity, transfer, wait=True)
                 except BaseException:
                     parked.append(waits)  # whoever calls this again brings it
                     raise

@@ -147,8 +147,8 @@ class Lane:
         self._refused = self._cancelled = 0
         self._reading = _Stretch()
         self._writing = _Stretch()
-        self.read_speed = Speed()
-        self.write_speed = Speed()
+        self.read_speed = Speed(clock)
+        self.write_speed = Speed(clock)
 
     def __repr__(self) -> str:
         waiting = f"{len(self._reads)} reads, {len(self._writes)} writes waiting"

@@ -128,6 +128,8 @@ class _Granted:
     places: list[int]
     depths: list[int]
     spans: list[Span]
+    later: int = 0
+    """Blocks for which memory is just being taken."""
     contended: bool = False
     """Whether somebody else was seen to write one of the blocks."""
 
@@ -325,8 +327,10 @@ class Pipeline:
 
     # -- in from callers ----------------------------------------------------------------------------------
 
-    def reserve(self, pledges: Sequence[Pledge]) -> Reservation:
-        """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer."""
+    def reserve(self, pledges: Sequence[Pledge], *, wait: bool = True) -> Reservation:
+        """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer.
+
+        Who does not ``wait`` for memory that must be taken from the system gets what there is, and ``later``."""
         granted = _Granted([], [], [], [], [])
         serial = next(self._serials)
         reservation = Reservation(granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, serial)
@@ -340,8 +344,9 @@ class Pipeline:
                 self.call_ready()
             for pledge in pledges:
                 for part in pledge.parts():
-                    if not self._reserve(part, granted):
+                    if not self._reserve(part, granted, wait):
                         break
+            reservation.later = granted.later
             reservation.rows = rows_of(granted.rows)
             reservation.generations = [self._dram.generation(place) for place in granted.places]
             with self._index.lock:
@@ -373,7 +378,7 @@ class Pipeline:
             pending[i] = int(rows[i]) in self._writing
         return pending
 
-    def _reserve(self, pledge: Pledge, granted: _Granted) -> bool:
+    def _reserve(self, pledge: Pledge, granted: _Granted, wait: bool) -> bool:
         """False if there is no room for the rest, and so none for what follows either."""
         done = 0
         while done < len(pledge.keys):
@@ -385,9 +390,14 @@ class Pipeline:
                     self.repair()
                     raise
             self._feed.publish(events)
-            if done < len(pledge.keys) and not self._room.grow(pledge.identity):
-                self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
-                return False
+            if done < len(pledge.keys):
+                grown = self._room.grow(pledge.identity, wait=wait)
+                if grown is None:
+                    granted.later += len(pledge.keys) - done
+                    return False
+                if not grown:
+                    self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
+                    return False
         return True
 
     def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:

@@ -97,8 +97,9 @@ class Room:
         """Whether ``grow`` could make room for such a block, or is just about to."""
         return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
 
-    def grow(self, what: Identity) -> bool:
-        """Move blocks that stand in the way, and take memory for such a block. Not under the lock.
+    def grow(self, what: Identity, *, wait: bool = True) -> bool | None:
+        """Move blocks that stand in the way, and take memory for such a block. Not under the lock. Who does not
+        ``wait`` is told None while memory is taken: see ``Dram.grow``.
 
         Where the system has no memory though the budget does, evict: but only what makes room without it. If somebody
         asked for blocks while they were moved, so that they stay, others are chosen, a few times at most.
@@ -106,8 +107,11 @@ class Room:
         size, domain = what.geometry.footprint, what.domain
         for left in range(_TRIES, -1, -1):
             emptied = self._move()
-            if self._dram.grow(size, domain) or emptied:
+            grown = self._dram.grow(size, domain, wait=wait)
+            if grown or emptied:
                 return True
+            if grown is None:
+                return None
             if not left:
                 break
             events: list[Event] = []
