@@ -12,10 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 from bench.report import FORMS, PAGE, forms, page, read_records
+from kvtide.benchmarks.disk import Below
 from kvtide.benchmarks.record import Record, Sample, compare, figure
 from kvtide.cli import app
 from kvtide.errors import ConfigError
 from kvtide.testing.servers import ValkeyServer
+from kvtide.tiers.base import TierStatistics
+from kvtide.tiers.nvme import Nvme
 
 
 def test_quick_figures_come_as_records(tmp_path: Path) -> None:
@@ -136,6 +139,35 @@ def test_a_ratio_is_the_median_of_the_rounds(better: str, reference: list[float]
     )
     assert record.ratio == ratio
     assert record.met is met
+
+
+@pytest.mark.parametrize("bar", [0.5, None])
+def test_a_run_that_moved_nothing_misses_its_bar_however_quick_it_was(bar: float | None) -> None:
+    def record(moved: list[int], least: int = 1) -> Record:
+        return figure(
+            "x", "s", [1.0, 1.0, 1.0], better="lower", reference=[9.0] * 3, bar=bar, command="test", note="from disk",
+            moved=moved, least=least,
+        )  # fmt: skip
+
+    assert record([7, 7, 7]).met is (None if bar is None else True)
+    idle = record([7, 0, 0])
+    assert idle.met is False
+    assert idle.note == "not measured: nothing was moved in round 2, 3 of 3; from disk"
+    assert record([2 * 10**9, 10**9, 2 * 10**9], 2 * 10**9).note.startswith("not measured: less than 2.00 GB was moved")
+
+
+def test_bytes_that_were_never_on_the_disk_are_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = Below(2 << 20, 4, "nvme", {"path": str(tmp_path / "kv"), "budget": "64MiB"})
+    try:
+        assert all(sample.nbytes == 8 << 20 for sample in below().values())
+        monkeypatch.setattr(Nvme, "statistics", lambda tier: TierStatistics(0, 0, 0, 0))
+        samples = below()
+        assert all(sample.nbytes == 0 for sample in samples.values())
+        found = figure("x", "GB/s", [s.speed for s in samples.values()], better="higher", command="test")
+        assert found.met is False
+        assert "nothing was moved" in found.note
+    finally:
+        below.close()
 
 
 def test_the_page_tells_the_committed_records() -> None:

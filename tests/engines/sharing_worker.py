@@ -25,7 +25,7 @@ def main(name: str, settings: str) -> None:
             with store.session(attached.identity()) as session:
                 session.match(np.array(prompt, np.uint32), wait=60).release()
             if name == "tiny":
-                attached.prefill.speed = None  # it computes sooner than any storage answers
+                attached.prefill.cost = None  # it computes sooner than any storage answers
             answer = attached.generate(**padded(torch.tensor([prompt])), max_new_tokens=12, do_sample=False)
             assert attached.flush(60)
             assert store.flush(60)

@@ -138,3 +138,14 @@ def test_nothing_is_written_after_the_death_of_the_writer() -> None:
         writer.wait()
         writer.stdout.close()
     os.close(fd)
+
+
+@pytest.mark.parametrize("staging", [4096, None])
+def test_what_is_warmed_up_changes_no_page(staging: int | None) -> None:
+    caches = engine(32)
+    true = [cache.clone() for cache in caches]
+    ours = mover(torch.device("cuda"), staging)
+    ours.warm(Pages.of(LAYOUT, "full", caches, "k p t h d"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(true, caches, strict=True))
+    ours.close()

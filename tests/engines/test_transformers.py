@@ -26,6 +26,7 @@ from kvtide.engines.paged import HostMover, Move, Pages
 from kvtide.engines.prompts import Prompts
 from kvtide.engines.transformers import Attached, Report, attach
 from kvtide.errors import LayoutError, RightError
+from kvtide.plan.prefill import PrefillCost
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from tests.engines.models import FAMILIES, own, padded, prompt, reference, smollm2, tiny
 
@@ -461,10 +462,10 @@ def test_what_is_computed_sooner_is_not_loaded(llama: PreTrainedModel, tmp_path:
     disk, batch = FaultyDisk(), padded(prompt(300))
     with on_disk(tmp_path, disk) as store, attach(llama, store) as attached:
         attached.generate(**batch, **MORE)
-        assert attached.prefill.speed
+        assert attached.prefill.cost
     for speed, cached in [(1e12, 0), (1e-3, 256)]:
         with on_disk(tmp_path, disk) as store, attach(llama, store) as attached:
-            attached.prefill.speed = speed
+            attached.prefill.cost = PrefillCost(1 / speed)
             answer = attached.generate(**batch, **MORE)
             assert answer.report.cached == (cached,)
             assert torch.equal(answer.output, plain(llama, batch))

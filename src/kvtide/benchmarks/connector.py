@@ -109,7 +109,7 @@ class _Engine:
         nbytes = 0
         while True:
             self.worker.finish()
-            done, failed = self.worker.results()
+            done, failed, _ = self.worker.results()
             assert not failed
             moved = self.worker.take()
             nbytes += moved.load_bytes + moved.store_bytes

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class Below:
         }
         self._store = own_store(shared, **sizes)
         self._store.dram.wait_prefault()
+        self._tier = tier
         self._total = count * nbytes
         layout = layout_of(nbytes)
         self._slot = layout.geometry["full"].footprint
@@ -100,6 +102,7 @@ class Below:
         self._blocks = [sources[i % 4] for i in range(count)]
 
     def __call__(self) -> Mapping[str, Sample]:
+        before = self._store.statistics().tiers[self._tier]
         store = timed(self._put, nbytes=self._total)
         while self._store.pipeline.make_room(DRAM, self._slot):
             pass
@@ -111,7 +114,13 @@ class Below:
             assert loaded[0].blocks[-1] == self._blocks[-1].data.cast("B"), "a wrong byte"
             loaded.clear()
         self._session.drop(self._chain)
-        return {"store": store, "load": load}
+        after = self._store.statistics().tiers[self._tier]
+        # What never went to the tier, or came from it, was not moved: see record.py.
+        written, read = after.bytes_written > before.bytes_written, after.bytes_read > before.bytes_read
+        return {
+            "store": store if written else replace(store, nbytes=0),
+            "load": load if read else replace(load, nbytes=0),
+        }
 
     def _put(self) -> None:
         assert self._session.store(self._chain, self._blocks).dropped == 0

@@ -26,7 +26,7 @@ from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.engines.transformers import Attached, attach
 from kvtide.index.index import DRAM
 
-__all__ = ["first_token", "first_token_nvme"]
+__all__ = ["first_token", "first_token_nvme", "llama_8b"]
 
 _LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
 _FASTER = {"128k": 25.0}
@@ -37,15 +37,16 @@ _FORMS = {"raw": ("raw", "exact"), "zstd": ("zstd", "exact"), "r4": ("raw", "r4"
 
 def first_token(settings: Settings) -> Iterator[Record]:
     """Time to first token from DRAM, against computing the prompt."""
-    yield from from_dram(settings, _model(settings), _LENGTHS)
+    yield from from_dram(settings, llama_8b(settings), _LENGTHS)
 
 
 def first_token_nvme(settings: Settings) -> Iterator[Record]:
     """Time to first token from NVMe, by what is stored there, against computing the prompt."""
-    yield from from_nvme(settings, _model(settings), {name: n for name, n in _LENGTHS.items() if name != "8k"})
+    yield from from_nvme(settings, llama_8b(settings), {name: n for name, n in _LENGTHS.items() if name != "8k"})
 
 
-def _model(settings: Settings) -> LlamaForCausalLM:
+def llama_8b(settings: Settings) -> LlamaForCausalLM:
+    """A model of that shape, with random weights."""
     config = LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -172,19 +173,21 @@ def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
             for name, tokens in lengths.items():
                 prompt = _Prompt(model, tokens)
                 settings.progress(f"{form}, {name}, computing")
+                before = store.statistics().tiers["nvme"].bytes_written
                 cold = prompt.computed(attached)
                 store.flush()
-                read = store.statistics().tiers["nvme"].bytes_read
-                warm, limit, nbytes = [], [], 0
+                tier = store.statistics().tiers["nvme"]
+                read, stored = tier.bytes_read, tier.bytes_written - before
+                warm, limit, moved = [], [], []
                 for i in range(settings.rounds(3, 2)):
                     settings.progress(f"{form}, {name}, loading, round {i + 1}")
                     while store.pipeline.make_room(DRAM, 1 * MIB):
                         pass
                     warm.append(_seconds(prompt.first))
                     before, read = read, store.statistics().tiers["nvme"].bytes_read
-                    nbytes = read - before
-                    limit.append(nbytes / raw()["load"].speed / 1e9)
-                note = f"{nbytes / 1e9:.2f} GB were read; limit: raw reads of as many; {prompt.note}"
+                    moved.append(read - before)
+                    limit.append(moved[-1] / raw()["load"].speed / 1e9)
+                note = f"{moved[-1] / 1e9:.2f} GB were read; limit: raw reads of as many; {prompt.note}"
                 yield figure(
                     f"gpu-first-token-nvme-{form}-{name}",
                     "s",
@@ -193,12 +196,22 @@ def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
                     limit=limit,
                     command=settings.command,
                     note=note,
+                    moved=moved,
+                    least=max(1, stored // 2),
                 )
-                yield _against_computing(settings, f"nvme-{form}-{name}", warm, cold, 1.0, note)
+                what = f"nvme-{form}-{name}"
+                yield _against_computing(settings, what, warm, cold, 1.0, note, moved, max(1, stored // 2))
 
 
 def _against_computing(
-    settings: Settings, name: str, warm: list[float], cold: float, bar: float | None, note: str
+    settings: Settings,
+    name: str,
+    warm: list[float],
+    cold: float,
+    bar: float | None,
+    note: str,
+    moved: list[int] | None = None,
+    least: int = 1,
 ) -> Record:
     return figure(
         f"gpu-first-token-{name}-against-computing",
@@ -210,6 +223,8 @@ def _against_computing(
         bar=bar,
         command=settings.command,
         note=note,
+        moved=moved,
+        least=least,
     )
 
 

@@ -2,10 +2,14 @@
 
 Speed is told as a ratio within one run, because machines are shared and noisy: contestants take turns, round by
 round, and the ratio is the median of the rounds' ratios.
+
+A round that did not do what it measures, that read or moved nothing say, is not a quick one: the figure misses its bar
+then, whatever it is, and its note says so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -35,7 +39,7 @@ class Sample:
 
     @property
     def cpu_per_gb(self) -> float:
-        return self.cpu_seconds / (self.nbytes / 1e9)
+        return self.cpu_seconds / (self.nbytes / 1e9) if self.nbytes else math.inf
 
 
 Contestant = Callable[[], Mapping[str, Sample]]
@@ -63,6 +67,7 @@ class Record(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     bar: float | None = None
     """What ``ratio`` (or, where there is none, ``ours``) was asked to reach."""
     met: bool | None = None
+    """False also where a round did not do what is measured: see ``note``."""
     rounds: int
     command: str
     machine: str
@@ -118,10 +123,13 @@ def figure(
     reference: Sequence[float] | None = None,
     bar: float | None = None,
     note: str = "",
+    moved: Sequence[int] | None = None,
+    least: int = 1,
 ) -> Record:
     """A record from rounds. ``reference`` has, round by round, what ``ratio`` is against; ``bar`` what it must reach.
 
-    Without a reference the bar is for the figure itself.
+    Without a reference the bar is for the figure itself. ``moved`` has the bytes that each round moved, where the
+    values do not say it; one that moved fewer than ``least`` did not do what is measured.
     """
     median = statistics.median(values)
     ratio = None
@@ -132,6 +140,13 @@ def figure(
     if bar is not None:
         reached = ratio if ratio is not None else median
         met = reached >= bar if ratio is not None or better == "higher" else reached <= bar
+    if moved is None and unit.endswith("B/s"):
+        moved = [1 if value > 0 else 0 for value in values]
+    if idle := [i for i, nbytes in enumerate(moved or (), 1) if nbytes < least]:
+        met = False
+        rounds = ", ".join(map(str, idle))
+        what = "nothing" if least == 1 else f"less than {least / 1e9:.2f} GB"
+        note = f"not measured: {what} was moved in round {rounds} of {len(values)}" + (f"; {note}" if note else "")
     return Record(
         name=name,
         unit=unit,

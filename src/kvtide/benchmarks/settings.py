@@ -16,6 +16,7 @@ from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant
 from kvtide.block import BLOCK_TOKENS
 from kvtide.errors import ConfigError
+from kvtide.tiers.disk import Disk
 
 __all__ = [
     "MIB",
@@ -114,9 +115,9 @@ def configured(**sections: Any) -> configuration.Config:
     return configuration.read(os.devnull, env={}, **sections)
 
 
-def own_store(shared: bool = False, **sections: Any) -> kvtide.Store:
+def own_store(shared: bool = False, disk: Disk | None = None, **sections: Any) -> kvtide.Store:
     """A store of the benchmark's own, with these settings alone."""
-    return kvtide.Store(configured(**sections), shared=shared)
+    return kvtide.Store(configured(**sections), disk=disk, shared=shared)
 
 
 def environment(**variables: str) -> dict[str, str]:

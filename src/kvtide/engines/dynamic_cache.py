@@ -9,7 +9,7 @@ layers keep all tokens here; the mask hides what is outside the window, as it do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from typing import Any
@@ -20,13 +20,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtide.block import Layout, Span
 from kvtide.engines.identity import settings
-from kvtide.engines.paged import Copy, Mover, Pages
+from kvtide.engines.paged import Copy, Move, Mover, Pages
 from kvtide.errors import LayoutError
 from kvtide.index.keys import EXACT, Chain
 from kvtide.match import Loaded
 from kvtide.session import Session
 
-__all__ = ["fill", "layout_of", "sections_of", "store_row"]
+__all__ = ["KvMemory", "fill", "layout_of", "sections_of", "store_row"]
 
 _PAGE = 16
 _FICKLE = {"dynamic", "longrope"}
@@ -116,16 +116,85 @@ def fill(
                 rows = _pages(memory[:, row, :, pad : pad + count * group.page], group.page)
                 moves.append(mover.load(Pages(layout, group.name, rows.unbind()), copies))
                 stack.callback(moves[-1].wait)
-        cache, first = DynamicCache(), DynamicLayer()
-        first.lazy_initialization(memory, memory)  # once: it makes tensors
-        sections = memory[:, :, :, :border].unbind()
-        for keys, values in zip(sections[0::2], sections[1::2], strict=True):
-            layer = copy(first)
-            layer.keys, layer.values = keys, values
-            cache.layers.append(layer)
+        cache = _cache(memory, border)
         for move in moves:
             move.join()
         return cache, stack.pop_all()
+
+
+def _cache(memory: torch.Tensor, tokens: int) -> DynamicCache:
+    """A cache with the first tokens of ``memory``, [section, row, head, token, dim]."""
+    cache, first = DynamicCache(), DynamicLayer()
+    first.lazy_initialization(memory, memory)  # once: it makes tensors
+    sections = memory[:, :, :, :tokens].unbind()
+    for keys, values in zip(sections[0::2], sections[1::2], strict=True):
+        layer = copy(first)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+class _Growing(DynamicLayer):
+    """A layer that writes new tokens into memory which has room for all of them, where others would make a copy."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self._room = keys, values
+        self.grow(0)
+
+    def grow(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """So many tokens are there: these."""
+        keys, values = (room[:, :, :tokens] for room in self._room)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:stop] = states
+        return self.grow(stop)
+
+
+class KvMemory:
+    """Room for the KV of a prompt's first ``blocks``: to be computed or loaded, each block at its place, in any order.
+
+    Nothing is moved when it is complete.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, blocks: int) -> None:
+        (group,) = layout.groups
+        self._layout = layout
+        self._count = blocks * (layout.block_tokens // group.page)
+        shape = (2 * group.layers, 1, group.heads, blocks * layout.block_tokens, group.head_dim)
+        self.tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+        self.device = self.tensor.device
+
+    def load(self, mover: Mover, numbered: Iterable[tuple[int, Span]]) -> Move:
+        """Copy blocks to their places. They are held until the move is done."""
+        (group,) = self._layout.groups
+        pages = Pages(self._layout, group.name, _pages(self.tensor[:, 0], group.page).unbind())
+        return mover.load(pages, _copies(self._layout, list(numbered), self._count))
+
+    def growing(self) -> DynamicCache:
+        """An empty cache for the model to compute into."""
+        cache, sections = DynamicCache(), self.tensor.unbind()
+        cache.layers.extend(_Growing(k, v) for k, v in zip(sections[0::2], sections[1::2], strict=True))
+        return cache
+
+    @staticmethod
+    def grow(cache: DynamicCache, tokens: int) -> None:
+        """So many tokens are there for ``cache``, which is growing, though it has not seen all of them."""
+        for layer in cache.layers:
+            assert isinstance(layer, _Growing)
+            layer.grow(tokens)
+
+    def cache(self, tokens: int) -> DynamicCache:
+        """A cache like any other, with the first tokens."""
+        return _cache(self.tensor, tokens)
 
 
 def store_row(

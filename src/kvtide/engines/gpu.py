@@ -48,13 +48,15 @@ _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 class GpuMove(Move):
     """Copies that a lane makes."""
 
+    at_once = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.begun = threading.Event()
         """Everything is on its streams, or failed."""
         self.free = torch.cuda.Event()
         """The pages are the engine's again: read, or written."""
-        self.end = torch.cuda.Event()
+        self.end = torch.cuda.Event(blocking=True)  # a thread waits for it while the engine computes
         self.error: BaseException | None = None
 
     # A move that failed may have copies under way: it ends when they do.
@@ -92,6 +94,10 @@ class GpuMover:
         each = staging // (2 * _BUFFERS) // 4096 * 4096
         self._out = _Lane(device, each, to_host=True)
         self._in = _Lane(device, each, to_host=False)
+
+    def warm(self, pages: Pages) -> None:
+        for lane in (self._out, self._in):
+            lane.put(pages, (), warm=True).wait()
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
         pages.check_store(copies)
@@ -149,6 +155,8 @@ class _Job(NamedTuple):
     after: torch.cuda.Event
     """On the caller's stream: from then on the pages may be read, or written."""
     move: GpuMove
+    warm: bool
+    """Whether it only prepares for others."""
 
 
 class _Lane:
@@ -168,7 +176,7 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+    def put(self, pages: Pages, copies: Sequence[Copy], *, warm: bool = False) -> GpuMove:
         pages.check(copies)
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
@@ -176,7 +184,7 @@ class _Lane:
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed; make another")
-            self._jobs.put(_Job(pages, copies, after, move))
+            self._jobs.put(_Job(pages, copies, after, move, warm))
         return move
 
     def close(self) -> None:
@@ -209,6 +217,9 @@ class _Lane:
     def _move(self, job: _Job) -> None:
         self._kernels.wait_event(job.after)
         pages = job.pages
+        if job.warm:
+            self._warm(pages)
+            return
         if pages.form:
             self._code(pages, job.copies)
             return
@@ -222,6 +233,18 @@ class _Lane:
             elif n:
                 for copy in same:
                     self._move_equal(pages, [copy], n)
+
+    def _warm(self, pages: Pages) -> None:
+        """Compile the kernel, make staging and pin what the kernel reads, which takes longer than a large move."""
+        if pages.form or pages.packing != pages.group.packing:
+            return
+        n, word = pages.each, word_of(pages)
+        self._make_buffers(pages.heads * n * pages.atom)
+        table = self._table(np.concatenate([pages.bases, np.zeros(n, np.int64)]))
+        with self._buffer() as buffer:
+            launch(pages, table, buffer.memory, range(1), n, word, gather=True)
+            if not self._to_host:
+                launch(pages, table, buffer.memory, range(1), n, word, gather=False)
 
     def _make_buffers(self, least: int) -> None:
         """Staging is made when it is first needed, and holds one section of a block at least."""

@@ -212,6 +212,9 @@ class Copy(NamedTuple):
 class Move:
     """Copies under way."""
 
+    at_once = True
+    """Whether they were made by whoever asked for them."""
+
     def done(self) -> bool:
         """Whether the bytes are there. Raises what went wrong."""
         return True
@@ -233,12 +236,19 @@ class Mover(Protocol):
     def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
         """Blocks into pages. The blocks must stay until the move is done."""
 
+    def warm(self, pages: Pages) -> None:
+        """Do now what only the first move of pages needs, so that it takes no longer than the next. No page may be in
+        use yet; page 0 is read, and written as it was."""
+
     def close(self) -> None:
         """Wait for all moves, and let go of all memory."""
 
 
 class HostMover:
     """For tensors in host memory: copies in the calling thread, without the GIL, by as many threads as torch has."""
+
+    def warm(self, pages: Pages) -> None:
+        pass
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
         pages.check(copies)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
 
 __all__ = ["Prefill"]
 
@@ -34,11 +37,17 @@ class _FirstToken(StoppingCriteria):
 
 
 class Prefill:
-    """The speed of one model, by its last call that computed enough to tell."""
+    """What computing prompts costs one model, by its calls that computed enough to tell."""
 
     def __init__(self) -> None:
-        self.speed: float | None = None
-        """Tokens per second, as soon as it is known."""
+        self._fit = PrefillFit()
+        self._lock = threading.Lock()
+        self.cost: PrefillCost | None = None
+        """As soon as it is known."""
+
+    def seconds(self, start: int, stop: int) -> float | None:
+        """How long it takes to compute a prompt from one token to another; None if that is not known."""
+        return self.cost.seconds(start, stop) if self.cost is not None else None
 
     def tells(self, tokens: int) -> bool:
         """Whether it can be learned from a call that computes so many for the first token."""
@@ -50,7 +59,9 @@ class Prefill:
         call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), watch])
         return watch
 
-    def seen(self, watch: _FirstToken, tokens: int) -> None:
-        """So many tokens were computed for the first one."""
-        if watch.seconds and self.tells(tokens):
-            self.speed = tokens / watch.seconds
+    def seen(self, watch: _FirstToken, rows: int, start: int, stop: int) -> None:
+        """The tokens from ``start`` to ``stop`` of so many ``rows`` were computed for the first one."""
+        if watch.seconds and self.tells(rows * (stop - start)):
+            with self._lock:
+                self._fit.add(rows * (stop - start), rows * reach(start, stop), watch.seconds)
+                self.cost = self._fit.cost

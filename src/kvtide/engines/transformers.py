@@ -17,10 +17,11 @@ A batch is a rectangle: prompts are padded on the left to one length, and a cach
 each row as much is reused as the worst one allows, which may end inside a block. Positions are counted from a row's
 first real token, and padding is masked, so the KV of a prompt is the same with padding as without.
 
-What would take longer to load than to compute, by measurement of both, is computed (``engines/prefill.py``). What goes
-wrong with a block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is the same,
-computed. Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a call whose
-KV does not follow from its tokens alone is passed on untouched (``engines/prompts.py``).
+What would take longer to load than to compute, by measurement of both, is computed (``engines/prefill.py``); where
+neither is clearly quicker, the front of a prompt is computed while the rest is loaded (``engines/overlap.py``). What
+goes wrong with a block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is the
+same, computed. Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a call
+whose KV does not follow from its tokens alone is passed on untouched (``engines/prompts.py``).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from kvtide.door import Door
 from kvtide.engines.background import Background
 from kvtide.engines.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.identity import Moment, Weights, adapters, settings
+from kvtide.engines.overlap import Overlap, chosen, sizes
 from kvtide.engines.paged import Mover, mover
 from kvtide.engines.prefill import Prefill
 from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
@@ -168,19 +170,27 @@ class Attached:
         with ExitStack() as use:
             try:
                 with self._door:
-                    session, chains, cache, border, loads = self._reuse(tenant, prompts, use)
+                    session, chains, found = self._reuse(tenant, prompts, use)
             except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
-                return Answer(self._original(**call), self._passed_on(f"{type(error).__name__}: {error}"))
-            _with_our_cache(call, self.model.generation_config)
-            watch = self.prefill.watch(call, loads.close)
-            output = self._original(**call | {"past_key_values": cache})
-            self.prefill.seen(watch, len(chains) * (prompts.length - border))
-            try:
-                self._keep(session, chains, prompts, cache, output)
-            except Exception:  # the answer is there, whatever becomes of its KV
-                log.exception("what was generated is not stored")
-            cached = tuple(max(0, border - pad) for pad in prompts.pads)
-            return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), cached)))
+                failure = f"{type(error).__name__}: {error}"
+            else:
+                return self._generate_from(found, session, chains, call, prompts)
+        # Here the memory that was to be filled is free again.
+        return Answer(self._original(**call), self._passed_on(failure))
+
+    def _generate_from(
+        self, found: _Found, session: Session, chains: list[Chain], call: Call, prompts: Prompts
+    ) -> Answer:
+        """Generate with what was found in the cache."""
+        _with_our_cache(call, self.model.generation_config)
+        watch = self.prefill.watch(call, found.loads.close)
+        output = self._original(**call | {"past_key_values": found.cache})
+        self.prefill.seen(watch, len(chains), found.border, prompts.length)
+        try:
+            self._keep(session, chains, prompts, found.cache, output)
+        except Exception:  # the answer is there, whatever becomes of its KV
+            log.exception("what was generated is not stored")
+        return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), found.cached)))
 
     def _prompts(self, call: Call) -> Prompts | Refused:
         if self.model.training:
@@ -255,10 +265,8 @@ class Attached:
 
     # -- KV in and out ------------------------------------------------------------------------------------
 
-    def _reuse(
-        self, tenant: Tenant, prompts: Prompts, use: ExitStack
-    ) -> tuple[Session, list[Chain], DynamicCache, int, ExitStack]:
-        """The session of the model as it is now, the prompts in it, and what ``_load`` says of them.
+    def _reuse(self, tenant: Tenant, prompts: Prompts, use: ExitStack) -> tuple[Session, list[Chain], _Found]:
+        """The session of the model as it is now, the prompts in it, and what was found of them.
 
         To find out who the model is takes a while. It is mostly who it was, so its KV is on the way meanwhile; if not,
         that is let go.
@@ -271,21 +279,27 @@ class Attached:
             session = use.enter_context(self._session(expected, tenant))
             self._background.flush(_PATIENCE)  # so that a turn finds the one before
             chains = [session.chain(row) for row in prompts.rows]
-            cache, border, loads = self._load(session, chains, prompts)
-            use.enter_context(loads)
+            found = self._load(session, chains, prompts)
+            use.enter_context(found if isinstance(found, Overlap) else found.loads)
             now = self.identity(moment)
-        return session, chains, cache, border, loads
+        if isinstance(found, Overlap):
+            tokens = torch.from_numpy(prompts.rows[0].astype(np.int64))[None]
+            cache, border, loaded = found.run(self.model, tokens.to(self.model.device))
+            found = _Found(cache, border, (loaded,), ExitStack())
+        return session, chains, found
 
-    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> tuple[DynamicCache, int, ExitStack]:
-        """A cache with the first tokens of every row, how many, and what must be closed when they are there."""
+    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> _Found | Overlap:
+        """The first tokens of every row, or what is about to load and compute them."""
 
         def border(found: Sequence[kvtide.Match | Loaded]) -> int:
             return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
 
         with ExitStack() as held:
             matches = [
-                held.enter_context(session.match(chain, prefill=self.prefill.speed, wait=_WAIT)) for chain in chains
+                held.enter_context(session.match(chain, prefill=self.prefill.cost, wait=_WAIT)) for chain in chains
             ]
+            if prompts.pads == [0] and (both := self._overlap(session, matches[0])) is not None:
+                return both
             if border(matches) > min(prompts.pads):
                 loads = [session.load(match) for match in matches]
                 found = [load.wait() for load in loads]
@@ -295,8 +309,27 @@ class Attached:
                     held.enter_context(copies)
                     if self.prefill.tells(len(chains) * (prompts.length - length)):
                         copies.close()  # else what is measured would be the load
-                    return cache, length, held.pop_all()
-        return DynamicCache(), 0, ExitStack()
+                    cached = tuple(max(0, length - pad) for pad in prompts.pads)
+                    return _Found(cache, length, cached, held.pop_all())
+        return _Found(DynamicCache(), 0, (0,) * len(chains), ExitStack())
+
+    def _overlap(self, session: Session, match: kvtide.Match) -> Overlap | None:
+        """Begin to load and compute the prefix of a prompt at once, if neither alone is clearly quicker."""
+        size, plan, chain = session.layout.block_tokens, match.plan, match.chain
+        if self.prefill.cost is None or (match.ready and not plan.slower):
+            return None
+        if plan.slower:  # what was left out counts as well
+            with session.match(chain, prefill=0, again=True) as whole:
+                plan = whole.plan
+        held = match.held_tokens // size
+        load, compute = plan.load_seconds, self.prefill.seconds(held * size, plan.blocks * size) or 0.0
+        if plan.blocks - held < 2 or not chosen(load, compute):
+            return None
+        match.release()
+        nbytes = session.layout.geometry[session.layout.groups[0].name].footprint
+        steps = sizes(plan.blocks - held, size, nbytes, load, compute)
+        device = self.model.device
+        return Overlap(session, chain, self._mover(device), device, plan.blocks, held, steps, self.prefill.seconds)
 
     def _keep(self, session: Session, chains: list[Chain], prompts: Prompts, cache: DynamicCache, output: Any) -> None:
         """Let the background store what is new."""
@@ -365,6 +398,18 @@ class Attached:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.detach()
+
+
+class _Found(NamedTuple):
+    """What is there of the prompts of a call."""
+
+    cache: DynamicCache
+    border: int
+    """Tokens of every row that are in it, with padding."""
+    cached: tuple[int, ...]
+    """How many of each row came from the store."""
+    loads: ExitStack
+    """To be closed when they are there."""
 
 
 def _with_our_cache(call: Call, defaults: GenerationConfig) -> None:

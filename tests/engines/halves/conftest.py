@@ -31,7 +31,7 @@ def moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
+    process = Process(tmp_path, KVTIDE_DRAM_PREFAULT="true")
     yield process
     process.kill()
 

@@ -19,6 +19,7 @@ from kvtide.engines.halves.scheduler import Scheduler
 from kvtide.engines.halves.wishes import Wishes
 from kvtide.index.keys import Model, Tenant
 from kvtide.node.client import Client
+from kvtide.plan.prefill import PrefillCost
 from tests.engines.halves.conftest import Engines, windows
 from tests.engines.halves.toy import Request, Toy
 from tests.node.serving import Process, eventually
@@ -93,13 +94,13 @@ def test_a_step_of_more_blocks_than_the_node_reserves_at_a_time_is_stored_whole(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    reserve = Room._reserve_one
+    reserve = Room._named
 
     def spy(self: Room, wanted: Any) -> Any:
         asked.append(wanted.stop - wanted.start)
         return reserve(self, wanted)
 
-    monkeypatch.setattr(Room, "_reserve_one", spy)
+    monkeypatch.setattr(Room, "_named", spy)
     monkeypatch.setattr(room, "RESERVED", 3)
     toy = engines(chunk=1000)
     serve(toy, "first", prompt(1, 10 * BLOCK + 1))
@@ -379,16 +380,41 @@ def test_pins_leave_most_of_the_memory_to_others(tmp_path: Path, caplog: pytest.
 def test_the_speed_of_the_engine_is_that_of_its_large_steps(engines: Engines) -> None:
     toy = engines()
     half: Scheduler = toy.scheduler
-    assert half.speed is None
-    assert half.step([], 100).number == 0, "a small step takes as long as one token"
-    first, second = half.step([], 1000).number, half.step([], 1000).number
+    speeds = [half.prefill]
+    assert half.step([], [(0, 50), (700, 750)]).number == 0, "a small step takes as long as one token"
+    first, second = half.step([], [(0, 1000)]).number, half.step([], [(0, 500), (0, 500)]).number
     toy.clock.advance(2)
     half.computed(0)  # of a step without a number, which came first
-    assert half.speed is None
+    speeds.append(half.prefill)
+    assert speeds == [None, None]
     half.computed(second)
     half.computed(first)
     half.computed(first)
-    assert half.speed == pytest.approx(500)
+    assert half.prefill is not None
+    assert half.prefill.speed(0, 1000) == pytest.approx(500)
+
+
+def test_an_engine_that_plans_ahead_is_not_taken_for_a_slow_one(engines: Engines) -> None:
+    toy = engines()
+    half: Scheduler = toy.scheduler
+    numbers = [half.step([], [(i * 1000, i * 1000 + 1000)]).number for i in range(2)]
+    for _ in range(20):  # the next one is planned when the one before has only begun
+        toy.clock.advance(2)
+        half.computed(numbers.pop(0))
+        numbers.append(half.step([], [(0, 1000)]).number)
+    assert half.prefill is not None
+    assert half.prefill.speed(0, 1000) == pytest.approx(500)
+
+
+def test_the_end_of_a_long_prompt_is_known_to_cost_more_than_its_beginning(engines: Engines) -> None:
+    toy, truth = engines(), PrefillCost(1e-4, 1e-8)
+    half: Scheduler = toy.scheduler
+    for start in range(0, 64_000, 2000):
+        number = half.step([], [(start, start + 2000)]).number
+        toy.clock.advance(truth.seconds(start, start + 2000))
+        half.computed(number)
+    assert half.prefill is not None
+    assert half.prefill.seconds(0, 128_000) == pytest.approx(truth.seconds(0, 128_000), rel=0.01)
 
 
 def test_after_other_weights_nothing_of_before_answers(engines: Engines) -> None:

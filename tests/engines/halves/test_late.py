@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvtide.engines.halves.wishes import Wishes
+from kvtide.engines.paged import Copy, HostMover, Move, Pages
+from kvtide.index.keys import Model
 from kvtide.node.client import Client
-from tests.engines.halves.toy import Request, Toy
+from kvtide.testing.interface import until
+from tests.engines.halves.toy import LAYOUT, Request, Toy
 from tests.node.serving import Thread
 
 
@@ -75,3 +79,170 @@ def test_pages_that_were_taken_away_are_not_stored(toy: Toy) -> None:
     held.go()
     toy.run()  # which compares every byte
     toy.run(Request("again", request.tokens))
+
+
+# -- requests that are over before there is room for their blocks ------------------------------------------------
+
+
+class Unheard:
+    """The thread with which the scheduler talks to its node does nothing until ``go``."""
+
+    def __init__(self, toy: Toy) -> None:
+        self._errands, self._gate = toy.scheduler._errands, threading.Event()
+        self._errands._late = self._errands.ask(self._gate.wait, False)
+
+    def go(self) -> None:
+        self._gate.set()
+        self._errands.ask(int, 0).result()
+
+
+@pytest.fixture
+def keeping(node: Thread) -> Iterator[Toy]:
+    """An engine that keeps up to 16 pages for us."""
+    running = Toy(lambda: Client(node.path), keep=16)
+    running.run(Request("first", [9] * 200))
+    assert not running.kept, "the node answered in time"
+    yield running
+    running.close()
+    assert node.store.statistics().held == 0
+
+
+def over(toy: Toy, tokens: int) -> Request:
+    """A request whose node did not answer before it was over."""
+    request = Request("over", list(range(tokens)), wishes=Wishes(no_load=True))
+    toy.run(request)
+    return request
+
+
+def lost(node: Thread) -> dict[str, int]:
+    return {why: n for why, n in node.store.statistics().counts.items() if why.startswith("stores dropped")}
+
+
+def test_a_request_that_is_over_keeps_its_pages_until_there_is_room(keeping: Toy, node: Thread) -> None:
+    free, unheard = keeping.free, Unheard(keeping)
+    request = over(keeping, 200)
+    assert list(keeping.kept) == ["over"]
+    assert keeping.free == free - 13
+    keeping.run(Request("meanwhile", [5] * 30))
+    assert "over" in keeping.kept, "whose pages others did not get"
+    unheard.go()
+    while keeping.kept:
+        keeping.step()
+        unheard.go()
+    assert keeping.free == free
+    again = Request("again", request.tokens)
+    keeping.run(again)  # which compares every byte
+    assert again.cached == 192
+    assert not lost(node)
+
+
+def test_pages_are_kept_for_a_second(keeping: Toy, node: Thread) -> None:
+    free, unheard = keeping.free, Unheard(keeping)
+    request = over(keeping, 200)
+    keeping.clock.advance(0.9)
+    keeping.step()
+    assert keeping.kept
+    keeping.clock.advance(0.2)
+    keeping.step()
+    assert not keeping.kept
+    assert keeping.free == free
+    unheard.go()
+    again = Request("again", request.tokens)
+    keeping.run(again)
+    assert again.cached == 0
+    assert lost(node) == {"stores dropped: the node answered an engine too late": 3}
+
+
+def test_no_more_pages_are_kept_than_a_twentieth(keeping: Toy, node: Thread) -> None:
+    free, unheard = keeping.free, Unheard(keeping)
+    over(keeping, 300)
+    assert not keeping.kept
+    assert keeping.free == free
+    unheard.go()
+    assert lost(node) == {"stores dropped: too many pages of an engine waited": 4}
+
+
+def test_blocks_wait_for_memory_that_the_node_is_taking(
+    keeping: Toy, node: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node answers at once, and is asked again for what it had no memory for."""
+    with monkeypatch.context() as scarce:
+        scarce.setattr(node.store.dram, "take_many", lambda *_: [])
+        scarce.setattr(node.store.dram, "growable", lambda *_: True)
+        scarce.setattr(node.store.dram, "grow", lambda *_, wait: None)
+        request = over(keeping, 200)
+        assert keeping.kept
+        keeping.step()
+        keeping.step()
+        assert keeping.kept
+    while keeping.kept:
+        keeping.step()
+    again = Request("again", request.tokens)
+    keeping.run(again)
+    assert again.cached == 192
+    assert not lost(node)
+
+
+def test_memory_that_comes_too_late_is_counted(keeping: Toy, node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.store.dram, "take_many", lambda *_: [])
+    monkeypatch.setattr(node.store.dram, "growable", lambda *_: True)
+    monkeypatch.setattr(node.store.dram, "grow", lambda *_, wait: None)
+    over(keeping, 200)
+    keeping.clock.advance(1.1)
+    keeping.step()
+    assert not keeping.kept
+    Unheard(keeping).go()
+    assert lost(node) == {"stores dropped: memory was not taken in time": 3}
+
+
+# -- an engine that has nothing to do ------------------------------------------------------------------------------
+
+
+class _Slow(Move):
+    """A copy that ends when it may."""
+
+    at_once = False
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def done(self) -> bool:
+        return self.may.is_set()
+
+    def wait(self) -> None:
+        self.may.wait()
+
+
+def test_blocks_can_be_read_as_soon_as_they_are_copied_though_no_step_follows(
+    toy: Toy, node: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[_Slow] = []
+
+    def store(pages: Pages, copies: Sequence[Copy]) -> Move:
+        HostMover.store(toy.workers[0]._mover, pages, copies)  # type: ignore[arg-type]
+        moves.append(_Slow())
+        return moves[-1]
+
+    monkeypatch.setattr(toy.workers[0]._mover, "store", store)
+    tokens = list(range(100))
+    toy.run(Request("last", tokens))
+    with Client(node.path) as client, client.session(Model(LAYOUT, "given:toy")) as session:
+        assert session.match(tokens).tokens == 0
+        for move in moves:
+            move.may.set()
+        until(lambda: session.match(tokens).tokens == 64)
+    toy.step()
+    assert toy.workers[0].take().missed == 0
+
+
+def test_pages_that_another_connector_kept_are_not_ours(keeping: Toy, node: Thread) -> None:
+    """vLLM tells all connectors of a request that any of them has sent."""
+    request = Request("running", list(range(300)))
+    keeping.add(request)
+    keeping.step()
+    keeping.scheduler.sent(["running", "nobody"])
+    keeping.run()
+    again = Request("again", request.tokens)
+    keeping.run(again)
+    assert again.cached == 256
+    assert not lost(node)

@@ -70,8 +70,10 @@ class Toy:
         prefix_cache: bool = False,
         pool: float = 0,
         idle: float = 0.0,
+        keep: int = 0,
         device: str = "cpu",
     ) -> None:
+        """``keep``: pages that requests which are over may keep until their stores are through."""
         self.page, self.chunk, self.layout, self.idle = 16, chunk, layout, idle
         self.clock = FakeClock()
         self.clock.advance(1)
@@ -84,7 +86,7 @@ class Toy:
         tenancies = Tenancies(dial, models, ranks, self.clock)
         names = [group.name for group in layout.groups]
         cut = Cut(names, [self.page] * len(names), layout.block_tokens, [group.window for group in layout.groups])
-        self.scheduler = Scheduler(tenancies, cut, pool=pool)
+        self.scheduler = Scheduler(tenancies, cut, pool=pool, pages=20 * keep)
         self.workers: list[WorkerHalf] = []
         self.memory: list[dict[str, torch.Tensor]] = []
         """Of each rank and group: ``[section, page, head, token, dim]``."""
@@ -113,6 +115,9 @@ class Toy:
         self._failed: set[str] = set()
         self._aborted: dict[str, Request] = {}
         """Requests whose pages are still being loaded."""
+        self.kept: dict[str, Request] = {}
+        """Requests that are over, whose pages are still being stored."""
+        self._sent: Counter[str] = Counter()
 
     @property
     def requests(self) -> list[Request]:
@@ -176,14 +181,17 @@ class Toy:
         for request in self._running:
             self._pass_over(request)
         work = {r.id: min(len(r.tokens), r.computed + self.chunk) for r in self._running}
-        orders = self.scheduler.step([Work(r.id, work[r.id], partial(getattr, r, "pages")) for r in self._running])
+        loud = [r for r in self._running if work[r.id] >= self.scheduler.quiet.get(r.id, 0)]
+        orders = self.scheduler.step([Work(r.id, work[r.id], partial(getattr, r, "pages")) for r in loud])
         for worker in self.workers:
             worker.begin(orders)
         for request in self._running:
             self._compute(request, work[request.id])
         for worker in self.workers:
             worker.finish()
-            done, failed = worker.results()
+            done, failed, sent = worker.results()
+            assert sent <= self.kept.keys(), "a worker says it once, of those that are kept"
+            self._sent.update(sent)
             self.scheduler.lost(worker.lost())
             self._failed |= failed
             for id_ in done:
@@ -213,6 +221,10 @@ class Toy:
         whole = {id_ for id_, n in self._received.items() if n == len(self.workers)}
         failed, self._failed = self._failed & whole, self._failed - whole
         self.scheduler.loaded(whole - failed, failed)
+        for id_ in [id_ for id_, n in self._sent.items() if n == len(self.workers)]:
+            self.scheduler.sent([id_])
+            del self._sent[id_]
+            self._scrap(self.kept.pop(id_))
         for request in [r for r in self._waiting if r.id in whole]:
             request.loading = False
             if request.id in failed:
@@ -255,8 +267,13 @@ class Toy:
         self._check(request)
         self._running.remove(request)
         request.source = self.scheduler.source(request.id)
-        self.scheduler.finished(request.id)
-        self._scrap(request)
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        if self.scheduler.finished(request.id, request.pages):
+            self.kept[request.id] = request
+        else:
+            self._scrap(request)
 
     def _check(self, request: Request) -> None:
         """Every byte that a request has is right, as far as the next token sees."""
@@ -278,11 +295,11 @@ class Toy:
         for some in (self._waiting, self._running):
             if request in some:
                 some.remove(request)
-        self.scheduler.finished(request.id)
         if request.loading:
+            self.scheduler.finished(request.id)
             self._aborted[request.id] = request
         else:
-            self._scrap(request)
+            self._end(request)
 
     # -- pages ----------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from kvtide.binding import unbind_thread
 from kvtide.errors import KvtideError
 from kvtide.node.line import Lost
 from kvtide.tiers.calls import Calls
@@ -27,7 +27,9 @@ log = logging.getLogger("kvtide.engines")
 T = TypeVar("T")
 
 _MOMENT = 0.003
-"""Seconds that an engine's loop waits for answers, in a step."""
+"""Seconds that an engine's loop waits for answers, in a step that takes no longer than 30 times that."""
+_LONGEST = 0.1
+"""And if it takes longer, up to so many."""
 _CLOSING = 3.0
 """Seconds that an engine's end waits for the thread."""
 
@@ -37,10 +39,12 @@ class Errands:
 
     def __init__(self, name: str) -> None:
         self._calls = Calls(name)
-        self._calls.put(_anywhere)
+        self._calls.put(unbind_thread)
         self._late: Future[Any] | None = None
         """What was waited for in vain. Until it is done, the thread has not come back."""
         self._waited = 0.0
+        self._seconds = 0.0
+        """What this step takes, as far as that is known."""
 
     def ask(self, job: Callable[[], T], otherwise: T) -> Future[T]:
         """The answer is ``otherwise`` if anything goes wrong: nothing that happens here may end the engine."""
@@ -48,11 +52,11 @@ class Errands:
         self._calls.put(lambda: answer.set_result(attempt(job, otherwise)))
         return answer
 
-    def soon(self, answer: Future[T]) -> bool:
-        """Whether the answer is here, now or in what is left of this step's moment."""
+    def soon(self, answer: Future[T], share: float = 1.0) -> bool:
+        """Whether the answer is here, now or in what is left of this step's moment, or of a share of it."""
         if answer.done():
             return True
-        left = _MOMENT - self._waited
+        left = max(_MOMENT, min(_LONGEST, self._seconds / 30)) * share - self._waited
         if left <= 0 or (self._late is not None and not self._late.done()):
             return False
         began = time.monotonic()
@@ -65,7 +69,12 @@ class Errands:
 
     def step(self) -> None:
         """The engine begins another step."""
-        self._waited = 0.0
+        self._waited = self._seconds = 0.0
+
+    def takes(self, seconds: float) -> None:
+        """This step takes so long: an engine that computes for seconds does not notice a few milliseconds more, the
+        less as it plans a step while it computes the one before."""
+        self._seconds = seconds
 
     def close(self) -> None:
         """Do what was asked, and no more; if that takes long, nobody waits for it."""
@@ -83,8 +92,3 @@ def attempt(job: Callable[[], T], otherwise: T) -> T:
     except Exception:
         log.exception("kvtide met something unexpected, and goes on without it")
     return otherwise
-
-
-def _anywhere() -> None:
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -49,3 +49,6 @@ class Orders:
     stores: list[Storing] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)
     """Requests whose pages are the engine's again from this step on: what is still read from them is read first."""
+    closing: set[str] = field(default_factory=set)
+    """Requests that are over and whose pages the engine keeps for us: no further store of them comes, so that each
+    worker says once when it is through with them."""

@@ -9,6 +9,10 @@ Everything that talks to the node runs on a thread of its own (``errands``). The
 it at most. An answer that takes longer is "ask again" for a load, until the request's patience ends, and for a store is
 used in a later step, if the pages are still there.
 
+How fast the engine computes prompts is learned from its steps (plan/prefill.py), by the wall time from where a step
+began, or the one before it ended, to its end. A step that decodes for others besides takes longer, and so it will for
+the next prompt: nothing is subtracted.
+
 What a step computes becomes whole blocks at the step's end. They are reserved before, and the tickets travel to the
 workers with the step's orders.
 """
@@ -16,8 +20,7 @@ workers with the step's orders.
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -29,6 +32,7 @@ from kvtide.engines.halves.room import Room
 from kvtide.engines.halves.state import Offer, State
 from kvtide.engines.halves.tenancy import Tenancies
 from kvtide.engines.halves.wishes import NOTHING
+from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
 
 __all__ = ["Scheduler"]
 
@@ -37,9 +41,15 @@ _ANSWER = 2.0
 all of it takes."""
 _LOAD = 10.0
 """Seconds that it waits for blocks from colder tiers, where nobody knows how long computing them takes."""
+_OTHERS = 4
+"""Times its own patience that a request waits, while the node answers others."""
 _ENOUGH = 128
 """Tokens of a step that tell how fast the engine computes: fewer take as long as one."""
 
+_FIRST_STEP = 3.0
+"""Seconds that a step is taken to last, as long as nobody knows: an engine's first ones do."""
+_DECODING = 0.25
+"""What part of a moment a step that decodes waits for the node: it is short, and its requests most often go on."""
 _STEPS = 64
 """Steps that may be under way."""
 _SKIP = 8
@@ -52,30 +62,38 @@ _SHORTEST = 0.05
 class Scheduler:
     """For the thread of an engine's scheduler."""
 
-    def __init__(self, tenancies: Tenancies, cut: Cut, *, pool: float = 0, prefix_cache: bool = True) -> None:
-        """``pool``: see ``Room``. ``prefix_cache``: what is loaded for one request the engine has for others."""
+    def __init__(
+        self, tenancies: Tenancies, cut: Cut, *, pool: float = 0, pages: int = 0, prefix_cache: bool = True
+    ) -> None:
+        """``pool``, ``pages``: see ``Room``. ``prefix_cache``: what is loaded for one request the engine has for
+        others."""
         self._tenancies = tenancies
         self._now = tenancies.clock.monotonic
         self._cut = cut
         self._tokens = cut.block_tokens
         self._prefix_cache = prefix_cache
         self._errands = Errands("kvtide-scheduler")
-        self._room = Room(self._errands, tenancies, cut, pool)
+        self._room = Room(self._errands, tenancies, cut, pool, pages)
         self._requests: dict[str, State] = {}
+        self.quiet: dict[str, int] = {}
+        """By request the number of tokens before which its steps have nothing for us. Most of an engine's steps decode,
+        and complete no block: they should cost it next to nothing."""
         self._arriving: dict[bytes, str] = {}
         """Blocks on their way to some request's pages."""
         self._loads: list[Loading] = []
         self._leaving: set[str] = set()
         self._numbers = itertools.count(1)
-        self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        """When steps that tell something began, and with how many tokens."""
-        self._speeds: deque[float] = deque(maxlen=8)
+        self._steps: OrderedDict[int, tuple[float, int, float]] = OrderedDict()
+        """When steps that tell something began, with how many tokens of prompts, and the sum of their contexts."""
+        self._last_end = 0.0
+        """Of such a step."""
+        self._fit = PrefillFit()
         self._errands.ask(self._tenancies.client, None)  # so that the first request finds it
 
     @property
-    def speed(self) -> float | None:
-        """Tokens of prompts that the engine computes in a second, as soon as that is known."""
-        return statistics.median(self._speeds) if self._speeds else None
+    def prefill(self) -> PrefillCost | None:
+        """What computing prompts costs the engine, as soon as that is known."""
+        return self._fit.cost
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -98,10 +116,10 @@ class Scheduler:
                 r.skip -= 1
                 return None
             if r.asked is None:
-                r.since = r.since or self._now()
-                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(known), have, self.speed), None)
+                r.since, r.heard = r.since or self._now(), 0.0
+                r.asked = self._errands.ask(partial(self._find, r, r.unnamed(known), have, self.prefill), None)
             if not self._errands.soon(r.asked):
-                return None if self._now() - r.since < self._patience(r) else self._settle(r)
+                return None if self._waits(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
             if r.pending and self._now() - r.since < self._patience(r):
                 self._give_back(r)  # a little later there will be more
@@ -127,23 +145,35 @@ class Scheduler:
         pages for what comes after it, and may lack the oldest of what the last token sees."""
         return len(r.prompt.tokens) - (not self._cut.lasting)
 
+    def _waits(self, r: State) -> bool:
+        """Whether a request waits on for an answer of the node. Questions are asked one after the other: what those of
+        others take does not count, up to so many times its own patience, unless the request says how long it waits."""
+        now, patience = self._now(), self._patience(r)
+        longest = patience if r.prompt.wishes.max_load_ms is not None else min(_ANSWER, _OTHERS * patience)
+        return now - (r.heard or now) < patience and now - r.since < longest
+
     def _patience(self, r: State) -> float:
         """Seconds that a request waits to hear whether there is anything of it."""
         if r.prompt.wishes.max_load_ms is not None:
             return min(_ANSWER, r.prompt.wishes.max_load_ms / 1000)
-        return _ANSWER if self.speed is None else min(_ANSWER, max(_SHORTEST, len(r.prompt.tokens) / self.speed / 4))
+        if (prefill := self.prefill) is None:
+            return _ANSWER
+        return min(_ANSWER, max(_SHORTEST, prefill.seconds(0, len(r.prompt.tokens)) / 4))
 
-    def _find(self, r: State, unnamed: tuple[int, Sequence[int]], have: int, speed: float | None) -> Offer | None:
+    def _find(
+        self, r: State, unnamed: tuple[int, Sequence[int]], have: int, prefill: PrefillCost | None
+    ) -> Offer | None:
         """What there is of a prompt. On the thread that talks to the node."""
         if r.over:
             return None
+        r.heard = self._now()
         chain, tenancy = r.named(self._tenancies, *unnamed)
-        match, crew = tenancy.longest(chain, r.extras, have, speed)
+        match, crew = tenancy.longest(chain, r.extras, have, prefill)
         r.pending = match.pending
         if not have < match.tokens <= self._loadable(r):
             match.release()
             return None
-        wait = _LOAD if speed is None else max(_SHORTEST, (match.tokens - have) / speed)
+        wait = _LOAD if prefill is None else max(_SHORTEST, prefill.seconds(have, match.tokens))
         if r.prompt.wishes.max_load_ms is not None:
             wait = r.prompt.wishes.max_load_ms / 1000
         cold, until = match.held_tokens < match.tokens, self._now() + wait
@@ -233,18 +263,24 @@ class Scheduler:
 
     # -- storing ------------------------------------------------------------------------------------------
 
-    def step(self, work: Iterable[Work], prompt_tokens: int = 0) -> Orders:
-        """The orders of a step in which the engine does so much of each request, and computes so many tokens of
-        prompts."""
+    def step(self, work: Iterable[Work], prompts: Iterable[tuple[int, int]] = ()) -> Orders:
+        """The orders of a step in which the engine does so much of each request, and computes ``prompts``: of each
+        from which token to which. Requests that are ``quiet`` may be left out."""
         orders = Orders(loads=self._loads, leaving=self._leaving)
         self._loads, self._leaving = [], set()
-        if prompt_tokens >= _ENOUGH:
+        parts = list(prompts)
+        if (tokens := sum(stop - start for start, stop in parts)) >= _ENOUGH:
             orders.number = next(self._numbers)
-            self._steps[orders.number] = self._now(), prompt_tokens
+            self._steps[orders.number] = self._now(), tokens, sum(reach(*part) for part in parts)
             while len(self._steps) > _STEPS:
                 self._steps.popitem(last=False)
+            cost = self.prefill
+            self._errands.takes(_FIRST_STEP if cost is None else sum(cost.seconds(*part) for part in parts))
         now = {w.id: w for w in work}
-        orders.stores = attempt(lambda: self._room.stores(now, self._requests), [])
+        share = 1.0 if parts or not self._cut.lasting else _DECODING
+        orders.stores = attempt(lambda: self._room.stores(now, self._requests, share), [])
+        orders.closing = self._room.closing()
+        self.quiet.update(self._room.quiet(now.values(), self._requests))
         self._errands.step()
         return orders
 
@@ -254,9 +290,12 @@ class Scheduler:
 
     def computed(self, number: int) -> None:
         """The engine has computed the step of that number."""
-        began, tokens = self._steps.pop(number, (0.0, 0))
+        began, tokens, reached = self._steps.pop(number, (0.0, 0, 0.0))
         if tokens:
-            self._speeds.append(tokens / max(1e-6, self._now() - began))
+            now = self._now()
+            # An engine that plans ahead begins a step while it still computes the one before.
+            self._fit.add(tokens, reached, now - max(began, self._last_end))
+            self._last_end = now
 
     def forget(self) -> None:
         """The model's weights may be others from now on: nothing of before answers, and nothing under way is stored."""
@@ -272,25 +311,42 @@ class Scheduler:
         """The engine takes a request's pages away, to give them back later."""
         self._leaving.add(request)
         r = self._requests.get(request)
+        self.quiet.pop(request, None)
         if r is not None:
             r.life += 1
+            self._room.left(r)
         if r is not None and not r.loading:
             self._give_back(r)
             r.since = 0.0
             r.settled = r.failed or r.prompt.wishes.no_load  # by now there may be more of it
 
-    def finished(self, request: str) -> None:
-        self._leaving.add(request)
+    def finished(self, request: str, pages: Pages = ()) -> bool:
+        """A request is over. Whether the engine is to keep its ``pages`` for us, until each worker has said that it is
+        through with it."""
         r = self._requests.get(request)
-        if r is None:
-            return
-        r.over = True
-        self._room.finished()
-        if not r.loading:
+        if r is not None:
+            r.over = True
+            if self._room.finished(r, () if r.loading else pages):
+                return True
+        self._leaving.add(request)
+        if r is not None and not r.loading:
             self._end(r)
+        return False
+
+    def sent(self, requests: Iterable[str]) -> None:
+        """The engine has the pages of these back, which it kept."""
+        for request in requests:  # another connector beside ours may have kept them
+            if self._room.sent(request) and (r := self._requests.get(request)) is not None:
+                self._end(r)
+
+    @property
+    def kept(self) -> set[str]:
+        """Requests whose pages the engine keeps for us, of which no orders told the workers yet."""
+        return self._room.kept
 
     def _end(self, r: State) -> None:
         del self._requests[r.prompt.id]
+        self.quiet.pop(r.prompt.id, None)
         self._give_back(r)
         self._errands.ask(partial(_part, self._tenancies, r), None)
 

@@ -45,6 +45,8 @@ class State:
     asked: Future[Offer | None] | None = None
     since: float = 0.0
     """When it was first asked for; 0: the answer is known, or nobody has."""
+    heard: float = 0.0
+    """When the thread that talks to the node turned to that question; 0: it is busy with others."""
     pending: bool = False
     """Whether the next block was just being written when it was last asked for."""
     skip: int = 0
@@ -58,6 +60,10 @@ class State:
     """Tokens that the engine had of others."""
     stored: int = 0
     """Blocks that were given to the store, or were not wanted there."""
+    due: int = 0
+    """Blocks that are whole after the last step that was planned, and are to be stored."""
+    again: list[tuple[str, int, int]] = field(default_factory=list)
+    """Of these groups from a block to another: the node had no memory for them yet."""
     loading: list[bytes] = field(default_factory=list)
     """The names of blocks on their way to its pages."""
     kept: range = range(0)

@@ -20,6 +20,8 @@ from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.match import Match
 from kvtide.node.client import Client
 from kvtide.node.crew import Crew
+from kvtide.node.protocol import DropReason
+from kvtide.plan.prefill import Prefill
 from kvtide.session import Session
 
 __all__ = ["Tenancies", "Tenancy"]
@@ -54,14 +56,14 @@ class Tenancy:
     def own(self) -> _Face:
         return self.faces[0]
 
-    def longest(self, chain: Chain, extras: Sequence[Extra], have: int, speed: float | None) -> tuple[Match, Crew]:
+    def longest(self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None) -> tuple[Match, Crew]:
         """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it."""
-        best, crew = self.own.session.match(chain, have=have, prefill=speed), self.own.crew
+        best, crew = self.own.session.match(chain, have=have, prefill=prefill), self.own.crew
         for face in self.faces[1:]:
             if best.blocks == chain.blocks:
                 break
             try:
-                other = face.session.match(chain.named, extras, have=have, prefill=speed)
+                other = face.session.match(chain.named, extras, have=have, prefill=prefill)
             except BaseException:
                 best.release()
                 raise
@@ -96,6 +98,10 @@ class Tenancies:
     def dram(self) -> int:
         """Bytes of DRAM that the node's blocks may take; 0 where there was none yet. From any thread."""
         return self._reach.dram
+
+    def dropped(self, reason: DropReason, blocks: int) -> None:
+        """So many blocks could not be stored: see ``Client``."""
+        self.client().dropped(reason, blocks)
 
     def of(self, tenant: Tenant) -> Tenancy:
         tag = tenant.tag

@@ -3,16 +3,19 @@
 The orders of a step name tickets. What a ticket stands for is asked of the node on a thread of its own, while the
 engine computes; so the engine waits for nobody. Copies on a CPU are made in the engine's thread, at the end of the
 step: raw, and finished before the pages can change. A store whose answer is late is made at the end of a later step, if
-the request has kept its pages. Copies of a GPU run on its own streams and are looked at again at every step; pages that
-the engine is about to give to others are read first.
+the request has kept its pages. Copies of a GPU run on its own streams; pages that the engine is about to give to others
+are read first. Loads are looked at again at every step. Stores are waited for by a thread of their own, which lets
+others read the blocks as soon as they are there: an engine that has nothing to do makes no steps.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +24,7 @@ from functools import partial
 
 import numpy as np
 
+from kvtide import forks
 from kvtide.block import Layout, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.halves.errands import Errands
@@ -31,6 +35,7 @@ from kvtide.errors import KvtideError
 from kvtide.match import Loaded
 from kvtide.node.client import Client
 from kvtide.node.crew import Filling, Step, Worker
+from kvtide.tiers.calls import Calls
 
 __all__ = ["Moved", "WorkerHalf"]
 
@@ -38,6 +43,10 @@ log = logging.getLogger("kvtide.engines")
 
 _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
+_ANSWER = 1.0
+"""Seconds that the pages of a request that is over are kept for an answer of the node."""
+_CLOSING = 3.0
+"""Seconds that an engine's end waits for the thread that waits for copies."""
 _CREWS = 256
 """That a worker belongs to at a time, at most. Those of tenants that are gone are not heard of again."""
 
@@ -80,6 +89,11 @@ class _Visit:
     moves: list[Move] = field(default_factory=list)
     nbytes: int = 0
     began: float = 0.0
+    seconds: float = 0.0
+    """That its copies took, when they have ended."""
+    error: Exception | None = None
+    sealed: bool = False
+    """Whether its copies have ended, and the node was told."""
 
 
 class WorkerHalf:
@@ -104,6 +118,11 @@ class WorkerHalf:
         self._tokens = tokens
         self._mover = mover
         self._errands = Errands("kvtide-worker")
+        self._copied = Calls("kvtide-copied")
+        """Waits for the copies of stores."""
+        self._begun = self._now()
+        self._closing: dict[str, float] = {}
+        """Requests that are over, of which no further store comes, with until when the node may answer."""
         self._workers: OrderedDict[str, Worker] = OrderedDict()
         self._views: dict[bytes, Mapping[str, Pages]] = {}
         self._visits: list[_Visit] = []
@@ -112,24 +131,27 @@ class WorkerHalf:
         self._lost: list[str] = []
         self._moved = Moved()
         self._errands.ask(self._reach.client, None)  # so that the first request finds it
+        self._origin = forks.here
+        _alive.add(self)
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
         """Before the engine computes: ask for what the orders need, and read what is about to change."""
         self._errands.step()
+        self._begun = self._now()
+        self._closing.update(dict.fromkeys(orders.closing, self._begun + _ANSWER))  # first: it is said once
         before = [v for v in self._visits if v.stores and (v.until < math.inf or v.requests & orders.leaving)]
         for load in orders.loads:
             self._ask(load.crew, {load.request}, [load], [])
         for visit in before:
             if not visit.moves:
-                self._give_up(visit)
-                continue
+                self._give_up(visit)  # the engine may have zeroed the pages already, for whoever has them now
             try:
                 for move in visit.moves:
                     move.join()
-            except Exception as e:  # noqa: BLE001 - whatever it is, the blocks are not stored
-                self._end(visit, e)
+            except Exception:
+                log.debug("a store failed", exc_info=True)
         by_crew: dict[str, list[Storing]] = {}
         for store in orders.stores:
             by_crew.setdefault(store.crew, []).append(store)
@@ -179,12 +201,16 @@ class WorkerHalf:
 
     def finish(self) -> None:
         """After the engine has computed: copy what is asked for."""
+        now = self._now()
+        self._errands.takes(now - self._begun)
         for visit in list(self._visits):
             if visit.moves:
                 continue
+            over = max(self._closing.get(request, math.inf) for request in visit.requests)
+            until = min(visit.until, over)  # others of the same step may go on
             if self._errands.soon(visit.answer):
                 self._move(visit, visit.answer.result())
-            elif self._now() >= visit.until:
+            elif now >= until:
                 self._give_up(visit)
 
     def _move(self, visit: _Visit, visited: _Visited | None) -> None:
@@ -213,10 +239,26 @@ class WorkerHalf:
                         copies = list(_out_of(store.start, given, filling, name, pages))
                         visit.nbytes += _nbytes(copies, pages)
                         visit.moves.append(self._mover.store(pages, copies))
-            if not visit.moves:
-                self._end(visit, None)
         except Exception as e:  # noqa: BLE001 - whatever it is, the engine computes instead
             self._end(visit, e)
+            return
+        if not visit.moves:
+            self._end(visit, None)
+        elif visit.stores and all(move.at_once for move in visit.moves):
+            self._seal(visit)
+        elif visit.stores:
+            self._copied.put(partial(self._seal, visit))
+
+    def _seal(self, visit: _Visit) -> None:
+        """Wait for the copies of stores, and let others read the blocks."""
+        for move in visit.moves:  # all of them, even after an error: the memory is the node's again then
+            try:
+                move.wait()
+            except Exception as e:  # noqa: BLE001 - whatever it is, the blocks are not stored
+                visit.error = e
+        visit.seconds = time.perf_counter() - visit.began
+        self._part(visit, visit.error is None)
+        visit.sealed = True
 
     def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> _Numbers:
         """The scheduler's pages as those in memory; -1 for one that is not there."""
@@ -224,9 +266,14 @@ class WorkerHalf:
         n = self._tokens[group] // pages.tokens
         return found if n == 1 else np.where(found >= 0, n * found + np.arange(n)[:, None], -1).T.ravel()
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last call: all of them, and those that failed."""
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose loads have ended since the last call: all of them, and those that failed. And those that are
+        over, whose pages the engine has kept, and need keep no longer: each once."""
         for visit in [v for v in self._visits if v.moves]:
+            if visit.stores:
+                if visit.sealed:
+                    self._end(visit, visit.error)
+                continue
             try:
                 if all(move.done() for move in visit.moves):
                     self._end(visit, None)
@@ -234,11 +281,15 @@ class WorkerHalf:
                 self._end(visit, e)
         done, bad = self._done, self._bad
         self._done, self._bad = set(), set()
-        return done, bad
+        busy = {request for v in self._visits if v.stores for request in v.requests} if self._closing else set()
+        sent = self._closing.keys() - busy
+        for request in sent:
+            del self._closing[request]
+        return done, bad, sent
 
     def _end(self, visit: _Visit, error: Exception | None) -> None:
         self._visits.remove(visit)
-        moved, seconds = self._moved, time.perf_counter() - visit.began
+        moved, seconds = self._moved, visit.seconds or time.perf_counter() - visit.began
         if visit.loads:
             self._done |= visit.requests
             if error is None:
@@ -256,10 +307,15 @@ class WorkerHalf:
         else:
             log.warning("kvtide could not store blocks: %s", error)
             moved.missed += 1
-        for move in visit.moves:
-            _wait(move)  # even after an error: its memory is the node's again now
+        if not visit.sealed:
+            for move in visit.moves:
+                _wait(move)  # even after an error: its memory is the node's again now
+            self._part(visit, error is None)
+
+    def _part(self, visit: _Visit, good: bool) -> None:
+        """Tell the node that its memory is not used any more. From any thread."""
         if visit.answer.done() and (visited := visit.answer.result()) is not None:
-            self._errands.ask(partial(_leave, visited.step, error is None), None)
+            self._errands.ask(partial(_leave, visited.step, good), None)
 
     def _give_up(self, visit: _Visit) -> None:
         """The node does not answer."""
@@ -271,16 +327,35 @@ class WorkerHalf:
             self._moved.failed += 1
         else:
             self._moved.missed += 1
+            if self._rank == 0:  # else each rank would count them
+                tokens = sum(max(len(s.pages[g]) * self._tokens[g] for g in s.pages) for s in visit.stores)
+                self._errands.ask(partial(self._dropped, visit.answer, tokens), None)
+
+    def _dropped(self, answer: Future[_Visited | None], tokens: int) -> None:
+        visited = answer.result()
+        if visited is not None:
+            self._reach.client().dropped("late", tokens // visited.worker.layout.block_tokens)
 
     def take(self) -> Moved:
         moved, self._moved = self._moved, Moved()
         return moved
 
+    def end(self) -> None:
+        """Close at the end of the process, unless we are another one's, or what is under way may never end."""
+        deadline = time.monotonic() + _CLOSING
+        while self._origin is forks.here and time.monotonic() < deadline:
+            if all(move.done() for visit in list(self._visits) for move in visit.moves):
+                self.close()
+                return
+            time.sleep(0.005)
+
     def close(self) -> None:
         """Finish what is under way, and hang up."""
+        _alive.discard(self)
         for visit in list(self._visits):
             for move in visit.moves:
                 _wait(move)
+        self._copied.close(_CLOSING)
         self.results()
         self._mover.close()
         self._errands.ask(self._hang_up, None)
@@ -290,6 +365,18 @@ class WorkerHalf:
         for worker in self._workers.values():
             worker.close()
         self._reach.close()
+
+
+_alive: weakref.WeakSet[WorkerHalf] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_in_order() -> None:
+    """An engine that ends without a word: a thread of ours that is in the middle of torch's code when the interpreter
+    goes would abort the process."""
+    for half in list(_alive):
+        with contextlib.suppress(Exception):
+            half.end()
 
 
 def _into(first: int, wanted: _Numbers, loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from blake3 import blake3
 from msgspec import structs
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -57,6 +58,9 @@ __all__ = ["KvtideConnector", "KvtideMetadata"]
 
 log = logging.getLogger("kvtide.vllm")
 logging.getLogger("kvtide").parent = logging.getLogger("vllm")  # what we say is in vLLM's log, as vLLM sets it up
+
+_FREE = 10
+"""Of vLLM's pages one in so many must be free, for us to keep some."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -110,6 +114,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._herald: Herald | None = None
         self._layouts: Layouts | None = None
         self._requests: dict[str, Any] = {}
+        self._kept: set[str] = set()
+        """Requests whose pages vLLM keeps for us, though we are off."""
         self._refused: dict[str, str] = {}
         self._adapters: dict[tuple[int, str], str] = {}
         transfer = vllm_config.kv_transfer_config
@@ -157,6 +163,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Tenancies(self._follow, models, ranks),
             Cut(found.groups, found.pages, found.own.block_tokens, [g.window for g in found.own.groups]),
             pool={"through": 0, "auto": pool, "second-touch": math.inf}[self._config.engine.store],
+            pages=self._kv_cache_config.num_blocks,
             prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         )
 
@@ -225,7 +232,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_safely(KvtideMetadata(Orders()))
     def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
         if self._scheduler is None:
-            return KvtideMetadata(Orders())
+            kept, self._kept = self._kept, set()
+            return KvtideMetadata(Orders(closing=kept))
         for request in scheduler_output.preempted_req_ids or ():
             self._scheduler.left(request)
         state, scheduled = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
@@ -233,12 +241,16 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         computed = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
         computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         work = []
-        prompts = 0
+        prompts = []
+        quiet = self._scheduler.quiet
         for id_, done in computed:
+            count = scheduled[id_]
+            if count == 1 and done + 1 < quiet.get(id_, 0):
+                continue
             if (request := self._requests.get(id_)) is not None:
-                upto = min(done + scheduled[id_], request.num_tokens)
-                work.append(Work(id_, upto, functools.partial(_resolve, state, id_)))
-                prompts += scheduled[id_] if done < request.num_prompt_tokens else 0
+                work.append(Work(id_, min(done + count, request.num_tokens), functools.partial(_resolve, state, id_)))
+                if done < request.num_prompt_tokens:
+                    prompts.append((done, done + count))
         return KvtideMetadata(self._scheduler.step(work, prompts))
 
     @_safely(None)
@@ -247,9 +259,10 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if half is None:
             return
         half.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        half.sent(connector_output.finished_sending or ())
         if report is not None and report.off:
             log.warning("kvtide is off: a worker cannot do its part, and says why")
-            self._scheduler = None
+            self._scheduler, self._kept = None, half.kept
             if self._herald is not None:
                 self._herald.forget()
             threading.Thread(target=half.close, daemon=True).start()  # it may wait for the node
@@ -270,11 +283,21 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None or self._requests.pop(request.request_id, None) is None:
             return False, None
         source, refused = self._scheduler.source(request.request_id), self._refused.pop(request.request_id, None)
-        self._scheduler.finished(request.request_id)
-        if not request.kv_transfer_params:
-            return False, None
-        told = {"dram_tokens": source.dram, "disk_tokens": source.disk}
-        return False, {"kvtide": told | ({"refused": refused} if refused else {})}
+        told = None
+        if request.kv_transfer_params:
+            tokens = {"dram_tokens": source.dram, "disk_tokens": source.disk}
+            told = {"kvtide": tokens | ({"refused": refused} if refused else {})}
+        pages = _there(block_ids) if self._has_room() else ()
+        return self._scheduler.finished(request.request_id, pages), told
+
+    def _has_room(self) -> bool:
+        """Whether vLLM can do without a few pages: else it would take those of a request that runs, and compute all of
+        it again. An engine in its user's process makes no step after its last request, and would keep them until the
+        next: it could not be told to sleep, or to empty its cache."""
+        pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
+        if pool is None or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            return False
+        return bool(pool.get_num_free_blocks() * _FREE >= self._kv_cache_config.num_blocks)
 
     @_safely(False)
     def reset_cache(self) -> bool:
@@ -303,7 +326,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         device = next(iter(own.values())).device
         tokens = dict(zip(self._layouts.groups, self._layouts.pages, strict=True))
-        self._worker = WorkerHalf(self._dial, rank, functools.partial(_seen, own), tokens, mover(device))
+        moves = mover(device)
+        try:
+            for mine in own.values():
+                moves.warm(mine)  # before vLLM captures its graphs, during which nobody may use the GPU
+        except Exception:
+            log.exception("kvtide: the first load and store will take longer")
+        self._worker = WorkerHalf(self._dial, rank, functools.partial(_seen, own), tokens, moves)
 
     @_safely(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -329,9 +358,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             orders = getattr(self._connector_metadata, "orders", Orders())
             asked = {load.request for load in orders.loads}  # by a scheduler that does not know that we are off
-            return KVConnectorTransferResults(finished_recving=asked, failed_recving=asked)
-        done, failed = self._worker.results()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+            return KVConnectorTransferResults(orders.closing, asked, asked)
+        done, failed, sent = self._worker.results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
 
     @_safely(None)
     def build_connector_worker_meta(self) -> KvtideReport | None:
