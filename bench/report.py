@@ -27,8 +27,8 @@ PARTS = {
     "verify. "
     "A virtual machine's first direct read into memory that its host has not written for some seconds runs "
     "slower, so each contestant goes once over its memory right before the turn that counts. The arena of an embedded "
-    "store is in huge pages where the system gives them; a node's is shared memory, for which most systems do not "
-    'unless `dram.huge_pages` is "2MiB": the figures named "shared" say what that costs. At 2 MiB our own Python '
+    "store is in huge pages where the system gives them; a node's is shared memory, which the kernel is asked to "
+    'collapse into huge pages: the figures named "shared" say how much remains. At 2 MiB our own Python '
     "counts: 64 calls for checksums, a header and two journal records a block.",
     "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open. "
     "Where the cipher is not the limit (16 cores, below) blocks of 32 MiB load nearly as fast as in the open; those "
@@ -75,6 +75,8 @@ def _row(r: Record) -> str:
     if r.bar is not None:
         sign = ">=" if r.ratio is not None or r.better == "higher" else "<="
         bar = f"{sign} {r.bar:g}: **{'met' if r.met else 'missed'}**"
+    elif r.met is False:
+        bar = "**missed**"
     peers = "<br>".join(f"{name} {value:g}" for name, value in r.peers.items())
     limit = "" if r.limit is None else f"{r.limit:g}"
     ratio = "" if r.ratio is None else f"{r.ratio:.2f} x {r.against}"

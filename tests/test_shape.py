@@ -25,7 +25,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "interrupts", "show", "version"],
     ["arguments", "forks", "units"],
-    ["block", "capacity", "config", "door"],
+    ["binding", "block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
     ["plan", "shares", "storages"],
