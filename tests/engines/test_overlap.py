@@ -294,8 +294,16 @@ def test_an_interruption_ends_both(llama: PreTrainedModel, tmp_path: Path, watch
 
 
 def test_a_store_that_is_closed_meanwhile(llama: PreTrainedModel, tmp_path: Path, watch: Watch) -> None:
-    with cold(llama, tmp_path, FaultyDisk()) as (attached, store, stored):
-        watch.during = lambda number: store.close() if number == 1 else None
+    disk = PacedDisk()
+
+    def during(number: int) -> None:
+        if number == 1:
+            disk.let(1 << 30)
+            store.close()
+
+    with cold(llama, tmp_path, disk) as (attached, store, stored):
+        disk.let(0)  # else all of it may come before the second chunk
+        watch.during = during
         answer = attached.generate(**BATCH, **MORE)
         check(llama, stored, watch, answer)
         with pytest.raises(ClosedError):
@@ -315,10 +323,17 @@ def test_a_copy_during_which_the_session_was_closed_does_not_count(
 
 
 def test_what_is_in_memory_is_neither_loaded_nor_computed(llama: PreTrainedModel, tmp_path: Path, watch: Watch) -> None:
-    with cold(llama, tmp_path, FaultyDisk()) as (attached, store, stored):
+    disk = PacedDisk()
+
+    def during(number: int) -> None:
+        disk.let(1 << 30)
+        watch.until(4)
+
+    with cold(llama, tmp_path, disk) as (attached, store, stored):
         with store.session(attached.identity()) as session:
             session.prefetch(BATCH["input_ids"][0, : 3 * BLOCK].numpy().astype("uint32")).wait()
-        watch.during = lambda number: watch.until(4)
+        disk.let(0)  # else all of it may come before the first chunk
+        watch.during = during
         answer = attached.generate(**BATCH, **MORE)
         assert watch.chunks == [(3 * BLOCK, 4 * BLOCK)]
         check(llama, stored, watch, answer)
@@ -326,8 +341,15 @@ def test_what_is_in_memory_is_neither_loaded_nor_computed(llama: PreTrainedModel
 
 def test_a_prompt_of_whole_blocks_computes_its_last_token(llama: PreTrainedModel, tmp_path: Path, watch: Watch) -> None:
     batch = padded(prompt(BLOCK * BLOCKS))
-    with cold(llama, tmp_path, FaultyDisk()) as (attached, _, _):
-        watch.during = lambda number: watch.until(7)
+    disk = PacedDisk()
+
+    def during(number: int) -> None:
+        disk.let(1 << 30)
+        watch.until(7)
+
+    with cold(llama, tmp_path, disk) as (attached, _, _):
+        disk.let(0)  # else all of it may come before the first chunk
+        watch.during = during
         answer = attached.generate(**batch, **MORE)
         assert answer.report.cached == (BLOCK * (BLOCKS - 1) - 1,)
         assert torch.equal(answer.output.sequences, own(llama, **batch, **MORE).sequences)
@@ -381,14 +403,22 @@ def test_a_real_model_answers_the_same(tmp_path: Path, monkeypatch: pytest.Monke
     nvme = {"path": str(tmp_path), "budget": "1GiB", "segment": "64MiB", "store": "through"}
     with kvtide.open(**sizes, nvme=nvme) as store, attach(model, store, block_tokens=32) as attached:
         first = attached.generate(**batch, **MORE).output
-    with kvtide.open(**sizes, nvme=nvme) as store, attach(model, store, block_tokens=32) as attached:
+    disk = PacedDisk()
+    opened = Store(config.read(env={}, **sizes, nvme=nvme), disk=disk)
+    with opened as store, attach(model, store, block_tokens=32) as attached:
         with (
             store.session(attached.identity()) as session,
             session.match(batch["input_ids"][0].numpy().astype("uint32"), prefill=0) as match,
         ):
             attached.prefill.cost = PrefillCost(match.plan.load_seconds / match.tokens)
             tokens = match.tokens
-        watch.during = lambda number: watch.until(min(3, tokens // 32 - 1))
+
+        def during(number: int) -> None:
+            disk.let(1 << 30)
+            watch.until(min(3, tokens // 32 - 1))
+
+        disk.let(0)  # else all of it may come before the first chunk
+        watch.during = during
         answer = attached.generate(**batch, **MORE)
         assert torch.equal(answer.output.sequences, first.sequences)
         assert watch.chunks
