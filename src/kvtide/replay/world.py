@@ -103,16 +103,23 @@ class World:
         return ladder(self._geometry.footprint)
 
     def totals(self) -> dict[str, int]:
-        """Bytes written to and read from each tier, and blocks evicted, since the beginning."""
-        counts, size = self.pipeline.counts, self._geometry.footprint
+        """Blocks written to, read and evicted from each tier since the beginning, and what each holds now."""
+        counts = self.pipeline.counts
         return {
-            "dram written": (counts["blocks stored"] + counts["blocks read from nvme"]) * size,
-            "dram read": self._hits * size,
+            "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
+            "dram read": self._hits,
             "dram evicted": counts["blocks evicted from dram"],
-            "nvme written": counts["blocks written to nvme"] * size,
-            "nvme read": counts["blocks read from nvme"] * size,
+            "dram held": int(np.count_nonzero(self.index.state[DRAM] == SEALED)),
+            "nvme written": counts["blocks written to nvme"],
+            "nvme read": counts["blocks read from nvme"],
             "nvme evicted": counts["blocks evicted from nvme"],
+            "nvme held": int(np.count_nonzero(self.index.state[COLD] == SEALED)),
         }
+
+    @property
+    def in_charge(self) -> str:
+        """The policy that ranks what leaves DRAM now."""
+        return self.policy.in_charge
 
     def _name(self, number: int, tenant: str) -> BlockKey:
         found = self._names.get((tenant, number))
@@ -177,4 +184,5 @@ class World:
         lease.release()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """End the threads of DRAM's books: a comparison makes many of these, one after another."""
+        self.dram.close()
