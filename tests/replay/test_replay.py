@@ -122,6 +122,8 @@ def test_real_bytes_are_found_as_often_as_those_that_are_not_there(tmp_path: Pat
     assert real.hit_rate == hollow.hit_rate
     assert [t.hits for t in real.tiers] == [t.hits for t in hollow.tiers]
     assert real.tiers[1].bytes_written == hollow.tiers[1].bytes_written
+    for tier in real.tiers:
+        assert tier.held_before + tier.bytes_written // BLOCK - tier.evicted == tier.held
 
 
 def test_an_empty_trace_is_an_error() -> None:

@@ -41,7 +41,7 @@ class _Command(TyperCommand):
         given: list[str] = []
         for argument, following in zip(args, [*args[1:], ""], strict=True):
             given.append(argument)
-            if argument == "--sweep" and not _LIST.fullmatch(following):
+            if argument == "--sweep" and (not _LIST.fullmatch(following) or Path(following).is_file()):
                 given.append(_SIZES)
         return super().parse_args(ctx, given)
 
@@ -322,22 +322,27 @@ def replay(
         Path | None, typer.Option(help="Write the hit rate over time, or with --sweep over sizes, to this SVG file.")
     ] = None,
 ) -> None:
-    """Find out how much cache your requests need: run a trace of them through tiers and policies, without its bytes.
+    """Find out how much cache your requests need.
 
-    The store's own index, policies, admission and pipeline decide, over tiers that keep only their books. Sizes and
-    policies that are not given here are those of kvtide.toml and the environment.
+    A trace of requests runs through tiers and policies without its bytes.
+    The store's own index, policies, admission and pipeline decide. What is
+    not given here is as in kvtide.toml and the environment.
 
     How much DRAM is worth buying for this model, as a table and a picture:
 
         [bold]kvtide replay trace.jsonl.gz --sweep --model /models/llama --plot sizes.svg[/bold]
 
-    What would these tiers have found, and what if their policy were another:
+    What these tiers would have found, and what with another policy:
 
         [bold]kvtide replay trace.jsonl.gz --model /models/llama --dram 64GiB --nvme 1TiB[/bold]
 
     Without a model, in parts of the trace's different blocks:
 
         [bold]kvtide replay trace.jsonl.gz --dram 1% --nvme 10% --store ghost[/bold]
+
+    Sizes of your own, 128 KiB of KV for each token, blocks of 16 tokens:
+
+        [bold]kvtide replay trace.jsonl.gz --sweep 8GiB,64GiB,512GiB --block-tokens 16 --block 2MiB[/bold]
     """
     given = ctx.params
     _check(given, trace)

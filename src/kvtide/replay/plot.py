@@ -12,7 +12,7 @@ from kvtide.show import size
 
 __all__ = ["svg", "sweep_svg"]
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 720, 320, 56, 40
+_WIDTH, _HEIGHT, _LEFT, _TOP = 720, 330, 56, 50
 _RIGHT = _WIDTH - 20
 _COLOURS = {"dram": "#0b6e99", "nvme": "#d9a05b"}
 _POLICIES = ("#8a8a8a", "#0b6e99", "#d9a05b", "#7a4fa3", "#3f8f4f")
@@ -72,7 +72,7 @@ def svg(report: Report, title: str) -> str:
         edge = [(x(i), y(v)) for i, v in enumerate(above)] + [(x(i), y(v)) for i, v in reversed(list(enumerate(below)))]
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py in edge)
         parts.append(f'<polygon points="{points}" fill="{_COLOURS[name]}" fill-opacity="0.8"/>')
-        parts.append(_text(_RIGHT - 60 * (len(names) - 1 - number), 20, name, "end", _COLOURS[name]))
+        parts.append(_text(_RIGHT - 60 * (len(names) - 1 - number), 40, name, "end", _COLOURS[name]))
         below = above
     parts += _grid(highest, y)
     if report.optimum is not None:
@@ -145,5 +145,5 @@ def sweep_svg(found: Sweep, title: str) -> str:
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="2"{dashes}/>')
         parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colours[name]}"/>' for px, py in points]
-        parts.append(_text(_RIGHT - 80 * (len(lines) - 1 - number), 20, name, "end", colours[name]))
+        parts.append(_text(_RIGHT - 80 * (len(lines) - 1 - number), 40, name, "end", colours[name]))
     return _picture(f"{title}: share of blocks found, by size", parts)

@@ -155,9 +155,10 @@ def _replay(
         if number == start:
             before = world.totals()
         progress(number)
-        if not in_charge or world.in_charge != in_charge[-1][1]:
-            in_charge.append((number, world.in_charge))
-        world.clock.now = float(trace.seconds[number])
+        leader = world.in_charge
+        if not in_charge or leader != in_charge[-1][1]:
+            in_charge.append((number, leader))
+        world.clock.now = float(trace.seconds[number] - trace.seconds[0])
         found = world.request(blocks.tolist(), trace.tenants[number])
         if number >= start:
             asked += len(blocks)
