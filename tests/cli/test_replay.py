@@ -170,6 +170,14 @@ def test_bad_options_are_refused(trace: Path, options: list[str], error: type[Ex
     assert said in str(done.exception)
 
 
+@pytest.mark.parametrize("options", [[], ["--dram", "5%"], ["--sweep"]])
+def test_a_trace_without_a_full_block_is_refused(trace: Path, options: list[str]) -> None:
+    trace.write_text('{"timestamp": 0, "input_length": 100, "hash_ids": [1]}\n')
+    done = CliRunner().invoke(app, ["replay", str(trace), *options])
+    assert isinstance(done.exception, TraceError), done.exception
+    assert "no request with a full block of 512 tokens" in str(done.exception)
+
+
 def test_a_bad_trace_is_said_with_its_line(trace: Path) -> None:
     trace.write_text(trace.read_text() + "{\n")
     done = CliRunner().invoke(app, ["replay", str(trace)])

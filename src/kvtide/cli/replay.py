@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from typer.core import TyperCommand
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, TraceError
 from kvtide.show import size
 
 if TYPE_CHECKING:
@@ -355,6 +355,9 @@ def replay(
             total = None
         reading = progress.add_task("reading", total=total)
         found = load(trace, lambda done: progress.update(reading, completed=done), block_tokens)
+        if not found.blocks:
+            tokens = f" of {found.block_tokens} tokens" if found.block_tokens else ""
+            raise TraceError(f"{trace} has no request with a full block{tokens}: nothing can hit")
         nbytes = _block_bytes(found, block, model, kv_cache_dtype)
 
         def started(name: str) -> Callable[[int], None]:
