@@ -82,3 +82,12 @@ def test_the_figures_of_a_report_agree(
         path = {"path": "replayed", "budget": nvme * MIB, "segment": MIB}
         tiers["nvme"] = {**path, "policy": cold, "store": store}
     check(replay(trace, config.read(env={}, **tiers), block, warm), trace)
+
+
+def test_hit_rates_depend_on_blocks_and_not_on_their_bytes() -> None:
+    trace = trace_of([(n * 7 % 6, 24, 24, "") for n in range(60)])
+    hits = set()
+    for block in (MIB, 64 * MIB, 1024 * MIB):
+        settings = config.read(env={}, dram={"budget": 200 * block, "policy": "lru"})
+        hits.add(replay(trace, settings, block, best=False).hits)
+    assert len(hits) == 1

@@ -32,7 +32,7 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["TraceClock", "World"]
 
 COLD = 1
-_PART = 64 << 20
+_PART = 64
 _ROOT = bytes(32)
 
 
@@ -61,8 +61,8 @@ class World:
         self._names: dict[tuple[str, int], BlockKey] = {}
         self._geometry = Geometry(1, block)
         self._identities: dict[str, Identity] = {}
-        self._part = max(1, min(_PART // self._geometry.footprint, config.dram.budget // self.slot // 4))
-        """Blocks that are moved at a time."""
+        self._part = max(1, min(_PART, config.dram.budget // self.slot // 4))
+        """Blocks that are moved at a time. Not bytes: hit rates and speed shall not depend on how large a block is."""
         memory, disk = config.dram, config.nvme
         self.dram = HollowDram(memory.budget, memory.segment, self._geometry.footprint)
         self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
