@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide import config
-from kvtide.errors import TraceError
+from kvtide.errors import ConfigError, TraceError
 from kvtide.plan import uses
 from kvtide.replay.optimum import optimum
-from kvtide.replay.plot import svg
-from kvtide.replay.run import Report, replay
+from kvtide.replay.plot import svg, sweep_svg
+from kvtide.replay.run import Report, led, replay
 from kvtide.replay.speeds import Speeds
+from kvtide.replay.sweep import sweep
 from kvtide.replay.trace import Request, Trace, chains
 
 BLOCK = 64 << 10
@@ -121,11 +122,54 @@ def test_real_bytes_are_found_as_often_as_those_that_are_not_there(tmp_path: Pat
     assert real.hit_rate == hollow.hit_rate
     assert [t.hits for t in real.tiers] == [t.hits for t in hollow.tiers]
     assert real.tiers[1].bytes_written == hollow.tiers[1].bytes_written
+    for tier in real.tiers:
+        assert tier.held_before + tier.bytes_written // BLOCK - tier.evicted == tier.held
 
 
 def test_an_empty_trace_is_an_error() -> None:
     with pytest.raises(TraceError, match="no request with a full block"):
         replay(chains([]), config.read(env={}), BLOCK)
+
+
+def test_who_led_is_told_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document between many that nobody asks for again: what was learnt does better than LRU."""
+    monkeypatch.setattr(uses, "_BATCH", 500)
+    prompts = [p for n in range(400) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
+    trace = chains(Request(float(i), p) for i, p in enumerate(prompts))
+    report = run(trace, dram=5, dram_policy="auto")
+    assert report.in_charge[0] == (0, "lru")
+    assert [name for _, name in report.in_charge][:2] == ["lru", "reuse"]
+    number = report.in_charge[1][0]
+    assert 0 < number < report.requests
+    assert sum(led(report).values()) == report.requests - report.warming
+    picture = svg(report, "x")
+    assert picture.count('class="led"') == len([n for n, _ in report.in_charge if n > report.warming]) + 1
+    assert "in charge of DRAM" in picture
+    alone = run(trace, dram=5, dram_policy="lru")
+    assert alone.in_charge == [(0, "lru")]
+    assert 'class="led"' not in svg(alone, "x")
+
+
+def test_requests_of_tenants_find_only_their_own() -> None:
+    requests = [Request(float(i), (1, 2, 3), tenant) for i, tenant in enumerate("aabbab")]
+    report = replay(chains(requests), config.read(env={}), BLOCK, warm=0.0)
+    assert (report.hits, report.misses, report.unique) == (12, 6, 6)
+
+
+def test_a_tier_smaller_than_a_block_is_refused() -> None:
+    tiers: dict[str, Any] = {"dram": {"budget": 64 * MIB}, "nvme": {"path": "replayed", "budget": 16 * MIB}}
+    with pytest.raises(ConfigError, match=r"nvme\.budget is 16 MiB, less than one block, which takes 32 MiB"):
+        replay(conversations(2, 2), config.read(env={}, **tiers), 32 * MIB)
+
+
+def test_a_sweep_over_one_size_has_a_picture() -> None:
+    settings = config.read(env={}, dram={"budget": 2 * MIB, "policy": "lru"})
+    found = sweep(conversations(10, 10), [("2MiB", settings)], BLOCK, 0.4, True, False, lambda _: lambda _: None)
+    assert list(found.rows[0].hit_rates) == ["lru"]
+    picture = sweep_svg(found, "a <trace>")
+    assert picture.count("<polyline") == 1
+    assert "a &lt;trace&gt;" in picture
+    assert "nan" not in picture
 
 
 def test_the_picture_shows_tiers_and_optimum() -> None:

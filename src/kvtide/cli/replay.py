@@ -1,45 +1,86 @@
-"""``kvtide replay``: what a trace of requests would have done to the tiers."""
+"""``kvtide replay``: what a trace of requests would have done to the tiers, and how large they should be."""
 
 from __future__ import annotations
 
-import math
+import re
 import sys
 import tempfile
-from functools import partial
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from typer.core import TyperCommand
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, TraceError
 from kvtide.show import size
 
 if TYPE_CHECKING:
     from kvtide.config import Config
     from kvtide.replay.run import Report
+    from kvtide.replay.sweep import Sweep
     from kvtide.replay.trace import Trace
 
 __all__ = ["app"]
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+_SIZES = "0.1%,1%,5%,10%,25%,50%"
+_BLOCK = 2 << 20
+_LIST = re.compile(r"[^,/]*(%|\d|\d ?[kmgtpe]?i?b)(,[^,/]*)*", re.IGNORECASE)
 
 
-def _room(text: str, unique: int, slot: int) -> int:
-    """A size in bytes, or a percentage of the trace's different blocks."""
+class _Command(TyperCommand):
+    """``--sweep`` may stand alone. (Any: the types are typer's private ones, which have no such option.)"""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given: list[str] = []
+        for argument, following in zip(args, [*args[1:], ""], strict=True):
+            given.append(argument)
+            if argument == "--sweep" and (not _LIST.fullmatch(following) or Path(following).is_file()):
+                given.append(_SIZES)
+        return super().parse_args(ctx, given)
+
+
+def _room(option: str, tier: str, text: str, unique: int, slot: int) -> int:
+    """Bytes of a tier: a size, or a percentage of the trace's different blocks."""
+    from kvtide import config
+
+    nbytes = _nbytes(option, text, unique, slot)
+    if nbytes < slot:
+        raise ConfigError(
+            f"{option} {text} is less than one block, which takes {size(slot)}: "
+            f"give {option} that much or more, or smaller blocks"
+        )
+    try:
+        {"dram": config.Dram, "nvme": config.Nvme}[tier](budget=nbytes)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text} is {size(nbytes)}, for blocks of {size(slot)}: {error}") from error
+    return nbytes
+
+
+def _nbytes(option: str, text: str, unique: int, slot: int) -> int:
     from kvtide.units import parse_size
 
     if not text.endswith("%"):
         return parse_size(text)
     try:
-        share = float(text[:-1]) / 100
-    except ValueError:
-        share = 0.0
-    if not 0 < share < math.inf:
+        share = Decimal(text[:-1].strip())
+    except InvalidOperation:
+        share = Decimal(0)
+    if not share.is_finite() or share <= 0:
         raise ConfigError(f"{text!r} is not a size such as 64GiB, or a share of the trace's blocks such as 5%")
-    return max(1, int(unique * share)) * slot
+    blocks = int(unique * share / 100)
+    if not blocks:
+        raise ConfigError(
+            f"{option} {text} of the trace's {unique:,} different blocks is less than one block: "
+            f"give {option} {100 / unique:.3g}% or more, or a size of at least {size(slot)}"
+        )
+    return blocks * slot
 
 
 _NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": ""}
@@ -50,15 +91,13 @@ _NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.
 def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "") -> Config:
     """With a ``folder`` the settings of a store that is made there, and touches nothing else."""
     from kvtide import config
-    from kvtide.block import padded
-    from kvtide.tiers.segments import ladder
+    from kvtide.replay.run import slot_of
 
-    slot = ladder(padded(block))
     wanted: dict[str, Any] = {}
-    if dram := given["dram"]:
-        wanted["dram.budget"] = _room(dram, trace.unique, slot)
-    if nvme := given["nvme"]:
-        wanted["nvme.budget"] = _room(nvme, trace.unique, slot)
+    for tier in ("dram", "nvme"):
+        if text := given[tier]:
+            wanted[f"{tier}.budget"] = _room(f"--{tier}", tier, text, trace.unique, slot_of(block))
+    if given["nvme"]:
         wanted["nvme.path"] = folder or "replayed"
     for name in ("dram.policy", "nvme.policy", "nvme.store"):
         if given[name]:
@@ -68,6 +107,96 @@ def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: st
         if config.read(overrides=wanted).nvme.path:
             wanted["nvme.path"] = folder
     return config.read(overrides=wanted)
+
+
+def _sweep_settings(
+    trace: Trace, block: int, sizes: str, policy: str | None
+) -> tuple[list[tuple[str, Config]], list[str]]:
+    """A configuration for each size, DRAM alone; and what was left out of the usual sizes, which may be too small."""
+    from kvtide import config
+    from kvtide.replay.run import slot_of
+
+    found: dict[int, tuple[str, Config]] = {}
+    left: list[str] = []
+    for text in sizes.split(","):
+        wanted: dict[str, Any] = {"nvme.path": ""}
+        if policy:
+            wanted["dram.policy"] = policy
+        config.read(overrides=wanted)  # so that what is wrong with these is not taken for a size that is too small
+        try:
+            wanted["dram.budget"] = _room("--sweep", "dram", text.strip(), trace.unique, slot_of(block))
+            settings = config.read(overrides=wanted)
+        except ConfigError as error:
+            if sizes != _SIZES:
+                raise
+            left.append(f"{text} is left out: {error}")
+            continue
+        found.setdefault(settings.dram.budget // slot_of(block), (text.strip(), settings))
+    if not found:
+        raise ConfigError(f"every usual size is too small for this trace: give --sweep a list. {left[-1]}")
+    return list(found.values()), left
+
+
+def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: str) -> int:
+    """Bytes of a block: as given, of a model, as they were recorded, or the usual ones."""
+    if block is not None:
+        from kvtide.units import parse_size
+
+        nbytes = parse_size(block)
+        if nbytes <= 0:
+            raise ConfigError(f"--block is {block!r}; it must be a size such as 2MiB")
+        return nbytes
+    if model is None:
+        return trace.block_bytes or _BLOCK
+    from kvtide.doctor.model import folder_of, layout_of
+
+    tokens = trace.block_tokens
+    if tokens is None:
+        raise ConfigError("--model needs the tokens of a block, which this trace does not tell: give --block-tokens")
+    path = Path(model).expanduser()
+    layout = layout_of(path.parent if path.is_file() else folder_of(model), kv_dtype=kv_dtype)
+    return sum(group.geometry(tokens).nbytes for group in layout.groups)
+
+
+def _check(given: dict[str, Any], trace: Path) -> None:
+    """Refuse what contradicts itself, or would have no effect, before the trace is read."""
+    if not 0 <= given["warm"] < 100:
+        raise ConfigError(f"--warm is {given['warm']:g}; it must be at least 0 and below 100")
+    if given["block_tokens"] is not None and given["block_tokens"] < 1:
+        raise ConfigError(f"--block-tokens is {given['block_tokens']}; it must be at least 1")
+    if given["block"] is not None and given["model"] is not None:
+        raise ConfigError("--block and --model both say how many bytes a block has: give one of them")
+    if given["kv_cache_dtype"] != "auto" and given["model"] is None:
+        raise ConfigError("--kv-cache-dtype has no effect without --model")
+    if given["sweep"] is not None:
+        for name in ("dram", "nvme", "cold_policy", "store", "disk", "real"):
+            if given[name]:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect with --sweep, which replays DRAM of each size alone: "
+                    "leave one of them out"
+                )
+    json = given["json"]
+    for file in (given["plot"], Path(json) if json not in ("", "-") else None):
+        if file is None:
+            continue
+        if not file.parent.is_dir():
+            raise ConfigError(f"there is no folder {file.parent} to write {file.name} to")
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder: name a file to write")
+        if file.resolve() == trace.resolve():
+            raise ConfigError(f"{file} is the trace itself: name another file to write")
+    if given["disk"] is not None and not given["disk"].is_dir():
+        raise ConfigError(f"there is no folder {given['disk']}")
+
+
+def _check_tiers(settings: Config, given: dict[str, Any]) -> None:
+    """Refuse options for a colder tier that there is not."""
+    for name in ("cold_policy", "store", "disk"):
+        if given[name] and not settings.nvme.path:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without a colder tier: give --nvme a size, "
+                "or set nvme.path in kvtide.toml"
+            )
 
 
 def _table(report: Report, trace: Path) -> Table:
@@ -85,14 +214,33 @@ def _table(report: Report, trace: Path) -> Table:
             f"{tier.evicted:,}",
         )
     table.add_section()
-    table.add_row("all", f"{sum(t.blocks for t in report.tiers):,}", "", f"[bold]{report.hit_rate:.2%}[/bold]")
+    every = f"{sum(t.blocks for t in report.tiers):,}"
+    table.add_row("all", every, report.tiers[0].policy, f"[bold]{report.hit_rate:.2%}[/bold]")
+    for other in report.compared:
+        table.add_row("all", every, f"{other.policy} instead", f"{other.hit_rate:.2%}")
     if report.optimum is not None:
-        table.add_row("optimum", "", "knows the future", f"{report.optimum:.2%}")
+        table.add_row("all", every, "optimum", f"{report.optimum:.2%}")
     return table
 
 
+def _blocks(report: Report | Sweep) -> str:
+    tokens = f" and {report.block_tokens} tokens" if report.block_tokens else ""
+    different = f"{report.unique:,} different ones in the whole trace"
+    return f"{report.blocks:,} blocks of {size(report.block_bytes)}{tokens} asked for; {different}"
+
+
 def _notes(report: Report) -> list[str]:
-    notes = [f"{report.blocks:,} blocks of {size(report.block_bytes)} asked for, {report.unique:,} different ones"]
+    from kvtide.replay.run import led
+
+    notes = [_blocks(report), f"{report.hits:,} found, {report.misses:,} computed"]
+    leaders = led(report)
+    if any(name != report.tiers[0].policy for name in leaders):
+        changes = sum(number > report.warming for number, _ in report.in_charge)
+        counted = report.requests - report.warming
+        told = ", ".join(
+            f"{name} led for {100 * count / counted:.0f} % of the requests" for name, count in leaders.items()
+        )
+        notes.append(f"{told}; changed {changes} {'time' if changes == 1 else 'times'}")
     if len(report.tiers) > 1:
         notes.append(f"{report.write_amplification:.2f} bytes written to the colder tier for each byte computed")
     for name, seconds in report.seconds.items():
@@ -101,71 +249,160 @@ def _notes(report: Report) -> list[str]:
     return notes
 
 
-@app.command()
-def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake or agent JSON lines, or KV events; gzipped or not.")],
-    dram: Annotated[str | None, typer.Option(help="DRAM: 64GiB, or 5% of the different blocks.")] = None,
-    nvme: Annotated[str | None, typer.Option(help="A colder tier: 1TiB, or 50%.")] = None,
-    policy: Annotated[str | None, typer.Option(help="What leaves DRAM first: auto, lru or reuse.")] = None,
-    cold_policy: Annotated[str | None, typer.Option(help="The same for the colder tier.")] = None,
-    store: Annotated[str | None, typer.Option(help="Written down: through, second-touch, ghost, eviction.")] = None,
-    block: Annotated[str, typer.Option(help="Bytes of a block.")] = "2MiB",
-    disk: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
-    warm: Annotated[float, typer.Option(help="Percent of the requests that only fill the tiers.")] = 40.0,
-    optimum: Annotated[bool, typer.Option(help="Work out the optimum too.")] = True,
-    real: Annotated[bool, typer.Option("--real", help="With real bytes, checked; give a small --block.")] = False,
-    json: Annotated[str, typer.Option(help="Write the report as JSON to this file; -: standard output.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Write the hit rate over time to this SVG file.")] = None,
-) -> None:
-    """Run a trace through the configured tiers, policies and admission, without its bytes.
+def _sweep_table(found: Sweep, trace: Path) -> Table:
+    table = Table(title=f"{trace.name}: {found.requests:,} requests, the first {found.warming:,} to warm up")
+    rates = list(found.rows[0].hit_rates)
+    best = ["optimum"] if found.rows[0].optimum is not None else []
+    for name in ("size", "blocks", "GiB", *rates, *best):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        shown = [*row.hit_rates.values(), *([] if row.optimum is None else [row.optimum])]
+        table.add_row(row.size, f"{row.blocks:,}", f"{row.bytes / (1 << 30):,.4g}", *(f"{rate:.2%}" for rate in shown))
+    return table
 
-    The store's own index, policies, admission and pipeline decide, over tiers that keep only their books. Sizes and
-    policies that are not given here are those of kvtide.toml and the environment.
 
-    Example: kvtide replay conversation.jsonl.gz --dram 1% --nvme 10% --store ghost
-    """
+class _Result(NamedTuple):
+    report: Report | Sweep
+    table: Table
+    notes: list[str]
+    picture: str
+
+
+def _show(result: _Result, json: str) -> None:
     import msgspec
 
-    from kvtide.replay.plot import svg
-    from kvtide.replay.run import replay as run
-    from kvtide.replay.speeds import measure
-    from kvtide.replay.trace import chains, read
-    from kvtide.units import parse_size
-
-    if not 0 <= warm < 100:
-        raise ConfigError(f"--warm is {warm:g}; it must be at least 0 and below 100")
-    nbytes = parse_size(block)
-    if nbytes <= 0:
-        raise ConfigError(f"--block is {block!r}; it must be a size such as 2MiB")
-    for place in (disk, plot.parent if plot else None, Path(json).parent if json else None):
-        if place is not None and not place.is_dir():
-            raise ConfigError(f"there is no folder {place}")
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        try:
-            total = trace.stat().st_size
-        except OSError:
-            total = None
-        reading = progress.add_task("reading", total=total)
-        found = chains(read(trace, lambda done: progress.update(reading, completed=done)))
-        given = {"dram": dram, "nvme": nvme, "dram.policy": policy, "nvme.policy": cold_policy, "nvme.store": store}
-        settings = _settings(found, nbytes, given)
-        running = progress.add_task("replaying", total=len(found.blocks))
-        speeds = measure(disk)
-        with tempfile.TemporaryDirectory(prefix="kvtide-replay-", dir=disk) as folder:
-            if real:
-                settings = _settings(found, nbytes, given, folder)
-            advance = partial(progress.update, running)
-            report = run(found, settings, nbytes, warm / 100, optimum, speeds, lambda n: advance(completed=n), real)
-    if plot:
-        plot.write_text(svg(report, trace.name))
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(result.report), indent=2)
     if json == "-":
         sys.stdout.write(text.decode() + "\n")
         return
     if json:
         Path(json).write_bytes(text)
     out = Console()
-    out.print(_table(report, trace))
-    for note in _notes(report):
+    out.print(result.table)
+    for note in result.notes:
         out.print(f"  {note}", highlight=False)
+
+
+@app.command(cls=_Command)
+def replay(
+    ctx: typer.Context,
+    trace: Annotated[
+        Path,
+        typer.Argument(help="A recording of kvtide, a trace of Mooncake or Bailian, or KV events; gzipped or not."),
+    ],
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="[SIZES]", help=f"Try DRAM of these sizes: 8GiB,64GiB say. Without any: {_SIZES}."),
+    ] = None,
+    dram: Annotated[str | None, typer.Option(help="DRAM: 64GiB, or 5% of the different blocks.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="A colder tier: 1TiB, or 50%.")] = None,
+    policy: Annotated[str | None, typer.Option(help="What leaves DRAM first: dram.policy.")] = None,
+    cold_policy: Annotated[str | None, typer.Option(help="The same for the colder tier: nvme.policy.")] = None,
+    store: Annotated[str | None, typer.Option(help="What is written to the colder tier, and when: nvme.store.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of a block are those of this model: a folder, a config.json or a name in the hub's cache."
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="With --model, as vLLM is given it.")] = "auto",
+    block: Annotated[
+        str | None, typer.Option(help="Bytes of a block. Without it: as recorded, or 2MiB.", show_default=False)
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a block of the trace. Without it: found from the trace.")
+    ] = None,
+    disk: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
+    warm: Annotated[float, typer.Option(help="Percent of the requests that only fill the tiers.")] = 40.0,
+    compare: Annotated[bool, typer.Option(help="Replay every other policy for DRAM too; with --sweep LRU.")] = True,
+    optimum: Annotated[bool, typer.Option(help="Work out the optimum too.")] = True,
+    real: Annotated[bool, typer.Option("--real", help="With real bytes, checked; give a small --block.")] = False,
+    json: Annotated[str, typer.Option(help="Write the report as JSON to this file; -: standard output.")] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the hit rate over time, or with --sweep over sizes, to this SVG file.")
+    ] = None,
+) -> None:
+    """Find out how much cache your requests need.
+
+    A trace of requests runs through tiers and policies without its bytes.
+    The store's own index, policies, admission and pipeline decide. What is
+    not given here is as in kvtide.toml and the environment.
+
+    How much DRAM is worth buying for this model, as a table and a picture:
+
+        [bold]kvtide replay trace.jsonl.gz --sweep --model /models/llama --plot sizes.svg[/bold]
+
+    What these tiers would have found, and what with another policy:
+
+        [bold]kvtide replay trace.jsonl.gz --model /models/llama --dram 64GiB --nvme 1TiB[/bold]
+
+    Without a model, in parts of the trace's different blocks:
+
+        [bold]kvtide replay trace.jsonl.gz --dram 1% --nvme 10% --store ghost[/bold]
+
+    Sizes of your own, 128 KiB of KV for each token, blocks of 16 tokens:
+
+        [bold]kvtide replay trace.jsonl.gz --sweep 8GiB,64GiB,512GiB --block-tokens 16 --block 2MiB[/bold]
+    """
+    given = ctx.params
+    _check(given, trace)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        from kvtide.replay.trace import load
+
+        try:
+            total = trace.stat().st_size
+        except OSError:
+            total = None
+        reading = progress.add_task("reading", total=total)
+        found = load(trace, lambda done: progress.update(reading, completed=done), block_tokens)
+        if not found.blocks:
+            tokens = f" of {found.block_tokens} tokens" if found.block_tokens else ""
+            raise TraceError(f"{trace} has no request with a full block{tokens}: nothing can hit")
+        nbytes = _block_bytes(found, block, model, kv_cache_dtype)
+
+        def started(name: str) -> Callable[[int], None]:
+            task = progress.add_task(f"replaying {name}", total=len(found.blocks))
+            return lambda number: progress.update(task, completed=number)
+
+        result = (_one if sweep is None else _sweep)(found, nbytes, given, started)
+    if plot:
+        plot.write_text(result.picture)
+    _show(result, json)
+
+
+def _sweep(
+    found: Trace, nbytes: int, given: dict[str, Any], started: Callable[[str], Callable[[int], None]]
+) -> _Result:
+    from kvtide.replay.plot import sweep_svg
+    from kvtide.replay.sweep import sweep
+
+    configs, left = _sweep_settings(found, nbytes, given["sweep"], given["policy"])
+    report = sweep(found, configs, nbytes, given["warm"] / 100, given["compare"], given["optimum"], started)
+    notes = [_blocks(report), f"{report.unlimited:.2%} would be found if nothing ever left", *left]
+    trace: Path = given["trace"]
+    return _Result(report, _sweep_table(report, trace), notes, sweep_svg(report, trace.name))
+
+
+def _one(found: Trace, nbytes: int, given: dict[str, Any], started: Callable[[str], Callable[[int], None]]) -> _Result:
+    from msgspec import structs
+
+    from kvtide.replay.compare import compare
+    from kvtide.replay.plot import svg
+    from kvtide.replay.run import replay as run
+    from kvtide.replay.speeds import measure
+
+    warm, disk = given["warm"] / 100, given["disk"]
+    wanted = {name: given[name] for name in ("dram", "nvme")}
+    wanted |= {"dram.policy": given["policy"], "nvme.policy": given["cold_policy"], "nvme.store": given["store"]}
+    settings = own = _settings(found, nbytes, wanted)
+    _check_tiers(settings, given)
+    speeds = measure(disk)
+    with tempfile.TemporaryDirectory(prefix="kvtide-replay-", dir=disk) as folder:
+        if given["real"]:
+            own = _settings(found, nbytes, wanted, folder)
+        advance = started(own.dram.policy)
+        report = run(found, own, nbytes, warm, given["optimum"], speeds, advance, given["real"])
+    if given["compare"]:
+        report = structs.replace(report, compared=list(compare(found, settings, nbytes, warm, started)))
+    trace: Path = given["trace"]
+    return _Result(report, _table(report, trace), _notes(report), svg(report, trace.name))

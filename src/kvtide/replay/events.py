@@ -36,6 +36,8 @@ class Event:
 
     blocks: tuple[Block, ...] = ()
     parent: Block | None = None
+    tokens: int = 0
+    """How many tokens a block has; 0: it was not said."""
 
 
 def batch(found: Any) -> tuple[float, list[Event]]:
@@ -69,7 +71,10 @@ def _event(found: Any) -> Event:
     parent = fields.get("parent_block_hash")
     if not all(isinstance(one, Block) for one in blocks) or not isinstance(parent, Block | None):
         raise ValueError("a hash is neither a number nor text nor bytes")
-    return Event(tuple(blocks), parent)
+    tokens = fields.get("block_size") or 0
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"block_size is {tokens!r}, no number of tokens")
+    return Event(tuple(blocks), parent, tokens)
 
 
 def batches(

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from kvtide.block import Layout
 from kvtide.config import Config
 from kvtide.errors import ConfigError
-from kvtide.index.keys import Model
+from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.replay.world import TraceClock
+from kvtide.session import Session
 from kvtide.store import Store
 from kvtide.tiers.segments import ladder
 
@@ -26,7 +28,7 @@ _TOKENS = 16
 
 
 class RealWorld:
-    """A store as ``kvtide.open`` makes it, and one session. ``config.nvme.path`` is where the colder tier lies."""
+    """A store as ``kvtide.open`` makes it, with a session for each tenant. Its NVMe is at ``config.nvme.path``."""
 
     def __init__(self, config: Config, block: int) -> None:
         if block % 8192:
@@ -39,24 +41,32 @@ class RealWorld:
         self.learning_seconds = 0.0  # learning is a thread's work here
         self.moving_seconds = 0.0
         self._block = block
+        self._model = Model(layout, "replay")
         self._store = Store(config)
-        self._session = self._store.session(Model(layout, "replay"))
+        self._sessions: dict[str, Session] = {}
         self._hits = 0
+
+    def _session(self, tenant: str) -> Session:
+        if tenant not in self._sessions:
+            whose = Tenant(tenant, blake3(tenant.encode()).digest()) if tenant else DEFAULT_TENANT
+            self._sessions[tenant] = self._store.session(self._model, whose)
+        return self._sessions[tenant]
 
     def _content(self, number: int) -> npt.NDArray[np.uint8]:
         return np.full(self._block // 8, number, np.uint64).view(np.uint8)
 
     def request(self, blocks: Sequence[int], tenant: str = "") -> Counter[str]:
         """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix."""
-        chain = self._session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
+        session = self._session(tenant)
+        chain = session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
         began = time.perf_counter()
         before = self._store.statistics().counts.get("blocks read from nvme", 0)
-        with self._session.match(chain) as match:
-            loaded = self._session.load(match).wait()
+        with session.match(chain) as match:
+            loaded = session.load(match).wait()
             found = loaded.tokens // _TOKENS
             for number, view in zip(blocks, loaded.blocks, strict=False):
                 assert np.array_equal(np.frombuffer(view, np.uint8), self._content(number)), "a wrong byte"
-            self._session.store(chain, [self._content(n) for n in blocks[found:]], start=found)
+            session.store(chain, [self._content(n) for n in blocks[found:]], start=found)
         self._store.flush()
         self.moving_seconds += time.perf_counter() - began
         below = self._store.statistics().counts.get("blocks read from nvme", 0) - before
@@ -64,16 +74,24 @@ class RealWorld:
         return Counter(dram=found - below, nvme=below)
 
     def totals(self) -> dict[str, int]:
-        """Bytes written to and read from each tier, and blocks evicted, since the beginning."""
-        counts = Counter(self._store.statistics().counts)
+        """Blocks written to, read and evicted from each tier since the beginning, and what each holds now."""
+        known = self._store.statistics()
+        counts = Counter(known.counts)
         return {
-            "dram written": (counts["blocks stored"] + counts["blocks read from nvme"]) * self._block,
-            "dram read": self._hits * self._block,
+            "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
+            "dram read": self._hits,
             "dram evicted": counts["blocks evicted from dram"],
-            "nvme written": counts["blocks written to nvme"] * self._block,
-            "nvme read": counts["blocks read from nvme"] * self._block,
+            "dram held": known.tiers["dram"].blocks,
+            "nvme written": counts["blocks written to nvme"],
+            "nvme read": counts["blocks read from nvme"],
             "nvme evicted": counts["blocks evicted from nvme"],
+            "nvme held": known.tiers["nvme"].blocks if "nvme" in known.tiers else 0,
         }
+
+    @property
+    def in_charge(self) -> str:
+        """The policy that ranks what leaves DRAM now."""
+        return self._store.statistics().pipeline.evictors["dram"].policy
 
     def close(self) -> None:
         self._store.close()

@@ -8,32 +8,49 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvtide.block import padded
 from kvtide.config import Config
-from kvtide.errors import TraceError
+from kvtide.errors import ConfigError, TraceError
 from kvtide.replay.optimum import optimum
 from kvtide.replay.real import RealWorld
 from kvtide.replay.speeds import Speeds
 from kvtide.replay.trace import Trace
 from kvtide.replay.world import World
+from kvtide.show import size
+from kvtide.tiers.segments import ladder
 
-__all__ = ["Report", "TierReport", "replay"]
+__all__ = ["Compared", "Report", "TierReport", "led", "replay", "slot_of"]
 
 _PARTS = 100
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier, over the requests that count."""
+    """One tier, over the requests that count. ``held_before`` + written - ``evicted`` = ``held``, in blocks."""
 
     name: str
     blocks: int
     """How many it can hold."""
     policy: str
     hits: int
+    """Blocks that were found here, as parts of whole prefixes."""
     hit_rate: float
-    """Of all blocks asked for, those that were found here, as parts of whole prefixes."""
+    """Of all blocks asked for."""
     bytes_read: int
+    """All hits are read from DRAM in the end: those of a colder tier are brought there first."""
     bytes_written: int
     evicted: int
+    held_before: int
+    """Blocks that it held when the first request that counts came."""
+    held: int
+    """Blocks that it held at the end."""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """Another policy for DRAM in the same tiers, over the same requests."""
+
+    policy: str
+    hits: int
+    hit_rate: float
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -43,10 +60,15 @@ class Report(msgspec.Struct, frozen=True):
     warming: int
     """Requests before the first that counts."""
     blocks: int
-    """Asked for by the requests that count."""
+    """Asked for by the requests that count: ``hits`` and ``misses``."""
+    hits: int
+    """The hits of all tiers."""
+    misses: int
     unique: int
     """Different blocks in the whole trace."""
     block_bytes: int
+    block_tokens: int | None
+    """As the trace tells, or somebody said."""
     hit_rate: float
     optimum: float | None
     """The hit rate of the best possible cache with all the tiers' room."""
@@ -59,7 +81,26 @@ class Report(msgspec.Struct, frozen=True):
     """What moving the bytes would take at the speeds that were measured, if they were."""
     tiers: list[TierReport]
     over_time: list[list[float]]
-    """For each of a hundred parts of the requests that count, in order: each tier's hit rate."""
+    """For each of at most a hundred parts of the requests that count, in order: each tier's hit rate."""
+    in_charge: list[tuple[int, str]]
+    """Which policy ranked what leaves DRAM, from which request on; only ``auto`` ever changes."""
+    compared: list[Compared] = []
+    """The same tiers with each other policy for DRAM, if that was asked for."""
+
+
+def slot_of(block: int) -> int:
+    """Bytes of a tier's budget that a block of ``block`` bytes takes."""
+    return ladder(padded(block))
+
+
+def led(report: Report) -> dict[str, int]:
+    """For how many of the requests that count each policy was in charge of DRAM."""
+    found: dict[str, int] = {}
+    ends = [number for number, _ in report.in_charge[1:]] + [report.requests]
+    for (start, name), end in zip(report.in_charge, ends, strict=True):
+        if count := max(0, end - max(start, report.warming)):
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def replay(
@@ -78,9 +119,20 @@ def replay(
     """
     if not trace.blocks:
         raise TraceError("there is no request with a full block in this trace")
+    _check_room(config, block)
     world: World | RealWorld = RealWorld(config, block) if real else World(config, block)
     with contextlib.closing(world):
         return _replay(world, trace, config, block, warm, best, speeds, progress)
+
+
+def _check_room(config: Config, block: int) -> None:
+    slot = slot_of(block)
+    for name, option, budget in (("dram", "--dram", config.dram.budget), ("nvme", "--nvme", config.nvme.budget)):
+        if budget < slot and (name == "dram" or config.nvme.path):
+            raise ConfigError(
+                f"{name}.budget is {size(budget)}, less than one block, which takes {size(slot)}: "
+                f"give {option} that much or more, or smaller blocks"
+            )
 
 
 def _replay(
@@ -97,13 +149,17 @@ def _replay(
     asked = here = below = 0
     parts = [[0, 0, 0] for _ in range(_PARTS)]
     before: dict[str, int] = {}
+    in_charge: list[tuple[int, str]] = []
     began = time.perf_counter()
     for number, blocks in enumerate(trace.blocks):
         if number == start:
             before = world.totals()
         progress(number)
-        world.clock.now = float(trace.seconds[number])
-        found = world.request(blocks.tolist())
+        leader = world.in_charge
+        if not in_charge or leader != in_charge[-1][1]:
+            in_charge.append((number, leader))
+        world.clock.now = float(trace.seconds[number] - trace.seconds[0])
+        found = world.request(blocks.tolist(), trace.tenants[number])
         if number >= start:
             asked += len(blocks)
             here += found["dram"]
@@ -111,41 +167,49 @@ def _replay(
             part = parts[(number - start) * _PARTS // (len(trace.blocks) - start)]
             for i, count in enumerate((found["dram"], found["nvme"], len(blocks))):
                 part[i] += count
+    progress(len(trace.blocks))
     seconds = time.perf_counter() - began - world.learning_seconds
-    done = {name: count - before[name] for name, count in world.totals().items()}
+    after = world.totals()
+    done = {name: count - before[name] for name, count in after.items()}
     every = sum(len(b) for b in trace.blocks)
     rooms = {"dram": config.dram.budget // world.slot}
     rooms["nvme"] = config.nvme.budget // world.slot if config.nvme.path else 0
     policies = {"dram": config.dram.policy, "nvme": config.nvme.policy}
     tiers = [
         TierReport(
-            name,
-            rooms[name],
-            policies[name],
-            hits,
-            hits / asked,
-            done[f"{name} read"],
-            done[f"{name} written"],
-            done[f"{name} evicted"],
+            name=name,
+            blocks=rooms[name],
+            policy=policies[name],
+            hits=hits,
+            hit_rate=hits / asked,
+            bytes_read=done[f"{name} read"] * block,
+            bytes_written=done[f"{name} written"] * block,
+            evicted=done[f"{name} evicted"],
+            held_before=before[f"{name} held"],
+            held=after[f"{name} held"],
         )
         for name, hits in (("dram", here), ("nvme", below))
         if rooms[name]
     ]
     stored = done["dram written"] - done["nvme read"]
     return Report(
-        len(trace.blocks),
-        start,
-        asked,
-        trace.unique,
-        block,
-        (here + below) / asked,
-        optimum(trace, sum(rooms.values()), start).hits / asked if best else None,
-        done["nvme written"] / stored if stored else 0.0,
-        1e6 * seconds / every,
-        1e6 * world.learning_seconds / every,
-        _seconds(done, speeds, world) if speeds else {},
-        tiers,
-        [[n / total for n in counts[: len(tiers)]] for *counts, total in parts if total],
+        requests=len(trace.blocks),
+        warming=start,
+        blocks=asked,
+        hits=here + below,
+        misses=asked - here - below,
+        unique=trace.unique,
+        block_bytes=block,
+        block_tokens=trace.block_tokens,
+        hit_rate=(here + below) / asked,
+        optimum=optimum(trace, sum(rooms.values()), start).hits / asked if best else None,
+        write_amplification=done["nvme written"] / stored if stored else 0.0,
+        policy_us=1e6 * seconds / every,
+        learning_us=1e6 * world.learning_seconds / every,
+        seconds=_seconds({name: count * block for name, count in done.items()}, speeds, world) if speeds else {},
+        tiers=tiers,
+        over_time=[[n / total for n in counts[: len(tiers)]] for *counts, total in parts if total],
+        in_charge=in_charge,
     )
 
 

@@ -1,21 +1,27 @@
 """Traces of requests: which blocks each prompt had, and when.
 
-Read as they are, gzipped or not:
+Read as they are, gzipped or not; docs/replay.md has the fields of each:
 
-- Mooncake's JSON lines: ``timestamp`` (ms), ``input_length``, ``hash_ids``. A last block that is not full is left out,
-  as engines never keep it.
+- what ``kvtide node --record`` writes: JSON lines, of which the first is a header with ``kvtide_trace``;
+- Mooncake's JSON lines: ``timestamp`` (ms), ``input_length``, ``hash_ids``;
+- Bailian's JSON lines: the same with ``chat_id``, and a ``timestamp`` in seconds;
 - JSON lines of agents: ``app``, ``ts`` (us), ``hash_ids``. Applications that ran at different times are laid side by
-  side.
+  side;
 - KV events as vLLM and SGLang publish them, as JSON lines or msgpack: see ``kvtide.replay.events``.
 
-A block's number need only be unique under its parent; ``chains`` gives each block, with its whole prefix, a number of
-its own.
+A last block that is not full is left out, as engines never keep it; what is left out beyond that is an error, because
+the trace then has blocks of another size than was thought: see ``kvtide.replay.block_tokens``.
+
+A block's number need only be unique under its parent; ``chains`` gives each block, with its tenant and its whole
+prefix, a number of its own.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,11 +32,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.errors import TraceError
+from kvtide.replay.block_tokens import Sizes, full_blocks
 from kvtide.replay.events import Event, batch, batches, requests
 
-__all__ = ["Request", "Trace", "chains", "read"]
+__all__ = ["Reader", "Request", "Trace", "chains", "load", "read"]
 
-_MOONCAKE_TOKENS = 512
+log = logging.getLogger("kvtide.replay")
+
+_VERSION = 1
+"""Of the traces that kvtide records."""
+_MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
+_TURNS = ("", "tool", "end")
 
 
 class Request(NamedTuple):
@@ -38,130 +50,296 @@ class Request(NamedTuple):
 
     seconds: float
     blocks: tuple[int | str | bytes, ...]
+    tenant: str = ""
+    turn: str = ""
+    """What the answer ended with: ``tool``, a call of a tool; ``end``, the end of a turn; empty: nobody knows."""
+    returns_in: float | None = None
+    """In how many seconds the prompt was expected to come back; None: nobody said."""
 
 
 class Trace(NamedTuple):
-    """Requests in order of time; each block's number stands for its whole prefix."""
+    """Requests in order of time; each block's number stands for its tenant and its whole prefix."""
 
     seconds: npt.NDArray[np.float64]
     blocks: list[npt.NDArray[np.int64]]
     unique: int
+    tenants: list[str]
+    turns: list[str]
+    returns_in: list[float | None]
+    block_tokens: int | None = None
+    """How many tokens a block has, if the trace tells or somebody said."""
+    block_bytes: int | None = None
+    """How many bytes a block had where the trace was recorded, if it tells."""
 
 
 class _Line(msgspec.Struct):
-    """A request of either kind of JSON lines; what is not there is None."""
+    """A request of any kind of JSON lines, or a header; what is not there is None."""
 
     hash_ids: tuple[int | str, ...] | None = None
     timestamp: float | None = None
     input_length: int | None = None
+    block_tokens: int | None = None
+    chat_id: int | str | None = None
     app: str = ""
     ts: float | None = None
     type: str | None = None
     events: Any = None
+    kvtide_trace: int | str | None = None
+    layout_bytes: int | None = None
+    tenant: str = ""
+    turn: int | str = ""
+    """A number in Bailian's."""
+    returns_in: float | None = None
 
 
-def read(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[Request]:
-    """The requests of a trace; those of agents and events in order of time, others as they come.
+_Found = _Line | tuple[float, list[Event]]
 
-    ``progress`` gets the bytes of the file that were read so far. Raises ``TraceError``.
+
+class Reader:
+    """The requests of a trace in order of time. Read once; raises ``TraceError``.
+
+    ``progress`` gets the bytes of the file that were read so far. With ``block_tokens`` a block has so many tokens,
+    otherwise the trace must tell.
     """
-    try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            stream: io.BufferedReader[Any] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
-            yield from _read(path, stream, lambda: progress(raw.tell()))
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} cannot be read: {error}") from error
 
+    def __init__(self, path: Path, progress: Callable[[int], None], block_tokens: int | None) -> None:
+        self.block_tokens = block_tokens
+        """Known when all was read, if at all."""
+        self.block_bytes: int | None = None
+        self._path = path
+        self._progress = progress
+        self._source = "--block-tokens" if block_tokens else ""
+        """What said so."""
 
-def _read(path: Path, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[Request]:
-    start = stream.peek(64)[:64]
-    if not start:
-        raise TraceError(f"{path} is empty")
-    if start.lstrip()[:1] not in (b"{", b"["):
-        if start.startswith(b"TIMESTAMP,"):
-            raise TraceError(f"{path} has arrivals and lengths only: without the blocks of each prompt nothing can hit")
-        yield from _in_order(Request(*r) for r in requests(batches(path, stream, tell)))
-        return
-    lines = _lines(path, stream, tell)
-    first = next(lines)
-    lines = _chain(first, lines)
-    if isinstance(first[1], _Line) and first[1].app:
-        yield from _agents(path, lines)
-    elif isinstance(first[1], _Line):
-        for number, line in lines:
-            yield from _mooncake(path, number, line)
-    else:
-        yield from _in_order(Request(*r) for r in requests(line for _, line in lines if not isinstance(line, _Line)))
-
-
-def _chain(first: tuple[int, Any], rest: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    yield first
-    yield from rest
-
-
-def _in_order(found: Iterable[Request]) -> Iterator[Request]:
-    yield from sorted(found, key=lambda request: request.seconds)
-
-
-def _lines(
-    path: Path, stream: io.BufferedReader[Any], tell: Callable[[], None]
-) -> Iterator[tuple[int, _Line | tuple[float, list[Event]]]]:
-    decode = msgspec.json.Decoder(_Line).decode
-    for number, line in enumerate(stream, 1):
-        if not number % 1000:
-            tell()
-        if not line.strip():
-            continue
+    def __iter__(self) -> Iterator[Request]:
         try:
-            if line.lstrip()[:1] == b"[":
-                yield number, batch(msgspec.json.decode(line))
+            with self._path.open("rb") as raw:
+                packed = raw.read(2) == b"\x1f\x8b"
+                raw.seek(0)
+                stream: io.BufferedReader[Any] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
+                found = list(self._read(stream, lambda: self._progress(raw.tell())))
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"{self._path} cannot be read: {error}") from error
+        yield from sorted(found, key=lambda request: request.seconds)
+
+    def _where(self, number: int) -> str:
+        return f"{self._path}, line {number}"
+
+    def _say(self, where: str, block_tokens: int, source: str) -> None:
+        """A block has so many tokens, as the trace itself says ``where``."""
+        if block_tokens <= 0:
+            raise TraceError(f"{where}: block_tokens is {block_tokens}; it must be at least 1")
+        if self.block_tokens not in (None, block_tokens):
+            raise TraceError(
+                f"{where}: blocks of {block_tokens} tokens, but {self._source} says {self.block_tokens}: a trace must "
+                f"have one size of block" + ("; leave --block-tokens out" if self._source == "--block-tokens" else "")
+            )
+        if self.block_tokens is None:
+            self.block_tokens, self._source = block_tokens, source
+
+    # -- which kind of trace it is ------------------------------------------------------------------------
+
+    def _read(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[Request]:
+        start = stream.peek(64)[:64]
+        if not start:
+            raise TraceError(f"{self._path} is empty")
+        if start.lstrip()[:1] not in (b"{", b"["):
+            if start.startswith(b"TIMESTAMP,"):
+                raise TraceError(
+                    f"{self._path} has arrivals and lengths only: without the blocks of each prompt nothing can hit"
+                )
+            yield from self._events(batches(self._path, stream, tell))
+            return
+        lines = self._lines(stream, tell)
+        number, first = next(lines, (0, None))
+        if first is None:
+            raise TraceError(f"{self._path} has no request")
+        if not isinstance(first, _Line):
+            yield from self._events(self._only_events(itertools.chain([(number, first)], lines)))
+            return
+        if first.kvtide_trace is not None:
+            self._header(self._where(number), first)
+            yield from self._recorded(self._only_requests(lines))
+            return
+        rest = self._only_requests(itertools.chain([(number, first)], lines))
+        if first.app:
+            yield from self._agents(rest)
+        elif first.chat_id is not None:
+            yield from self._prompts(rest, _BAILIAN_TOKENS, 1.0, lambda line: line.chat_id is not None, "chat_id")
+        else:
+            yield from self._prompts(rest, _MOONCAKE_TOKENS, 1e-3, lambda line: line.chat_id is None, "no chat_id")
+
+    def _lines(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[tuple[int, _Found]]:
+        decode = msgspec.json.Decoder(_Line).decode
+        recorded = False
+        for number, line in enumerate(stream, 1):
+            if not number % 1000:
+                tell()
+            if not line.strip():
                 continue
-            found = decode(line)
-            if found.events is not None or found.type is not None:
-                yield number, batch(msgspec.json.decode(line))
-                continue
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise TraceError(f"{path}, line {number}: {error}") from error
-        if found.hash_ids is None:
-            raise TraceError(f"{path}, line {number}: a request without hash_ids; see docs/replay.md for what is read")
-        yield number, found
-    tell()
+            try:
+                if line.lstrip()[:1] == b"[":
+                    yield number, batch(msgspec.json.decode(line))
+                    continue
+                found = decode(line)
+                recorded = recorded or found.kvtide_trace is not None
+                # Bailian's requests have a type too: of what was asked for.
+                if found.events is not None or (found.type is not None and found.hash_ids is None):
+                    yield number, batch(msgspec.json.decode(line))
+                    continue
+            except (msgspec.DecodeError, ValueError, TypeError) as error:
+                if recorded and not line.endswith(b"\n"):
+                    log.warning(
+                        "%s: the last line is cut off, as when the recording is killed; it is left out",
+                        self._where(number),
+                    )
+                    break
+                raise TraceError(f"{self._where(number)}: {error}") from error
+            yield number, found
+        tell()
+
+    def _only_requests(self, lines: Iterator[tuple[int, _Found]]) -> Iterator[tuple[str, _Line]]:
+        for number, line in lines:
+            where = self._where(number)
+            if not isinstance(line, _Line):
+                raise TraceError(f"{where}: KV events among requests; a trace must be of one kind")
+            if line.kvtide_trace is not None:
+                raise TraceError(f"{where}: the header of another recording; replay each on its own")
+            if line.hash_ids is None:
+                raise TraceError(f"{where}: a request without hash_ids; see docs/replay.md for what is read")
+            if line.input_length is not None and line.input_length < 0:
+                raise TraceError(f"{where}: a prompt of {line.input_length} tokens")
+            yield where, line
+
+    def _only_events(self, lines: Iterator[tuple[int, _Found]]) -> Iterator[tuple[float, list[Event]]]:
+        for number, line in lines:
+            if isinstance(line, _Line):
+                raise TraceError(f"{self._where(number)}: no KV event among KV events; a trace must be of one kind")
+            yield line
+
+    # -- each kind ----------------------------------------------------------------------------------------
+
+    def _events(self, found: Iterator[tuple[float, list[Event]]]) -> Iterator[Request]:
+        tokens: set[int] = set()
+
+        def seen() -> Iterator[tuple[float, list[Event]]]:
+            for seconds, events in found:
+                tokens.update(event.tokens for event in events if event.tokens)
+                yield seconds, events
+
+        yield from (Request(seconds, blocks) for seconds, blocks in requests(seen()))
+        if len(tokens) == 1:  # a model with several kinds of layers may have blocks of several sizes
+            self._say(f"{self._path}", tokens.pop(), "the trace")
+
+    def _prompts(
+        self,
+        lines: Iterator[tuple[str, _Line]],
+        usual: int,
+        unit: float,
+        alike: Callable[[_Line], bool],
+        wanted: str,
+    ) -> Iterator[Request]:
+        """Requests with a time, and most often a length. ``unit``: how many seconds the unit of time has."""
+        held: list[tuple[str, _Line]] = []
+        sizes = Sizes()
+        for where, line in lines:
+            if line.timestamp is None:
+                raise TraceError(f"{where}: a request needs timestamp and hash_ids")
+            if not alike(line):
+                raise TraceError(f"{where}: the first request has {wanted}, this one does not: two kinds of traces")
+            if line.block_tokens is not None:
+                self._say(where, line.block_tokens, where)
+            if line.input_length is not None and self.block_tokens is None:
+                sizes.see(where, line.input_length, len(line.hash_ids or ()))
+            held.append((where, line))
+        if self.block_tokens is None and any(line.input_length is not None for _, line in held):
+            self.block_tokens = sizes.choose(f"{self._path}", usual)
+        for where, line in held:
+            blocks = self._full(where, line)
+            if blocks and line.timestamp is not None:
+                yield Request(line.timestamp * unit, blocks)
+
+    def _full(self, where: str, line: _Line) -> tuple[int | str, ...]:
+        """The full blocks of a request."""
+        named, tokens, size = line.hash_ids or (), line.input_length, self.block_tokens
+        if tokens is None or size is None:
+            return named
+        full = full_blocks(tokens, len(named), size)
+        if full is None:
+            fitting = Sizes()
+            fitting.see(where, tokens, len(named))
+            raise TraceError(
+                f"{where}: input_length {tokens} is {tokens // size} full blocks of {size} tokens, but there are "
+                f"{len(named)} hash_ids, as for blocks of {fitting}; give another --block-tokens, or leave it out "
+                f"to have it found"
+            )
+        return named[:full]
+
+    def _header(self, where: str, line: _Line) -> None:
+        if line.kvtide_trace != _VERSION:
+            raise TraceError(
+                f"{where}: a trace of version {line.kvtide_trace!r}; this kvtide reads version {_VERSION}: "
+                "replay it with the kvtide that recorded it"
+            )
+        if line.block_tokens is None:
+            raise TraceError(f"{where}: the header has no block_tokens")
+        if line.layout_bytes is not None and line.layout_bytes <= 0:
+            raise TraceError(f"{where}: layout_bytes is {line.layout_bytes}; it must be at least 1")
+        self._say(where, line.block_tokens, "the header")
+        self.block_bytes = line.layout_bytes
+
+    def _recorded(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[Request]:
+        for where, line in lines:
+            if line.timestamp is None or line.input_length is None:
+                raise TraceError(f"{where}: a recorded request needs timestamp, input_length and hash_ids")
+            if line.block_tokens is not None:
+                self._say(where, line.block_tokens, where)
+            if not isinstance(line.turn, str) or line.turn not in _TURNS:
+                raise TraceError(f"{where}: turn is {line.turn!r}; it must be 'tool', 'end' or absent")
+            if line.returns_in is not None and line.returns_in < 0:
+                raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be at least 0")
+            if blocks := self._full(where, line):
+                yield Request(line.timestamp / 1000, blocks, line.tenant, line.turn, line.returns_in)
+
+    def _agents(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[Request]:
+        found: list[tuple[str, float, tuple[int | str, ...]]] = []
+        first: dict[str, float] = {}
+        for where, line in lines:
+            if not line.app or line.hash_ids is None or line.ts is None:
+                raise TraceError(f"{where}: a request of an agent needs app, ts and hash_ids")
+            first[line.app] = min(first.get(line.app, line.ts), line.ts)
+            found.append((line.app, line.ts, line.hash_ids))
+        # By whole microseconds: seconds would round some to the same moment.
+        found.sort(key=lambda r: r[1] - first[r[0]])
+        yield from (Request((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
 
 
-def _mooncake(path: Path, number: int, line: Any) -> Iterator[Request]:
-    if not isinstance(line, _Line) or line.hash_ids is None or line.timestamp is None:
-        raise TraceError(f"{path}, line {number}: a request needs timestamp and hash_ids")
-    if line.input_length is not None and line.input_length < 0:
-        raise TraceError(f"{path}, line {number}: a prompt of {line.input_length} tokens")
-    full = len(line.hash_ids) if line.input_length is None else line.input_length // _MOONCAKE_TOKENS
-    if blocks := line.hash_ids[:full]:
-        yield Request(line.timestamp / 1000, blocks)
-
-
-def _agents(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[Request]:
-    found: list[tuple[str, float, tuple[int | str, ...]]] = []
-    first: dict[str, float] = {}
-    for number, line in lines:
-        if not isinstance(line, _Line) or line.hash_ids is None or line.ts is None:
-            raise TraceError(f"{path}, line {number}: a request of an agent needs app, ts and hash_ids")
-        first[line.app] = min(first.get(line.app, line.ts), line.ts)
-        found.append((line.app, line.ts, line.hash_ids))
-    # By whole microseconds: seconds would round some to the same moment.
-    found.sort(key=lambda r: r[1] - first[r[0]])
-    yield from (Request((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
+def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Reader:
+    """The requests of a trace in order of time, one by one."""
+    return Reader(path, progress, block_tokens)
 
 
 def chains(found: Iterable[Request]) -> Trace:
     """All requests of a trace, their blocks as numbers that stand for whole prefixes."""
     names: dict[tuple[int, int | str | bytes], int] = {}
-    seconds, blocks = [], []
+    roots: dict[str, int] = {}
+    """Below zero, one for each tenant: no two have a block in common, whatever its number."""
+    trace = Trace(np.zeros(0), [], 0, [], [], [])
+    seconds = []
     for request in found:
-        parent, chain = -1, []
+        parent, chain = roots.setdefault(request.tenant, -1 - len(roots)), []
         for block in request.blocks:
             parent = names.setdefault((parent, block), len(names))
             chain.append(parent)
         seconds.append(request.seconds)
-        blocks.append(np.array(chain, np.int64))
-    return Trace(np.array(seconds), blocks, len(names))
+        trace.blocks.append(np.array(chain, np.int64))
+        trace.tenants.append(request.tenant)
+        trace.turns.append(request.turn)
+        trace.returns_in.append(request.returns_in)
+    return trace._replace(seconds=np.array(seconds), unique=len(names))
+
+
+def load(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Trace:
+    """A whole trace, with what it tells of its blocks."""
+    reader = read(path, progress, block_tokens)
+    return chains(reader)._replace(block_tokens=reader.block_tokens, block_bytes=reader.block_bytes)

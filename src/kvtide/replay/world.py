@@ -32,7 +32,7 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["TraceClock", "World"]
 
 COLD = 1
-_PART = 64 << 20
+_PART = 64
 _ROOT = bytes(32)
 
 
@@ -61,8 +61,8 @@ class World:
         self._names: dict[tuple[str, int], BlockKey] = {}
         self._geometry = Geometry(1, block)
         self._identities: dict[str, Identity] = {}
-        self._part = max(1, min(_PART // self._geometry.footprint, config.dram.budget // self.slot // 4))
-        """Blocks that are moved at a time."""
+        self._part = max(1, min(_PART, config.dram.budget // self.slot // 4))
+        """Blocks that are moved at a time. Not bytes: hit rates and speed shall not depend on how large a block is."""
         memory, disk = config.dram, config.nvme
         self.dram = HollowDram(memory.budget, memory.segment, self._geometry.footprint)
         self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
@@ -103,16 +103,23 @@ class World:
         return ladder(self._geometry.footprint)
 
     def totals(self) -> dict[str, int]:
-        """Bytes written to and read from each tier, and blocks evicted, since the beginning."""
-        counts, size = self.pipeline.counts, self._geometry.footprint
+        """Blocks written to, read and evicted from each tier since the beginning, and what each holds now."""
+        counts = self.pipeline.counts
         return {
-            "dram written": (counts["blocks stored"] + counts["blocks read from nvme"]) * size,
-            "dram read": self._hits * size,
+            "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
+            "dram read": self._hits,
             "dram evicted": counts["blocks evicted from dram"],
-            "nvme written": counts["blocks written to nvme"] * size,
-            "nvme read": counts["blocks read from nvme"] * size,
+            "dram held": int(np.count_nonzero(self.index.state[DRAM] == SEALED)),
+            "nvme written": counts["blocks written to nvme"],
+            "nvme read": counts["blocks read from nvme"],
             "nvme evicted": counts["blocks evicted from nvme"],
+            "nvme held": int(np.count_nonzero(self.index.state[COLD] == SEALED)),
         }
+
+    @property
+    def in_charge(self) -> str:
+        """The policy that ranks what leaves DRAM now."""
+        return self.policy.in_charge
 
     def _name(self, number: int, tenant: str) -> BlockKey:
         found = self._names.get((tenant, number))
@@ -177,4 +184,5 @@ class World:
         lease.release()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """End the threads of DRAM's books: a comparison makes many of these, one after another."""
+        self.dram.close()

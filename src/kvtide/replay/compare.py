@@ -1,0 +1,40 @@
+"""The same tiers with every other policy for DRAM: what was won or lost by the one that is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import inspect, structs
+
+from kvtide.config import Config, Dram
+from kvtide.replay.run import Compared, replay
+from kvtide.replay.trace import Trace
+
+__all__ = ["compare", "policies", "with_policy"]
+
+
+def policies() -> tuple[str, ...]:
+    """Every name that ``dram.policy`` may have."""
+    (kind,) = (field.type for field in structs.fields(Dram) if field.name == "policy")
+    known: Any = inspect.type_info(kind)
+    names: tuple[str, ...] = known.type.values
+    return names
+
+
+def with_policy(config: Config, name: str) -> Config:
+    """The same configuration with that policy for DRAM."""
+    return structs.replace(config, dram=structs.replace(config.dram, policy=name))
+
+
+def compare(
+    trace: Trace, config: Config, block: int, warm: float, progress: Callable[[str], Callable[[int], None]]
+) -> Iterator[Compared]:
+    """A replay, without bytes, with each policy for DRAM that is not the configured one.
+
+    ``progress`` is called with a policy's name when its replay begins, and answers what is told its requests.
+    """
+    for name in policies():
+        if name != config.dram.policy:
+            found = replay(trace, with_policy(config, name), block, warm, best=False, progress=progress(name))
+            yield Compared(name, found.hits, found.hit_rate)
