@@ -224,6 +224,7 @@ def test_a_reserved_share_is_recorded_too(tmp_path: Path) -> None:
 def test_nobody_can_tell_what_was_asked(tmp_path: Path) -> None:
     """Neither tokens, keys, names nor digests are there; and two recordings of the same have no number in common."""
     asked, model = [([7_777_777] * SIZE + [8_888_888] * SIZE, OTHER_TENANT), (prompt(1, 2), None)], "Secret-Model-70B"
+    hidden = ["7777777,", "8888888,", "Secret", OTHER_TENANT.name, OTHER_TENANT.tag.hex()]
     found = []
     for name in ("one.jsonl", "two.jsonl"):
         with opened(tmp_path, name) as store:
@@ -231,12 +232,9 @@ def test_nobody_can_tell_what_was_asked(tmp_path: Path) -> None:
                 with store.session(Model(PLAIN, model), *([tenant] if tenant else [])) as session:
                     ask(session, tokens)
                     digests = session.chain(tokens).digests
-                    raw = (tmp_path / name).read_bytes()
-                    assert not any(d in raw or d.hex().encode() in raw for d in digests)
+                    hidden += [str(int.from_bytes(d[:7], "little") >> 3) for d in digests] + [d.hex() for d in digests]
         text = (tmp_path / name).read_text()
-        for hidden in ("7777777", "8888888", "Secret", OTHER_TENANT.name, OTHER_TENANT.tag.hex()):
-            assert f'"{hidden}' not in text
-            assert hidden not in [str(n) for line in read(tmp_path / name)[1] for n in line["hash_ids"]]
+        assert not [secret for secret in hidden if secret in text]
         found.append(read(tmp_path / name)[1])
     for part in ("hash_ids", "tenant"):
         one, two = ({str(line.get(part)) for line in lines} - {"None"} for lines in found)
