@@ -109,8 +109,9 @@ class Recorder:
         self._shape: Shape | None = None
         self._queue: deque[_Request] = deque()
         self._waiting = 0
-        self._lock = threading.Lock()
-        """Guards the queue and the counts. Nobody writes to the file under it."""
+        self._lock = threading.RLock()
+        """Guards the queue and the counts. Nobody writes to the file under it. A signal handler may match while its own
+        thread has it."""
         self._wake = threading.Event()
         self._closing = False
         self._ended = False
