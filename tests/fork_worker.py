@@ -277,6 +277,20 @@ def owner_stays(folder: Path) -> Any:
     return {"locked": locked, "flushed": flushed}
 
 
+def recorded(folder: Path) -> Any:
+    """A child has nothing of a recording, even where a thread of its parent's just records; the parent records on."""
+    file = folder / "trace.jsonl"
+    store = kvtide.open(**settings(folder, record={"path": str(file)}))
+    assert store.recorder is not None
+    with store.session(MODEL) as session:
+        session.match(tokens(1)).release()
+        with holding([store.recorder._lock]):
+            said = in_child(lambda: [answer(lambda: session.match(tokens(2))), answer(store.close), descriptors(file)])
+        session.match(tokens(3)).release()
+    store.close()
+    return {"said": said, "lines": file.read_text().splitlines()}
+
+
 def _work(session: Session, queue: Any) -> None:
     queue.put(answer(lambda: session.match(tokens(1))))
 

@@ -52,6 +52,14 @@ def test_every_verb_of_an_inherited_client_is_refused(tmp_path: Path) -> None:
     assert seen["good"], "the parent's connection goes on"
 
 
+def test_a_recording_is_the_parents_alone(tmp_path: Path) -> None:
+    seen = run("recorded", tmp_path)
+    matched, closed, left = seen["said"]
+    assert matched.startswith("ForkedError")
+    assert (closed, left) == ("fine", [])
+    assert len(seen["lines"]) == 1 + 2, "a header, and what the parent asked for"
+
+
 def test_a_parent_that_has_closed_leaves_no_lock_to_its_child(tmp_path: Path) -> None:
     assert run("lock_after_close", tmp_path) == "fine"
 

@@ -43,7 +43,8 @@ def test_every_metric_is_there_as_the_catalogue_says(tmp_path: Path) -> None:
     client = ClientStatistics(1, True, 1.0, 1, 2, 3, 4, 5, 6, 7)
     files = {"path": str(tmp_path / "shared"), "budget": "1GiB"}
     share = {"budget": "4MiB", "reserved": f"{'0' * 32}:1MiB"}
-    with open_store(tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share) as store:
+    record = {"path": str(tmp_path / "trace.jsonl")}
+    with open_store(tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share, record=record) as store:
         seen = Seen(store, NodeStatistics(clients=[client, client]))
     for metric in METRICS:
         family = seen.families[metric.name.removesuffix("_total")]

@@ -28,7 +28,7 @@ RANKS = [
     ["binding", "block", "capacity", "config", "door"],
     ["security"],
     ["events", "tiers", "index"],
-    ["plan", "shares", "storages"],
+    ["plan", "recorder", "shares", "storages"],
     ["transfer"],
     ["adoption", "housekeeping", "statistics"],
     ["desk", "forgetting"],

@@ -194,6 +194,19 @@ class Security(_Section, frozen=True):
     audit: Annotated[str, _path("File of the audit log; empty: audit.jsonl beside the key file.")] = ""
 
 
+class Record(_Section, frozen=True):
+    """Which prompts are asked for, written down without their content, for kvtide replay."""
+
+    path: Annotated[
+        str,
+        _path(
+            "New file for a recording, gzip if its name ends in .gz; or a folder, in which each start gets a file of "
+            "its own; empty: nothing is recorded."
+        ),
+    ] = ""
+    limit: Annotated[int, _size("Bytes of the file at which recording ends.", ge=4096)] = GiB
+
+
 class Node(_Section, frozen=True):
     """A store in a process of its own."""
 
@@ -265,6 +278,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plan: Plan = field(default_factory=Plan)
     naming: Naming = field(default_factory=Naming)
     security: Security = field(default_factory=Security)
+    record: Record = field(default_factory=Record)
     node: Node = field(default_factory=Node)
     engine: Engine = field(default_factory=Engine)
 

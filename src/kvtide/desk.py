@@ -25,6 +25,7 @@ from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
+from kvtide.recorder import Shape
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
@@ -45,6 +46,10 @@ class Names(Protocol):
 
     @property
     def blocks(self) -> int: ...
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the prompt has, those after its last full block too; less where nobody has said."""
 
     @property
     def joined(self) -> bytes:
@@ -112,10 +117,12 @@ class Desk(Protocol):
     def first_part(self) -> int:
         """Bytes that a store begins with: few where colder tiers wait for them, many where a part costs a message."""
 
-    def match(self, names: Names, have: int, prefill: Prefill | None, again: bool = False) -> Holding:
+    def match(
+        self, names: Names, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+    ) -> Holding:
         """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already.
 
-        ``again``: it is part of a use of these blocks that was counted before.
+        ``again``: it is part of a use of these blocks that was counted before. ``record``: see ``Session.match``.
         """
 
     def find(self, names: Names) -> list[bool]:
@@ -231,11 +238,20 @@ class LocalDesk:
         self.pins = Pins(charge)
         self._recent = Recent(self._index)
         self._more = partial(store.search.pending, layout, self._identities)
+        self._recorder = store.recorder
+        self._shape = Shape(tokens, self._footprint)
+        self._tenant, self._tag = tenant, tag
 
     # -- reading ------------------------------------------------------------------------------------------
 
     def match(
-        self, names: Names, have: int, prefill: Prefill | None, again: bool = False, room: int | None = None
+        self,
+        names: Names,
+        have: int,
+        prefill: Prefill | None,
+        again: bool = False,
+        record: bool = True,
+        room: int | None = None,
     ) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
@@ -244,13 +260,19 @@ class LocalDesk:
             now = self.store.sweep()
             with self._index.lock:
                 try:
-                    return self._match(names, have, cost, room, now, again)
+                    found = self._match(names, have, cost, room, now, again)
                 except BaseException:
                     self._pipeline.repair()
                     raise
         finally:
             if self._ready:  # whoever waited for what was given up or repaired here
                 self._pipeline.call_ready()
+        if self._recorder is not None and record and not again:
+            # What a client says of its prompt's length is believed only as far as its blocks show it.
+            full = names.blocks * self._shape.block_tokens
+            tokens = names.tokens if 0 <= names.tokens - full < self._shape.block_tokens else full
+            self._recorder.request(names.joined, tokens, self._shape, self._tenant, self._tag)
+        return found
 
     def _match(
         self, names: Names, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.histogram import HistogramStatistics
+from kvtide.recorder import REASONS, RecorderStatistics
 from kvtide.statistics import Statistics, TenantStatistics
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ def _lane(read: str, write: str) -> _Source:
 def _budget(value: Callable[[BudgetStatistics], float]) -> _Source:
     """Of every shared storage that has a byte budget."""
     return lambda store, _: [((name,), value(budget)) for name, budget in store.budgets.items()]
+
+
+def _recorder(value: Callable[[RecorderStatistics], float]) -> _Source:
+    return lambda store, _: [] if store.recorder is None else [((), value(store.recorder))]
+
+
+def _unrecorded(store: Statistics, _: NodeStatistics | None) -> _Samples:
+    if store.recorder is not None:
+        for reason in REASONS:
+            yield (reason,), store.recorder.dropped.get(reason, 0)
 
 
 def _count(text: str) -> _Source:
@@ -288,6 +299,20 @@ METRICS = (
         "Blocks that were not stored for it, or not loaded; see the reasons in docs/glossary.md.",
         _tenant(lambda t: t.refused),
         ("tenant", "reason"),
+    ),
+    # recordings
+    Metric(
+        "kvtide_recording",
+        "1 while requests are recorded, 0 when that has ended. Only where record.path is set, as the next three.",
+        _recorder(lambda r: r.active),
+    ),
+    Metric("kvtide_recorded_requests_total", "Requests in the recording.", _recorder(lambda r: r.requests)),
+    Metric("kvtide_recorded_bytes_total", "Bytes of its file.", _recorder(lambda r: r.bytes_written)),
+    Metric(
+        "kvtide_unrecorded_requests_total",
+        "Requests that are not in it: queue full, other block size, recording has ended.",
+        _unrecorded,
+        ("reason",),
     ),
     # who is there
     Metric(

@@ -218,6 +218,7 @@ class Session:
         prefill: Prefill | None = None,
         wait: float = 0.0,
         again: bool = False,
+        record: bool = True,
     ) -> Match:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
@@ -226,6 +227,9 @@ class Session:
         load than to compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at
         most. ``again`` says that this is part of one use of the prompt, for which there was a match before: it is not
         counted as another, neither in the statistics nor for eviction.
+
+        A recording of requests (``record.path``) has one for each match, without those ``again``. Of a request that is
+        matched several times because more was pending, the first match alone should ``record``.
         """
         chain = self._chain(tokens, extras)
         if type(have) is not int or not 0 <= have <= _MOST:
@@ -237,15 +241,18 @@ class Session:
         end, pause = 0.0, _PAUSE
         if wait:
             end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
-        while (match := self._match(chain, have, prefill, again)).pending and (left := end - time.monotonic()) > 0:
+        while (match := self._match(chain, have, prefill, again, record)).pending:
+            if (left := end - time.monotonic()) <= 0:
+                break
+            record = False
             match.release()
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST)
         return match
 
     @_inside
-    def _match(self, chain: Chain, have: int, prefill: Prefill | None, again: bool) -> Match:
-        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill, again))
+    def _match(self, chain: Chain, have: int, prefill: Prefill | None, again: bool, record: bool) -> Match:
+        match = Match(self, chain, self._desk.match(chain, have // self.layout.block_tokens, prefill, again, record))
         self._rights[id(match)] = weakref.ref(match)
         return match
 
@@ -312,7 +319,7 @@ class Session:
     ) -> Transfer:
         """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
         deadline = arguments.seconds(deadline, "deadline")
-        match = self.match(tokens, extras, prefill=0)
+        match = self.match(tokens, extras, prefill=0, record=False)  # the request itself is still to come
         try:
             load = self.load(match, deadline=deadline)
             load.transfer.on_end(match.release)

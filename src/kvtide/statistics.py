@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvtide.events import FeedStatistics
 from kvtide.index.account import Account
 from kvtide.plan.planner import PlannerStatistics
+from kvtide.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
 from kvtide.tiers.purse import BudgetStatistics
 from kvtide.transfer.lane import LaneStatistics
@@ -85,3 +86,5 @@ class Statistics:
     """Of shared storage that has one."""
     scratch: ScratchStatistics = field(default_factory=ScratchStatistics)
     """But for that of reserved shares."""
+    recorder: RecorderStatistics | None = None
+    """Where requests are recorded."""

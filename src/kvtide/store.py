@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ from kvtide.plan.learner import Learner
 from kvtide.plan.planner import Planner, Source
 from kvtide.plan.quota import Quota
 from kvtide.plan.uses import Uses
+from kvtide.recorder import Recorder
+from kvtide.security.audit import audit_of
 from kvtide.security.ring import Ring, open_ring
 from kvtide.session import Home
 from kvtide.shares import Shares, divide
@@ -67,6 +70,8 @@ from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
 
 __all__ = ["Statistics", "Store"]
+
+log = logging.getLogger("kvtide.store")
 
 NVME = 1
 _SCRATCH, _PART = 64 << 20, 8
@@ -136,6 +141,9 @@ class Store(Home):
             self._uses = Uses(self.index, self.clock)
             ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
             self._uses.serve(ranking)
+            self.recorder: Recorder | None = within.recorder if within else self._open_recorder()
+            if self.recorder is not None and not within:
+                undo.callback(self.recorder.close)
             self._orphans = Orphans(self.index)
             self._housekeeper = Housekeeper(self, self.clock)
             undo.callback(self._housekeeper.close)
@@ -184,6 +192,23 @@ class Store(Home):
                 self._measuring.start()
             self.pipeline.bring_down()
             undo.pop_all()
+
+    def _open_recorder(self) -> Recorder | None:
+        settings = self.config.record
+        if not settings.path:
+            return None
+        recorder = Recorder(Path(settings.path), settings.limit, self.clock)
+        try:
+            if (audit := audit_of(self.config.security, self.clock)) is not None:
+                audit.record("record requests", "begun", file=str(recorder.path.absolute()))
+        except BaseException:
+            recorder.close()
+            raise
+        log.warning(
+            "requests of all tenants are recorded in %s: lengths, times and which blocks they share, but no content",
+            recorder.path.absolute(),
+        )
+        return recorder
 
     def _open_nvme(self, disk: Disk | None) -> Cold:
         settings, security = self.config.nvme, self.config.security
@@ -608,6 +633,7 @@ class Store(Home):
                 sum(pool.most for pool in self._scratch),
                 sum(pool.limit for pool in self._scratch),
             ),
+            self.recorder.statistics() if self.recorder is not None and not self._within else None,
         )
 
     def _tenants(self) -> dict[str, TenantStatistics]:
@@ -641,6 +667,8 @@ class Store(Home):
         # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
         with stack:
             self._ended = True
+            if self.recorder is not None and not self._within:
+                to_the_end(self.recorder.close)  # early: what follows may take longer than a node may
             for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
                 to_the_end(
                     functools.partial(listener.close, cold.patience or 0.0)

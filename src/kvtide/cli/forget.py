@@ -53,7 +53,7 @@ def forget(
     from kvtide.security.keyfile import KeyFile
     from kvtide.store import Store
 
-    settings = configuration.read(file)
+    settings = configuration.read(file, overrides={"record.path": ""})  # nothing is asked for here
     tag, log = tag_of(tenant), log_of(settings.security)
     nodes: list[tuple[str, Callable[[], Client | Afar]]] = [
         (str(path), partial(Client, path)) for path in sockets or ()

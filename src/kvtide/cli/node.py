@@ -28,6 +28,18 @@ def node(
         str | None,
         typer.Option(help="Serve /healthz, /metrics and /status there, 127.0.0.1:9410 say, instead of node.http."),
     ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write down which blocks all prompts have, without their content, for kvtide replay FILE; instead of "
+            "record.path. The file must be new. A folder: each start gets a file of its own there. .gz: compressed.",
+        ),
+    ] = None,
+    record_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of that file at which recording ends, instead of record.limit."),
+    ] = None,
     stop_seconds: Annotated[
         float, typer.Option(help="How long a stop may take to write down what is worth keeping.")
     ] = 30.0,
@@ -55,7 +67,8 @@ def node(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    settings = configuration.read(file, overrides={} if http is None else {"node.http": http})
+    options = {"node.http": http, "record.path": record, "record.limit": record_limit}
+    settings = configuration.read(file, overrides={name: v for name, v in options.items() if v is not None})
     bind(settings.node.cpus, unbind)
     if detach:
         run.detach(lambda ready: run.serve(settings, socket, stop_seconds, idle_seconds, ready))

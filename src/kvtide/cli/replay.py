@@ -83,9 +83,9 @@ def _nbytes(option: str, text: str, unique: int, slot: int) -> int:
     return blocks * slot
 
 
-_NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": ""}
+_NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": "", "record.path": ""}
 _NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.key_file": "", "security.audit": ""}
-"""What a replay with real bytes leaves alone: storage that others use, keys, and the log of who did what."""
+"""What a replay with real bytes leaves alone: storage that others use, keys, and logs of what was done."""
 
 
 def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "") -> Config:

@@ -93,6 +93,10 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         f"loads from colder tiers: {loads.under_way:,} under way" + (f", {ended}" if ended else ""),
         *(f"{n:,} {name}" for name, n in store.counts.items() if _odd(name)),
     ]
+    if (recorder := store.recorder) is not None:
+        state = "requests are recorded" if recorder.active else "recording of requests has ended"
+        lost = "".join(f", {n:,} left out: {reason}" for reason, n in recorder.dropped.items())
+        notes.append(f"{state}: {recorder.requests:,} requests, {size(recorder.bytes_written)}{lost}")
     # Without a token or certificate a node does not tell over HTTP which processes there are.
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
     title += f"{_span(node.seconds)}, {node.requests:,} requests"

@@ -59,7 +59,8 @@ class Chunks:
         end, came = since + self._deadline, list[bool]()
         while len(came) < len(keys) and (left := end - time.monotonic()) > 0:
             part = slice(len(came), len(came) + self._step)
-            with self._session.match(self.prompt(keys[part]), prefill=0) as match:  # vLLM has decided to load them
+            # vLLM has decided to load them. They are no prompt, but what it knows to be here of one.
+            with self._session.match(self.prompt(keys[part]), prefill=0, record=False) as match:
                 load = self._session.load(match, rows[part][: match.blocks], deadline=left)
                 came += [True] * load.wait().tokens
             if len(came) < min(part.stop, len(keys)):

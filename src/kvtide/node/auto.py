@@ -92,6 +92,7 @@ def home(config: Config) -> tuple[Config, Path]:
         files=_absolute(config.files, "path"),
         objects=_absolute(config.objects, "certificate"),
         security=_absolute_source(_absolute(config.security, "key_file", "audit"), "key_source"),
+        record=_absolute(config.record, "path"),
         node=_absolute_source(_absolute(config.node, "certificate", "authority"), "tokens"),
         engine=Engine(),
     )

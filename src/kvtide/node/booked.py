@@ -52,6 +52,7 @@ class Names:
                 f"a prompt of {self.blocks} blocks is too long; {work.BLOCKS} of all groups together go at a time"
             )
         self._tag = tag
+        self.tokens = 0
         self.joined = digests
         self._tokens = tokens
         self._size = size
@@ -245,9 +246,11 @@ class Booked:
         if len(self.holdings) + len(self.reservations) >= _RIGHTS:
             raise RightError(f"this session holds {_RIGHTS} rights; release some")
 
-    def match(self, number: int, names: Names, have: int, prefill: Prefill | None, again: bool) -> LocalHolding:
+    def match(
+        self, number: int, names: Names, have: int, prefill: Prefill | None, again: bool, record: bool
+    ) -> LocalHolding:
         """Hold what is found, under that number."""
-        holding = self.desk.match(names, have, prefill, again, self._account.room_for(self.desk, names, have))
+        holding = self.desk.match(names, have, prefill, again, record, self._account.room_for(self.desk, names, have))
         self.holdings[number] = holding
         self._account.hold(holding, self.desk)
         return holding

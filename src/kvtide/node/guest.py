@@ -367,7 +367,8 @@ class Guest:
             raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
         prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
         names, number = self._names(session, o.digests), next(self._numbers)
-        found = session.match(number, names, o.have if o.have < names.blocks else names.blocks, prefill, o.again)
+        names.tokens, have = o.tokens, o.have if o.have < names.blocks else names.blocks
+        found = session.match(number, names, have, prefill, o.again, o.record)
         plan = found.plan
         return p.Matched(
             number,

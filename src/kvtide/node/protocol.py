@@ -213,6 +213,10 @@ class Match(_Message, tag="match"):
     by ``prefill``."""
     again: bool = False
     """Whether it is part of a use of these blocks that was counted before: nothing is counted then."""
+    tokens: int = 0
+    """Of the prompt, those after its last full block too; 0: unknown. For recordings."""
+    record: bool = True
+    """Whether it is a request of its own in a recording: see ``Session.match``."""
 
 
 class Find(_Message, tag="find"):

@@ -186,11 +186,14 @@ class RemoteDesk:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def match(self, names: Names, have: int, prefill: Prefill | None, again: bool = False) -> RemoteHolding:
+    def match(
+        self, names: Names, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+    ) -> RemoteHolding:
         try:
             line, session = self._session()
             speed, cost = self._wired(prefill, have, names.blocks)
-            found = line.ask_one(p.Match(session, names.joined, min(have, names.blocks), speed, cost, again))
+            had = min(have, names.blocks)
+            found = line.ask_one(p.Match(session, names.joined, had, speed, cost, again, names.tokens, record))
             assert isinstance(found, p.Matched)
             line.own(found.holding, found.slots or ())
             return RemoteHolding(self, line, have, found)

@@ -7,6 +7,7 @@ held at the node, and no half has met what it did not expect.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -50,7 +51,9 @@ DURABLE = prompt(1, 600)
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    running = Node(tmp_path_factory.mktemp("node"))
+    folder = tmp_path_factory.mktemp("node")
+    (folder / "recorded").mkdir()
+    running = Node(folder, RECORD_PATH=str(folder / "recorded"))
     yield running
     running.kill()
 
@@ -118,6 +121,32 @@ def _counted(running: Engine, name: str, before: dict[str, float]) -> dict[str, 
     """All figures, when that one has grown."""
     found = running.metrics()
     return found if found[f"vllm:{name}"] > before[f"vllm:{name}"] else {}
+
+
+def test_a_request_is_one_line_of_a_recording(first: Engine, node: Node, client: Client) -> None:
+    """Whether it is computed or loaded, and though the engine asks for each at every step while it waits."""
+
+    def recorded() -> int:
+        found = client.statistics().recorder
+        return 0 if found is None else found.requests
+
+    asked = [prompt(30, 600), prompt(30, 600), *(prompt(30, 300) + prompt(31 + i, 300) for i in range(4))]
+    before = recorded()
+    for tokens in asked[:2]:
+        ask(first, tokens, **TOLD)
+        at_rest(client)
+    first.reset_prefix_cache()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(first.complete, asked[2:]))
+    at_rest(client)
+    eventually(lambda: recorded() >= before + len(asked))
+    assert recorded() == before + len(asked)
+    lines = (node.folder / "recorded" / "trace-0001.jsonl").read_text().splitlines()[1 + before :]
+    found = [json.loads(line)["hash_ids"] for line in lines]
+    assert [len(blocks) for blocks in found] == [2] * len(asked)
+    assert found[0] == found[1]
+    assert len({blocks[0] for blocks in found}) == 1
+    assert len({blocks[1] for blocks in found}) == 5
 
 
 def test_prompts_at_borders(plain: Engine, first: Engine, client: Client) -> None:

@@ -168,8 +168,8 @@ class Scheduler:
             return None
         r.heard = self._now()
         chain, tenancy = r.named(self._tenancies, *unnamed)
-        match, crew = tenancy.longest(chain, r.extras, have, prefill)
-        r.pending = match.pending
+        match, crew = tenancy.longest(chain, r.extras, have, prefill, record=not r.matched)
+        r.pending, r.matched = match.pending, True
         if not have < match.tokens <= self._loadable(r):
             match.release()
             return None

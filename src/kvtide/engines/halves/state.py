@@ -49,6 +49,8 @@ class State:
     """When the thread that talks to the node turned to that question; 0: it is busy with others."""
     pending: bool = False
     """Whether the next block was just being written when it was last asked for."""
+    matched: bool = False
+    """Whether the node was asked for it before."""
     skip: int = 0
     """How often the engine may ask, until the node is asked again."""
     offer: Offer | None = None

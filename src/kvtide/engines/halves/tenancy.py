@@ -56,14 +56,17 @@ class Tenancy:
     def own(self) -> _Face:
         return self.faces[0]
 
-    def longest(self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None) -> tuple[Match, Crew]:
-        """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it."""
-        best, crew = self.own.session.match(chain, have=have, prefill=prefill), self.own.crew
+    def longest(
+        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
+    ) -> tuple[Match, Crew]:
+        """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it. ``record``:
+        it is the first time that this request asks."""
+        best, crew = self.own.session.match(chain, have=have, prefill=prefill, record=record), self.own.crew
         for face in self.faces[1:]:
             if best.blocks == chain.blocks:
                 break
             try:
-                other = face.session.match(chain.named, extras, have=have, prefill=prefill)
+                other = face.session.match(chain.named, extras, have=have, prefill=prefill, record=False)
             except BaseException:
                 best.release()
                 raise
