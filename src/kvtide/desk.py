@@ -25,6 +25,7 @@ from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
+from kvtide.plan.uses import Turn
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
 from kvtide.transfer.transfer import Transfer
@@ -154,6 +155,9 @@ class Desk(Protocol):
 
     def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
         """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
+
+    def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
+        """Blocks were used, and this is known of their next use; see ``Session.expect``. Waits for nothing."""
 
     def close(self) -> None:
         """The session has ended, and has given back its rights."""
@@ -578,6 +582,11 @@ class LocalDesk:
     def expiry(self, ttl: float | None) -> float:
         """When a block expires that lives ``ttl`` seconds from now on."""
         return float("inf") if ttl is None else self.store.clock.time() + ttl
+
+    def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
+        self.store.sweep()
+        with self._index.lock:
+            self._pipeline.expect([self._rows(names, g, None) for g in self.layout.groups], turn, returns_in)
 
     def close(self) -> None:
         more = True

@@ -131,6 +131,11 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
     return found.items()
 
 
+_HINTS = {
+    "tool": "hints: the turn ended in a tool",
+    "end": "hints: the turn ended",
+    "returns_in": "hints: expected back",
+}
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
@@ -220,6 +225,12 @@ METRICS = (
         "1 for the policy that decides now what leaves.",
         lambda s, _: (((name, e.policy), 1) for name, e in s.pipeline.evictors.items()),
         ("tier", "policy"),
+    ),
+    Metric(
+        "kvtide_hints_total",
+        "What callers said of prompts' next use: the turn ended in a tool, it ended, when they are expected back.",
+        lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _HINTS.items()),
+        ("kind",),
     ),
     Metric(
         "kvtide_refused_blocks_total",

@@ -40,10 +40,10 @@ from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Ma
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
-from kvtide.plan.evict import Evictor, EvictorStatistics
+from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
-from kvtide.plan.uses import Uses
+from kvtide.plan.uses import Turn, Uses
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.ascent import Ascent, LoadStatistics
@@ -257,6 +257,22 @@ class Pipeline:
             wanted = rows[cold.admission.on_touch(rows)]
             if len(wanted):
                 self._descent.write(cold, wanted)
+
+    def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
+        """The blocks of a prompt, those of each group head first, were used, and this is known of their next use. Under
+        the index's lock."""
+        rooms: dict[int, int] = {}
+        if returns_in is not None:
+            rooms[DRAM] = room(self._dram)
+            rooms |= {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
+        for some in rows:
+            self._uses.expect(some, turn, returns_in, rooms)
+        if turn == "tool":
+            self.counts["hints: the turn ended in a tool"] += 1
+        elif turn == "end":
+            self.counts["hints: the turn ended"] += 1
+        if returns_in is not None:
+            self.counts["hints: expected back"] += 1
 
     # -- after an interruption ----------------------------------------------------------------------------
 
