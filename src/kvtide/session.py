@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Home", "Session", "WriteArguments"]
+__all__ = ["Home", "Session", "WriteArguments", "hints"]
 
 _PART = 4096
 """Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
@@ -96,18 +96,15 @@ def _priority(priority: int) -> int:
     return priority
 
 
-def _turn(turn: Turn | None) -> Turn | None:
+def hints(turn: Turn | None, returns_in: float | None) -> tuple[Turn | None, float | None]:
+    """What is said of a prompt's next use, checked: see ``Session.expect``."""
     if turn is not None and arguments.text(turn, "turn") not in get_args(Turn):
         raise LayoutError(f'turn is {turn!r}; give "tool", "end" or None')
-    return turn
-
-
-def _returning(returns_in: float | None) -> float | None:
     if returns_in is None:
-        return None
+        return turn, None
     if not 0 < (found := arguments.real(returns_in, "returns_in")) < math.inf:
         raise LayoutError(f"returns_in is {returns_in}, not a time to come; give seconds, more than 0, or None")
-    return min(found, _DAY)
+    return turn, min(found, _DAY)
 
 
 class Home:
@@ -610,7 +607,8 @@ class Session:
 
         Both are hints. Nothing is held and nothing is waited for, and of blocks that are gone nothing is remembered.
         """
-        chain, turn, returns_in = self._chain(tokens, extras), _turn(turn), _returning(returns_in)
+        chain = self._chain(tokens, extras)
+        turn, returns_in = hints(turn, returns_in)
         if chain.blocks and (turn is not None or returns_in is not None):
             self._desk.expect(chain, turn, returns_in)
 

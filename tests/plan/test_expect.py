@@ -95,6 +95,18 @@ def test_without_hints_kinds_are_those_of_no_hint() -> None:
     assert (forest.index.kind[forest.chain((1, 2))] % 3 == 0).all(), "a use begins anew"
 
 
+def test_a_hint_that_comes_before_the_last_blocks_are_written_is_not_lost() -> None:
+    with open_store(dram={"policy": "reuse"}) as store, store.session(MODEL) as session:
+        keep(session, 1)
+        with session.reserve(prompt(1, 2, 3), start=1) as reservation:
+            session.expect(prompt(1, 2, 3), turn="end")
+            reservation.seal()
+        rows = store.index.rows(session.chain(prompt(1, 2, 3)).keys(b"full"))
+        assert (store.index.kind[rows] % 3 == 2).all()
+        keep(session, 1, 4)
+        assert store.index.kind[store.index.rows(session.chain(prompt(1, 4)).keys(b"full"))[1]] % 3 == 0
+
+
 def tools(rounds: int) -> Iterator[tuple[tuple[int, ...], Turn]]:
     """Prompts of one shape: those that end in a tool's call come back, after many others, and the others do not."""
     for number in range(rounds):

@@ -133,7 +133,9 @@ class Uses:
             if np.count_nonzero(fresh):
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.returns[rows] = returns
-            self._note(rows, returns, len(rows), fresh)
+            # Others may write the last blocks of a prompt, and be through with it only after its caller's hint.
+            told = max(0, int(self._index.kind[rows[-1]])) % len(_TOLD)
+            self._note(rows, returns, len(rows), ~_all(len(rows)) if told else fresh, told)
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
@@ -146,10 +148,12 @@ class Uses:
             priorities = self._index.priority[rows]
             self._latest[int(priorities.min()) if np.count_nonzero(priorities) else 0] = tick
 
-    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask) -> None:
+    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask, told: int = 0) -> None:
         self._time += len(rows)
         self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
         kinds = self._kinds(returns, length)
+        if told:
+            kinds += np.int16(told)
         self._index.kind[rows] = kinds
         # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
         whole = kinds if len(rows) == length else None
@@ -200,7 +204,7 @@ class Uses:
 
     def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> None:
         """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long."""
-        ticks = int(returns_in * self.clockwork.rate(self._tick))
+        ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
         room = rooms.get(DRAM, 0)
         if 0 < ticks <= LONGEST * room:
             self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
