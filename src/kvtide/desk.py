@@ -20,6 +20,7 @@ from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index import slices
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
+from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
@@ -39,6 +40,8 @@ __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "Persisting", "
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
 _FIRST_PART = 8 << 20
+_BROUGHT = 8
+"""One part in so many of DRAM may be brought back at a time for one prompt that is expected."""
 
 
 class Names(Protocol):
@@ -193,6 +196,24 @@ class LocalHolding(Holding):
             lease.release()
 
 
+class _Digests:
+    """A prompt of which nothing but the names of its blocks is known. ``tag`` ends them."""
+
+    def __init__(self, joined: bytes, tag: bytes) -> None:
+        self.joined = joined
+        self.blocks = len(joined) // 32
+        self._tag = tag
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        return [BlockKey(self.parent(i + 1) + suffix + self._tag) for i in range(self.blocks)]
+
+    def parent(self, block: int) -> bytes:
+        return self.joined[32 * block - 32 : 32 * block] if block else ROOT
+
+    def tokens_of(self, block: int) -> bytes:
+        return b""
+
+
 class LocalDesk:
     """The desk of a store in this process."""
 
@@ -222,6 +243,7 @@ class LocalDesk:
             )
             for g in layout.groups
         }
+        self._tag = tag
         self.asker = {who.group: who.fingerprint for who in self._identities.values()}
         """By what ends the keys of each group: the fingerprint of its blocks."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
@@ -243,6 +265,8 @@ class LocalDesk:
     ) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
+        if self.store.returns.wants_uses and not again:
+            self.store.returns.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
         try:
             now = self.store.sweep()
@@ -586,9 +610,34 @@ class LocalDesk:
     def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
         self.store.sweep()
         with self._index.lock:
-            self._pipeline.expect([self._rows(names, g, None) for g in self.layout.groups], turn, returns_in)
+            rows = {g.name: self._rows(names, g, None) for g in self.layout.groups}
+            self._pipeline.expect(list(rows.values()), turn, returns_in)
+        if returns_in is not None and (nbytes := self._nbytes(rows)):
+            self.store.returns.expect(self, names.joined, nbytes, returns_in)
+
+    def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
+        names = _Digests(joined, self._tag)
+        holding = self.match(names, 0, 0, again=True, room=self._budget // _BROUGHT)
+        begun: Transfer | None = None
+        try:
+            with self._index.lock:
+                if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
+                    rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
+                    self._pipeline.keep_expected(rows, seconds)
+                    begun = Transfer.within(self.store.clock, None, 0.0)
+            if begun is not None:
+                begun.on_end(holding.release)
+                wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+                for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
+                    if not count:  # memory would have to be taken from the system: nobody waits for that here
+                        begun.cancel()
+        finally:
+            if begun is None:
+                holding.release()
+        return begun
 
     def close(self) -> None:
+        self.store.returns.forget(self)
         more = True
         while more:
             with self._index.lock:

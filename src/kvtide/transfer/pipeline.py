@@ -261,18 +261,42 @@ class Pipeline:
     def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
         """The blocks of a prompt, those of each group head first, were used, and this is known of their next use. Under
         the index's lock."""
-        rooms: dict[int, int] = {}
-        if returns_in is not None:
-            rooms[DRAM] = room(self._dram)
-            rooms |= {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
         for some in rows:
-            self._uses.expect(some, turn, returns_in, rooms)
+            self._uses.expect(some, turn, None, {})
+        if returns_in is not None:
+            self.keep_expected(rows, returns_in)
         if turn == "tool":
             self.counts["hints: the turn ended in a tool"] += 1
         elif turn == "end":
             self.counts["hints: the turn ended"] += 1
         if returns_in is not None:
             self.counts["hints: expected back"] += 1
+
+    def keep_expected(self, rows: Sequence[Rows], seconds: float) -> None:
+        """The blocks of a prompt, those of each group head first, are expected back in so many seconds. Under the
+        index's lock."""
+        rooms = {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
+        rooms[DRAM] = room(self._dram)
+        for some in rows:
+            self._uses.expect(some, None, seconds, rooms)
+
+    def may_bring(self, rows: Rows, nbytes: int) -> bool:
+        """Whether there is room in DRAM for what is not there of so many bytes of blocks that are expected: without
+        taking that of a block of higher priority, or of one that is expected itself. Under the index's lock."""
+        away = rows[self._index.state[DRAM][rows] == ABSENT]
+        if not len(away):
+            return False
+        with self._dram.book_lock:
+            free = self._dram.segments.budget - self._dram.segments.used
+        if free >= nbytes:
+            return True
+        leaving = self._evictor.coldest(len(away))
+        index = self._index
+        return (
+            len(leaving) == len(away)
+            and index.priority[leaving].max() <= index.priority[away].min()
+            and index.used[leaving].max() <= self._uses.now()
+        )
 
     # -- after an interruption ----------------------------------------------------------------------------
 
