@@ -624,16 +624,20 @@ class LocalDesk:
                 if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
                     rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
                     self._pipeline.keep_expected(rows, seconds)
-                    begun = Transfer.within(self.store.clock, None, 0.0)
+                    begun = Transfer.within(self.store.clock, seconds, 0.0)
             if begun is not None:
                 begun.on_end(holding.release)
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
                 for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
                     if not count:  # memory would have to be taken from the system: nobody waits for that here
                         begun.cancel()
-        finally:
-            if begun is None:
-                holding.release()
+        except BaseException:
+            if begun is not None:
+                begun.cancel()
+            holding.release()
+            raise
+        if begun is None:
+            holding.release()
         return begun
 
     def close(self) -> None:

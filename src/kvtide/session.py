@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import numpy.typing as npt
 
@@ -27,7 +27,7 @@ from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Token
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.plan.prefill import Prefill, PrefillCost
-from kvtide.plan.uses import Turn
+from kvtide.plan.uses import TURNS, Turn
 from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
@@ -98,7 +98,7 @@ def _priority(priority: int) -> int:
 
 def hints(turn: Turn | None, returns_in: float | None) -> tuple[Turn | None, float | None]:
     """What is said of a prompt's next use, checked: see ``Session.expect``."""
-    if turn is not None and arguments.text(turn, "turn") not in get_args(Turn):
+    if turn is not None and arguments.text(turn, "turn") not in TURNS:
         raise LayoutError(f'turn is {turn!r}; give "tool", "end" or None')
     if returns_in is None:
         return turn, None

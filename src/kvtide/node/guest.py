@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from types import GeneratorType
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -39,7 +39,7 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.plan.prefill import PrefillCost
-from kvtide.plan.uses import Turn
+from kvtide.plan.uses import TURNS
 from kvtide.security.ring import OWN
 from kvtide.transfer.pipeline import Drop, Expiring
 from kvtide.transfer.written import Flushed, Unwritten
@@ -67,7 +67,6 @@ _WHOLE = 1 << 16
 """Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
 _DAY = 86400.0
 """Seconds after which a prompt may be expected, at most."""
-_TURNS: dict[str, Turn] = {turn: turn for turn in get_args(Turn)}
 _GROWING = 1.0
 """Seconds that a client waits for memory which is being taken, before it is given what there is. It waits no longer for
 any answer than twice that."""
@@ -599,7 +598,7 @@ class Guest:
             raise LayoutError(f"returns_in is {o.returns_in}, not a time to come")
         names = self._names(session, o.digests)
         returns_in = None if o.returns_in is None else min(o.returns_in, _DAY)
-        session.desk.expect(names, _TURNS.get(o.turn), returns_in)
+        session.desk.expect(names, TURNS.get(o.turn), returns_in)
 
     def _all_of(self, step: Callable[[], bool]) -> Iterator[int]:
         """Call ``step``, each a slice of the index's, until it is False; then the request's next operation is done."""

@@ -26,16 +26,29 @@ from kvtide.plan.ahead import LONGEST, Ahead
 from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
-__all__ = ["Turn", "Uses"]
+__all__ = ["TURNS", "Turn", "Uses"]
 
 Turn = Literal["tool", "end"]
 """How a turn ended: in a call of a tool, whose result comes back soon, or with an answer to a user."""
+TURNS: Mapping[str, Turn] = {"tool": "tool", "end": "end"}
+"""By its word; any other says nothing."""
 
-_TOLD: Mapping[Turn | None, int] = {None: 0, "tool": 1, "end": 2}
-_TRAITS = (7, 5, 4, 4, len(_TOLD))
-"""How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks, what the
-caller said of the turn's end."""
-_BUCKET = (240 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
+_RETURNS = 7
+"""Of how many returns of a block are told apart."""
+_COARSE = np.array([0, 1, 1, 1, 2, 2, 2])
+"""The same, told apart less, for blocks of which the caller has said how the turn ended: those are fewer, and all of
+these kinds cost time whenever something is learned."""
+_TOLD: Mapping[Turn, int] = {"tool": 0, "end": 1}
+_ENDS = 3
+"""Kinds of returns for each end of a turn."""
+_TRAITS = (_RETURNS + _ENDS * len(_TOLD), 5, 4, 4)
+"""How many values each trait of a kind has: returns of the block, for each end of a turn that was told anew; turn,
+length of the prompt, its new blocks."""
+_OTHERS = 80
+"""Values of the other traits together."""
+_UNTOLD = _RETURNS * _OTHERS
+"""Kinds from this on are those of which the caller has said how the turn ended."""
+_BUCKET = (_OTHERS * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
 """By count of returns: the first trait, as it counts in the number of a kind."""
 _NEXT = np.append(np.minimum(np.arange(1, MANY + 2), MANY), 1).astype(np.int16)
 """By count of returns: the next one; after none that is known, the last entry, the first."""
@@ -52,6 +65,8 @@ _LASTING = 200_000
 
 _ALL = np.ones(1 << 16, np.bool_)
 """For ``_all``: making one costs as much as several other steps of a use."""
+
+Numbers = npt.NDArray[np.float64]
 
 _Note = tuple[Marks, Kinds, Counts, Mask, Mask, int]
 """Blocks, their kinds and returns; which of them have come to the end of what they were before, which were asked for or
@@ -134,8 +149,12 @@ class Uses:
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.returns[rows] = returns
             # Others may write the last blocks of a prompt, and be through with it only after its caller's hint.
-            told = max(0, int(self._index.kind[rows[-1]])) % len(_TOLD)
-            self._note(rows, returns, len(rows), ~_all(len(rows)) if told else fresh, told)
+            last = int(self._index.kind[rows[-1]])
+            if last < _UNTOLD:
+                self._note(rows, returns, len(rows), fresh)
+            else:
+                end = (last // _OTHERS - _RETURNS) // _ENDS
+                self._note(rows, returns, len(rows), ~_all(len(rows)), end)
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
@@ -148,12 +167,12 @@ class Uses:
             priorities = self._index.priority[rows]
             self._latest[int(priorities.min()) if np.count_nonzero(priorities) else 0] = tick
 
-    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask, told: int = 0) -> None:
+    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask, end: int = -1) -> None:
         self._time += len(rows)
         self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
         kinds = self._kinds(returns, length)
-        if told:
-            kinds += np.int16(told)
+        if end >= 0:
+            kinds = _told(kinds, end)
         self._index.kind[rows] = kinds
         # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
         whole = kinds if len(rows) == length else None
@@ -170,7 +189,7 @@ class Uses:
         turn = min(int(returns[known - 1]), 4) if known > 1 else 0
         size = min(max(int((math.log2(length) - self._length) / 1.5 + 2), 0), 3)
         new = min(((length - known + 1).bit_length() - 1) // 2, 3)
-        return _BUCKET[returns] + np.int16((turn * 16 + size * 4 + new) * len(_TOLD))
+        return _BUCKET[returns] + np.int16(turn * 16 + size * 4 + new)
 
     def expect(self, rows: Rows, turn: Turn | None, returns_in: float | None, rooms: Mapping[int, int]) -> None:
         """The caller is through with blocks of one chain, head first, and says how its turn ended and in how many
@@ -191,10 +210,10 @@ class Uses:
         unknown = kinds < 0
         if np.count_nonzero(unknown):
             kinds[unknown] = self._kinds(returns, len(rows))[unknown]
-        new = kinds % len(_TOLD) == 0
+        new = kinds < _UNTOLD
         if not np.count_nonzero(new):
             return
-        kinds[new] += np.int16(_TOLD[turn])
+        kinds[new] = _told(kinds[new], _TOLD[turn])
         self._index.kind[rows] = kinds
         for policy in self._policies:
             policy.used(rows, kinds, self._time)
@@ -206,12 +225,12 @@ class Uses:
         """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long."""
         ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
         room = rooms.get(DRAM, 0)
-        if 0 < ticks <= LONGEST * room:
+        if ticks <= LONGEST * room:
             self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
-        time = ticks * self._time // max(self._tick, 1)
+        time = max(1, ticks * self._time // max(self._tick, 1))
         for tier, until in self._index.until.items():
             room = rooms.get(tier, 0)
-            if 0 < time <= LONGEST * room:
+            if time <= LONGEST * room:
                 ahead = self._terms_ahead.setdefault(tier, Ahead())
                 ahead.keep(until, rows, self._time, self._time + time, room)
 
@@ -276,28 +295,44 @@ class Uses:
         self.history.fade(fresh)
 
 
+def _told(kinds: Kinds, end: int) -> Kinds:
+    """What blocks of these kinds are when the caller has said how the turn ended."""
+    first, others = np.divmod(kinds, _OTHERS)
+    return ((_RETURNS + _ENDS * end + _COARSE[first]) * _OTHERS + others).astype(np.int16)
+
+
+def _shares(curves: Curves) -> tuple[Numbers, Numbers]:
+    """Of each kind of which nothing was said yet, by returns and other traits: how many are told later, with each end;
+    and how many are not."""
+    rates = curves.rates.reshape(-1, _OTHERS)
+    used = np.zeros((_ENDS, _OTHERS))
+    np.add.at(used, _COARSE, rates[:_RETURNS])
+    ends = rates[_RETURNS:].reshape(len(_TOLD), _ENDS, _OTHERS)
+    shares = ends / np.maximum(np.maximum(used, ends.sum(axis=0)), 1e-12)
+    found = shares[:, _COARSE]
+    return found, 1 - found.sum(axis=0)
+
+
 def _until_told(curves: Curves) -> Curves:
     """For policies: where most blocks of a kind are told apart later, it is to stay until then and no longer."""
-    rates = curves.rates.reshape(-1, len(_TOLD))
-    told = np.minimum(rates[:, 1:].sum(axis=1) / np.maximum(rates[:, 0], 1e-12), 1.0)
-    hits = curves.hits.reshape(*rates.shape, -1).copy()
-    most = np.where(told > _HABIT, _NEARLY * told, 1.0)
-    hits[:, 0] = np.minimum(hits[:, 0], most[:, np.newaxis])
-    return Curves(hits.reshape(curves.hits.shape), curves.time, curves.rates)
+    _, rest = _shares(curves)
+    told = (1 - rest).reshape(-1, 1)
+    hits = curves.hits.copy()
+    hits[:_UNTOLD] = np.minimum(hits[:_UNTOLD], np.where(told > _HABIT, _NEARLY * told, 1.0))
+    return Curves(hits, curves.time, curves.rates)
 
 
 def _after_told(curves: Curves) -> Curves:
     """For those who decide for good when a prompt is stored: blocks of whose turn nothing is said yet become what is
     said later of as many, and only the rest stays what it is."""
-    rates = curves.rates.reshape(-1, len(_TOLD))
-    become = rates.copy()
-    become[:, 0] = np.maximum(rates[:, 0] - rates[:, 1:].sum(axis=1), 0.0)
-    total = become.sum(axis=1, keepdims=True)
-    become = np.where(total > 0, become / np.maximum(total, 1e-12), [1.0] + [0.0] * (len(_TOLD) - 1))
+    shares, rest = _shares(curves)
 
-    def mixed(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        found = table.reshape(*rates.shape, -1).copy()
-        found[:, 0] = np.einsum("kt,kta->ka", become, found)
+    def mixed(table: Numbers) -> Numbers:
+        by_returns = table.reshape(-1, _OTHERS, table.shape[1])
+        ends = by_returns[_RETURNS:].reshape(len(_TOLD), _ENDS, *by_returns.shape[1:])[:, _COARSE]
+        found = by_returns.copy()
+        found[:_RETURNS] *= rest[..., np.newaxis]
+        found[:_RETURNS] += (shares[..., np.newaxis] * ends).sum(axis=0)
         return found.reshape(table.shape)
 
     return Curves(mixed(curves.hits), mixed(curves.time), curves.rates)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from blake3 import blake3
@@ -21,7 +20,7 @@ from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor, room
-from kvtide.plan.uses import Turn, Uses
+from kvtide.plan.uses import TURNS, Uses
 from kvtide.tiers.base import Identity
 from kvtide.tiers.hollow import Hollow, HollowDram
 from kvtide.tiers.segments import ladder
@@ -122,7 +121,7 @@ class World:
         return found
 
     def request(
-        self, blocks: Sequence[int], tenant: str = "", turn: Turn | Literal[""] = "", returns_in: float | None = None
+        self, blocks: Sequence[int], tenant: str = "", turn: str = "", returns_in: float | None = None
     ) -> Counter[str]:
         """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
 
@@ -144,10 +143,10 @@ class World:
         if lease is not None:
             lease.release()
         self._store(keys, len(found), identity)
-        if turn or returns_in is not None:
+        if turn in TURNS or returns_in is not None:
             with index.lock:
                 rows = index.rows(keys)
-                line.expect([rows[rows > 0]], turn or None, returns_in)
+                line.expect([rows[rows > 0]], TURNS.get(turn), returns_in)
         if self.uses.due.is_set():
             began = time.perf_counter()
             self.uses.learn()

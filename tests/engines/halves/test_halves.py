@@ -363,7 +363,7 @@ def test_a_hint_that_cannot_be_costs_nothing_but_a_warning(
     assert not caplog.messages
     assert read_wishes({"ttl": 5, **wrong}) == Wishes(ttl=5)
     (said,) = caplog.messages
-    assert "are ignored" in said
+    assert "is ignored" in said
     with pytest.raises(ConfigError, match="returns_inn"):
         read_wishes({"returns_inn": 5})
 

@@ -48,6 +48,8 @@ NOTHING = Wishes(no_store=True, no_load=True)
 """Of a request that asked for what it may not have: it is computed, and leaves no trace."""
 
 
+_SHOWN = 200
+"""Letters of what a client sent that a warning tells."""
 _OTHERS = ("do_remote_", "remote_", "tp_size")
 """What begins so is for connectors that hand requests from one engine to another; they may stand beside us."""
 
@@ -60,9 +62,8 @@ def read_wishes(given: Mapping[str, object] | None) -> Wishes:
         msgspec.convert(hints, _Hints)
         ours |= hints
     except msgspec.ValidationError as e:
-        log.warning(
-            'kv_transfer_params: hints %r are ignored: %s; turn is "tool" or "end", returns_in seconds', hints, e
-        )
+        shown = repr(hints)[:_SHOWN]
+        log.warning('kv_transfer_params: %s is ignored: %s; turn is "tool" or "end", returns_in seconds', shown, e)
     try:
         return msgspec.convert(ours, Wishes)
     except msgspec.ValidationError as e:
