@@ -112,8 +112,8 @@ class Returns:
                 self._strike(before)
             self._known.setdefault(desk, {}).setdefault(found.blocks, {})[found.last] = found
             self._waiting[found.place] = found
-            insort(self._places, found.place)
             self._blocks += found.blocks
+            insort(self._places, found.place)
             while len(self._places) > _PROMPTS or self._blocks > _BLOCKS:
                 self._strike(self._waiting[self._places[-1]])
         self._wake()
@@ -136,6 +136,7 @@ class Returns:
             for some in list(self._known.get(desk, {}).values()):
                 for found in list(some.values()):
                     self._strike(found)
+            self._known.pop(desk, None)
             left = [t for e, t in self._under_way.items() if e.desk is desk and t is not None]
         for transfer in left:
             transfer.cancel()
@@ -145,18 +146,24 @@ class Returns:
         self._take(found)
         if found in self._brought:
             self._brought.remove(found)
-        lengths = self._known[found.desk]
-        del lengths[found.blocks][found.last]
-        if not lengths[found.blocks]:
-            del lengths[found.blocks]
+        lengths = self._known.get(found.desk, {})
+        some = lengths.get(found.blocks, {})
+        some.pop(found.last, None)
+        if not some:
+            lengths.pop(found.blocks, None)
         if not lengths:
-            del self._known[found.desk]
+            self._known.pop(found.desk, None)
 
     def _take(self, found: _Expected) -> None:
-        """It is not to be looked at any more. Under the lock."""
-        if self._waiting.pop(found.place, None) is not None:
-            del self._places[bisect_left(self._places, found.place)]
-            self._blocks -= found.blocks
+        """It is not to be looked at any more. Under the lock.
+
+        Its place goes first, and comes last: whoever is interrupted leaves no place without a prompt.
+        """
+        at = bisect_left(self._places, found.place)
+        if at < len(self._places) and self._places[at] == found.place:
+            del self._places[at]
+            self._blocks = self._blocks - found.blocks if self._places else 0
+        self._waiting.pop(found.place, None)
 
     # -- for the housekeeping thread ----------------------------------------------------------------------
 
