@@ -215,6 +215,7 @@ class World:
             "prefetch": lambda: session.prefetch(prompt(known)).wait(60),
             "drop": lambda: session.drop(prompt(self.new())),
             "pin": pin,
+            "expect": lambda: session.expect(prompt(known), turn="tool", returns_in=1000),
         }
 
 
@@ -225,7 +226,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     world.store.close()
 
 
-VERBS = ["store", "durable", "match", "load", "copy", "reserve", "prefetch", "drop", "pin"]
+VERBS = ["store", "durable", "match", "load", "copy", "reserve", "prefetch", "drop", "pin", "expect"]
 
 
 def interrupt(world: World, verb: str, at: int) -> bool:

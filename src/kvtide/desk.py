@@ -20,11 +20,13 @@ from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index import slices
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
+from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.recent import Part, Recent, Resident
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
+from kvtide.plan.uses import Turn
 from kvtide.recorder import Shape
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import Pledge
@@ -39,6 +41,8 @@ __all__ = ["Collected", "Desk", "Holding", "LocalDesk", "Names", "Persisting", "
 _AFTER = 16
 """Beginnings that are remembered of a prompt."""
 _FIRST_PART = 8 << 20
+_BROUGHT = 8
+"""One part in so many of DRAM may be brought back at a time for one prompt that is expected."""
 
 
 class Names(Protocol):
@@ -162,6 +166,9 @@ class Desk(Protocol):
     def expire(self, names: Names, start: int, ttl: float | None, timeout: float | None) -> int:
         """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
 
+    def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
+        """Blocks were used, and this is known of their next use; see ``Session.expect``. Waits for nothing."""
+
     def close(self) -> None:
         """The session has ended, and has given back its rights."""
 
@@ -196,6 +203,24 @@ class LocalHolding(Holding):
             lease.release()
 
 
+class _Digests:
+    """A prompt of which nothing but the names of its blocks is known. ``tag`` ends them."""
+
+    def __init__(self, joined: bytes, tag: bytes) -> None:
+        self.joined = joined
+        self.blocks = len(joined) // 32
+        self._tag = tag
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        return [BlockKey(self.parent(i + 1) + suffix + self._tag) for i in range(self.blocks)]
+
+    def parent(self, block: int) -> bytes:
+        return self.joined[32 * block - 32 : 32 * block] if block else ROOT
+
+    def tokens_of(self, block: int) -> bytes:
+        return b""
+
+
 class LocalDesk:
     """The desk of a store in this process."""
 
@@ -225,6 +250,7 @@ class LocalDesk:
             )
             for g in layout.groups
         }
+        self._tag = tag
         self.asker = {who.group: who.fingerprint for who in self._identities.values()}
         """By what ends the keys of each group: the fingerprint of its blocks."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
@@ -255,6 +281,8 @@ class LocalDesk:
     ) -> LocalHolding:
         """``room``: bytes that may be held at most, if that is less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
+        if self.store.returns.wants_uses and not again:
+            self.store.returns.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
         try:
             now = self.store.sweep()
@@ -601,7 +629,41 @@ class LocalDesk:
         """When a block expires that lives ``ttl`` seconds from now on."""
         return float("inf") if ttl is None else self.store.clock.time() + ttl
 
+    def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
+        self.store.sweep()
+        with self._index.lock:
+            rows = {g.name: self._rows(names, g, None) for g in self.layout.groups}
+            self._pipeline.expect(list(rows.values()), turn, returns_in)
+        if returns_in is not None and (nbytes := self._nbytes(rows)):
+            self.store.returns.expect(self, names.joined, nbytes, returns_in)
+
+    def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
+        names = _Digests(joined, self._tag)
+        holding = self.match(names, 0, 0, again=True, room=self._budget // _BROUGHT)
+        begun: Transfer | None = None
+        try:
+            with self._index.lock:
+                if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
+                    rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
+                    self._pipeline.keep_expected(rows, seconds)
+                    begun = Transfer.within(self.store.clock, seconds, 0.0)
+            if begun is not None:
+                begun.on_end(holding.release)
+                wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+                for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
+                    if not count:  # memory would have to be taken from the system: nobody waits for that here
+                        begun.cancel()
+        except BaseException:
+            if begun is not None:
+                begun.cancel()
+            holding.release()
+            raise
+        if begun is None:
+            holding.release()
+        return begun
+
     def close(self) -> None:
+        self.store.returns.forget(self)
         more = True
         while more:
             with self._index.lock:

@@ -1,9 +1,9 @@
-"""The thread of a store that removes what has expired.
+"""The thread of a store that removes what has expired, and brings back what is expected.
 
-It sleeps until something expires, and then works in slices (``kvtide.index.slices``), so that no caller waits long for
-it. It starts when the first block gets an expiry, ends when the store is closed, and does not keep a store alive that
-nobody else has any more. A call that comes when something has expired does one slice itself: where no thread can be
-started, the work is still done, a little with every call.
+It sleeps until something is due, and then works in slices (``kvtide.index.slices``), so that no caller waits long for
+it. It starts when the first block gets an expiry or is expected back, ends when the store is closed, and does not keep
+a store alive that nobody else has any more. A call that comes when something has expired does one slice itself: where
+no thread can be started, the work is still done, a little with every call.
 
 Time is that of the store's clock. If that is turned by hand (``kvtide.testing.clock``) it wakes the thread; if the
 system's clock jumps, the next call does.

@@ -142,6 +142,12 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
     return found.items()
 
 
+_HINTS = {
+    "tool": "hints: the turn ended in a tool",
+    "end": "hints: the turn ended",
+    "returns_in": "hints: expected back",
+}
+_BROUGHT = {"begun": "prompts brought back", "in time": "prompts brought back in time"}
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
@@ -231,6 +237,18 @@ METRICS = (
         "1 for the policy that decides now what leaves.",
         lambda s, _: (((name, e.policy), 1) for name, e in s.pipeline.evictors.items()),
         ("tier", "policy"),
+    ),
+    Metric(
+        "kvtide_hints_total",
+        "What callers said of prompts' next use: the turn ended in a tool, it ended, when they are expected back.",
+        lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _HINTS.items()),
+        ("kind",),
+    ),
+    Metric(
+        "kvtide_brought_back_total",
+        "Prompts expected soon that were brought to DRAM: all that were begun, and those used in time.",
+        lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _BROUGHT.items()),
+        ("kind",),
     ),
     Metric(
         "kvtide_refused_blocks_total",

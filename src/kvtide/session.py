@@ -1,4 +1,4 @@
-"""The face of the store for one model: match, load, store, prefetch, pin, drop.
+"""The face of the store for one model: match, load, store, prefetch, expect, pin, drop.
 
 Nothing here blocks on I/O except what says ``wait``. Every answer about a block is true at the moment it is given and
 stays true while its right is held: a ``Match`` keeps its blocks from eviction until it is released.
@@ -27,6 +27,7 @@ from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Token
 from kvtide.index.lease import Reservation
 from kvtide.match import Load, Loaded, Match, Persist, Stored
 from kvtide.plan.prefill import Prefill, PrefillCost
+from kvtide.plan.uses import TURNS, Turn
 from kvtide.tiers.copier import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
 
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
-__all__ = ["Home", "Session", "WriteArguments"]
+__all__ = ["Home", "Session", "WriteArguments", "hints"]
 
 _PART = 4096
 """Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
 _MOST = 1 << 48
 """Tokens that an engine may say it has: more than any prompt."""
+_DAY = 86400.0
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds before it is asked again: the first time, and at most."""
 
@@ -92,6 +94,17 @@ def _priority(priority: int) -> int:
     if not -100 <= priority <= 100:
         raise LayoutError(f"priority {priority} is not between -100 and 100")
     return priority
+
+
+def hints(turn: Turn | None, returns_in: float | None) -> tuple[Turn | None, float | None]:
+    """What is said of a prompt's next use, checked: see ``Session.expect``."""
+    if turn is not None and arguments.text(turn, "turn") not in TURNS:
+        raise LayoutError(f'turn is {turn!r}; give "tool", "end" or None')
+    if returns_in is None:
+        return turn, None
+    if not 0 < (found := arguments.real(returns_in, "returns_in")) < math.inf:
+        raise LayoutError(f"returns_in is {returns_in}, not a time to come; give seconds, more than 0, or None")
+    return turn, min(found, _DAY)
 
 
 class Home:
@@ -582,6 +595,29 @@ class Session:
         timeout = arguments.seconds(timeout, "timeout")
         pledge = self.pledge(tokens, extras, start, None, ttl, 0)
         return self._desk.expire(pledge.chain, pledge.start, pledge.ttl, timeout)
+
+    @_inside
+    def expect(
+        self,
+        tokens: Tokens | Chain,
+        extras: Sequence[Extra] = (),
+        *,
+        turn: Turn | None = None,
+        returns_in: float | None = None,
+    ) -> None:
+        """The request with this prompt is over, its answer included, and this is known of the prompt's next use.
+
+        ``turn`` is ``"tool"`` if the turn ended in a call of a tool, so that the next request extends this prompt soon,
+        and ``"end"`` if a user answers, or nobody. What that means for eviction is learned from the store's own
+        traffic. ``returns_in`` is in how many seconds the prompt is expected to be used again (more than a day counts
+        as a day): its blocks are kept until then, within bounds.
+
+        Both are hints. Nothing is held and nothing is waited for, and of blocks that are gone nothing is remembered.
+        """
+        chain = self._chain(tokens, extras)
+        turn, returns_in = hints(turn, returns_in)
+        if chain.blocks and (turn is not None or returns_in is not None):
+            self._desk.expect(chain, turn, returns_in)
 
     # -- the end ------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ from kvtide.transfer.cold import Cold
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.measuring import Measuring
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
+from kvtide.transfer.returns import Returns
 from kvtide.transfer.search import Search
 from kvtide.transfer.written import Flushed, Unwritten
 
@@ -168,6 +169,8 @@ class Store(Home):
                 shares.tenants,
                 shares.quotas.get("dram", {}),
             )
+            speeds = [c.lane.read_speed for c in self.colds]
+            self.returns = Returns(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
             self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             if self.ring is not None:
@@ -449,7 +452,9 @@ class Store(Home):
                 events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
             self._orphans.let_go()
             self.feed.publish(events)
-        return min(max(0.0, self.index.next_expiry - now), self._orphans.due())
+        else:
+            self.returns.step()
+        return min(max(0.0, self.index.next_expiry - now), self._orphans.due(), self.returns.due())
 
     def _expire_some(self, now: float) -> None:
         with self.index.lock:

@@ -548,9 +548,8 @@ def test_a_cache_that_holds_more_than_the_sequence_is_not_stored(
     model, batch = tiny(), padded(prompt(300))
     monkeypatch.setattr(transformers.DynamicCache, "get_seq_length", lambda self, layer_idx=0: 1000)
     with attach(model, store) as attached:
-        attached._keep(
-            attached.store.session(attached.identity()), [], Prompts([], []), DynamicCache(), batch["input_ids"]
-        )
+        session = attached.store.session(attached.identity())
+        attached._keep(session, [], Prompts([], []), DynamicCache(), batch["input_ids"], session.expect)
     assert "not stored" in caplog.text
 
 

@@ -129,6 +129,42 @@ def test_a_node_of_today_is_used(tmp_path: Path) -> None:
         fake.close()
 
 
+def test_a_node_that_does_not_know_hints_is_told_none(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p, "FEATURES", (p.TOKENS_FROM_START,))
+    with Client(node.path) as client, client.session(MODEL) as session:
+        tokens = prompt(1, 2)
+        session.store(tokens, data(PLAIN, tokens))
+        session.expect(tokens, turn="tool", returns_in=5)
+        assert length(session, tokens) == len(tokens)
+        assert client.line.alive
+    assert "hints: the turn ended in a tool" not in node.store.statistics().counts
+
+
+def test_a_node_of_today_is_told_hints_and_says_what_is_wrong_with_them(node: Thread) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        assert p.EXPECT in client.line.welcome.features
+        tokens = prompt(1, 2)
+        session.store(tokens, data(PLAIN, tokens))
+        session.expect(tokens, turn="tool", returns_in=5)
+        session.expect(tokens, turn="end")
+        assert length(session, tokens) == len(tokens), "it is answered after the hints"
+        counts = node.store.statistics().counts
+        assert counts["hints: the turn ended in a tool"] == counts["hints: the turn ended"] == 1
+        number, digests = session.desk._number, session.chain(tokens).joined  # type: ignore[attr-defined]
+        hints = [
+            p.Expect(number, digests, "of the future"),
+            p.Expect(number, digests, "tool", -1.0),
+            p.Expect(number, digests, "tool", float("nan")),
+            p.Expect(number, digests, "tool", float("inf")),
+            p.Expect(number, digests[:33], "tool"),
+            p.Expect(number + 1000, digests, "tool"),
+            p.Expect(number, b"", "tool", 1e300),
+        ]
+        said = client.line.ask(list(hints))
+        assert [isinstance(answer, p.Failure) for answer in said] == [False, True, True, True, True, True, False]
+        assert length(session, tokens) == len(tokens)
+
+
 @pytest.mark.parametrize(
     ("minor", "minors", "served"),
     [

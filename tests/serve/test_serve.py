@@ -185,6 +185,14 @@ def test_salts_share_nothing(served: Served) -> None:
     assert all(known(**salt) >= 256 for salt in salts)
 
 
+def test_what_a_client_knows_of_the_next_use_reaches_the_store(served: Served) -> None:
+    hint = {"turn": "tool", "returns_in": 18}
+    served.complete(f"Of tools. {LONG}", max_tokens=1, extra_body=hint)
+    eventually(lambda: 'kvtide_hints_total{kind="tool"} 1' in served.http.get("/metrics").text)
+    assert 'kvtide_hints_total{kind="returns_in"} 1' in served.http.get("/metrics").text
+    assert 'kvtide_hints_total{kind="end"} 0' in served.http.get("/metrics").text
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 

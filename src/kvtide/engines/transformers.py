@@ -57,7 +57,8 @@ from kvtide.engines.prompts import Call, Prompts, Refused, arguments, read
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.match import Loaded
-from kvtide.session import Home, Session
+from kvtide.plan.uses import Turn
+from kvtide.session import Home, Session, hints
 
 __all__ = ["Answer", "Attached", "Report", "Statistics", "attach"]
 
@@ -161,8 +162,17 @@ class Attached:
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         return self.generate(*args, **kwargs).output
 
-    def generate(self, *args: Any, tenant: Tenant = DEFAULT_TENANT, **kwargs: Any) -> Answer:
-        """``model.generate`` for one tenant, with a report of what was reused."""
+    def generate(
+        self,
+        *args: Any,
+        tenant: Tenant = DEFAULT_TENANT,
+        turn: Turn | None = None,
+        returns_in: float | None = None,
+        **kwargs: Any,
+    ) -> Answer:
+        """``model.generate`` for one tenant, with a report of what was reused. ``turn`` and ``returns_in`` say what is
+        known of the next use of the prompt and its answer: see ``Session.expect``."""
+        turn, returns_in = hints(turn, returns_in)
         call = arguments(args, kwargs)
         prompts = self._prompts(call)
         if isinstance(prompts, Refused):
@@ -174,20 +184,27 @@ class Attached:
             except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
                 failure = f"{type(error).__name__}: {error}"
             else:
-                return self._generate_from(found, session, chains, call, prompts)
+                expected = partial(session.expect, turn=turn, returns_in=returns_in)
+                return self._generate_from(found, session, chains, call, prompts, expected)
         # Here the memory that was to be filled is free again.
         return Answer(self._original(**call), self._passed_on(failure))
 
     def _generate_from(
-        self, found: _Found, session: Session, chains: list[Chain], call: Call, prompts: Prompts
+        self,
+        found: _Found,
+        session: Session,
+        chains: list[Chain],
+        call: Call,
+        prompts: Prompts,
+        expected: Callable[[Chain], None],
     ) -> Answer:
-        """Generate with what was found in the cache."""
+        """Generate with what was found in the cache; what is stored of it is ``expected`` back."""
         _with_our_cache(call, self.model.generation_config)
         watch = self.prefill.watch(call, found.loads.close)
         output = self._original(**call | {"past_key_values": found.cache})
         self.prefill.seen(watch, len(chains), found.border, prompts.length)
         try:
-            self._keep(session, chains, prompts, found.cache, output)
+            self._keep(session, chains, prompts, found.cache, output, expected)
         except Exception:  # the answer is there, whatever becomes of its KV
             log.exception("what was generated is not stored")
         return Answer(output, self._reused(Report(tuple(map(len, prompts.rows)), found.cached)))
@@ -331,7 +348,15 @@ class Attached:
         device = self.model.device
         return Overlap(session, chain, self._mover(device), device, plan.blocks, held, steps, self.prefill.seconds)
 
-    def _keep(self, session: Session, chains: list[Chain], prompts: Prompts, cache: DynamicCache, output: Any) -> None:
+    def _keep(
+        self,
+        session: Session,
+        chains: list[Chain],
+        prompts: Prompts,
+        cache: DynamicCache,
+        output: Any,
+        expected: Callable[[Chain], None],
+    ) -> None:
         """Let the background store what is new."""
         returned = not isinstance(output, torch.Tensor)
         sequences = output.sequences if returned else output
@@ -339,7 +364,8 @@ class Attached:
             log.warning("what was generated is not stored: the cache does not hold the prompt and its answer alone")
             return
         new = sequences[:, prompts.length : cache.get_seq_length()].cpu().numpy().astype(np.uint32)
-        job = self._background.put(partial(self._store, session, chains, prompts.pads, new, sections_of(cache)))
+        sections = sections_of(cache)
+        job = self._background.put(partial(self._store, session, chains, prompts.pads, new, sections, expected))
         if job is None:
             self._stored(0, sum(chain.blocks for chain in chains))
         elif returned:
@@ -352,10 +378,12 @@ class Attached:
         pads: Sequence[int],
         new: npt.NDArray[np.uint32],
         sections: Sequence[torch.Tensor],
+        expected: Callable[[Chain], None],
     ) -> None:
         for row, (chain, pad) in enumerate(zip(chains, pads, strict=True)):
             chain.extend(_trimmed(new[row]) if len(chains) > 1 else new[row])
             self._stored(*store_row(self._mover(sections[0].device), session, chain, sections, row, pad))
+            expected(chain)
 
     def _stored(self, blocks: int, dropped: int) -> None:
         with self._lock:

@@ -39,6 +39,7 @@ from kvtide.node.tidings import Tidings
 from kvtide.node.trust import Trust
 from kvtide.node.window import Window
 from kvtide.plan.prefill import PrefillCost
+from kvtide.plan.uses import TURNS
 from kvtide.security.ring import OWN
 from kvtide.transfer.pipeline import Drop, Expiring
 from kvtide.transfer.written import Flushed, Unwritten
@@ -64,6 +65,8 @@ _SHORT = 1 << 13
 """Bytes of a request that need not be done in steps, if it is only a match."""
 _WHOLE = 1 << 16
 """Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
+_DAY = 86400.0
+"""Seconds after which a prompt may be expected, at most."""
 _GROWING = 1.0
 """Seconds that a client waits for memory which is being taken, before it is given what there is. It waits no longer for
 any answer than twice that."""
@@ -590,6 +593,14 @@ class Guest:
         yield from self._all_of(expiring.step)
         yield number
 
+    def _expect(self, o: p.Expect) -> None:
+        session = self._session(o.session)
+        if o.returns_in is not None and not 0 < o.returns_in < math.inf:
+            raise LayoutError(f"returns_in is {o.returns_in}, not a time to come")
+        names = self._names(session, o.digests)
+        returns_in = None if o.returns_in is None else min(o.returns_in, _DAY)
+        session.desk.expect(names, TURNS.get(o.turn), returns_in)
+
     def _all_of(self, step: Callable[[], bool]) -> Iterator[int]:
         """Call ``step``, each a slice of the index's, until it is False; then the request's next operation is done."""
         try:
@@ -760,4 +771,5 @@ _ANSWERS: dict[type, Callable[[Guest, Any], p.Answer | Iterator[p.Answer]]] = {
     p.Resign: lambda guest, o: guest._crews.resign(o),
     p.Forget: Guest._forget_other,
     p.Expire: Guest._expire,
+    p.Expect: Guest._expect,
 }

@@ -301,6 +301,11 @@ class Line:
                 self.close()
                 raise
 
+    @property
+    def behind(self) -> bool:
+        """Whether the node owes us answers, so that what is posted now waits here."""
+        return self._behind
+
     def later(self, operation: p.Operation) -> None:
         """Put off an operation whose answer does not matter: it goes with the next request, or soon, by ``nudge``."""
         self._check()

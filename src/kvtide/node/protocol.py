@@ -23,6 +23,7 @@ import msgspec
 from kvtide.block import Group, Kind, Layout
 
 __all__ = [
+    "EXPECT",
     "FEATURES",
     "LARGEST",
     "LENGTH",
@@ -41,6 +42,7 @@ __all__ = [
     "Ended",
     "Erase",
     "EventsLost",
+    "Expect",
     "Expire",
     "Failure",
     "Fill",
@@ -93,7 +95,9 @@ MINORS: Final = (MINOR - 1, MINOR + 1)
 """Minor versions of others, of the same major one, that we work with: our neighbours."""
 TOKENS_FROM_START: Final = "tokens from start"
 """The token ids of ``Reserve`` are those of its blocks alone, from ``start`` on, and not from the prompt's first."""
-FEATURES: Final = (TOKENS_FROM_START,)
+EXPECT: Final = "expect"
+"""There is ``Expect``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT)
 """What we can do that others need not: it is done if both have said so."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -438,6 +442,20 @@ class Expire(_Message, tag="expire"):
     ttl: float | None
 
 
+class Expect(_Message, tag="expect"):
+    """A request with this prompt is over, and this is known of the prompt's next use. Answer: nil.
+
+    For nodes with the feature ``EXPECT``.
+    """
+
+    session: int
+    digests: bytes
+    turn: Word = ""
+    """How its turn ended: ``tool`` or ``end``; anything else says nothing."""
+    returns_in: float | None = None
+    """In how many seconds it is expected to be used again."""
+
+
 class Flush(_Message, tag="flush"):
     """Answer: a number, for ``Ended`` when colder tiers have what they were given, which says what they have not.
 
@@ -510,6 +528,7 @@ Operation = (
     | Resign
     | Forget
     | Expire
+    | Expect
 )
 
 

@@ -23,6 +23,7 @@ from kvtide.node.line import Late, Line, Lost
 from kvtide.node.promises import Promise
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost
+from kvtide.plan.uses import Turn
 from kvtide.tiers.calls import Calls
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.written import Persisted, Unwritten
@@ -462,6 +463,12 @@ class RemoteDesk:
                 "while the node runs: see its log for the disk's error, then call expire again"
             )
         return promise.count
+
+    def expect(self, names: Names, turn: Turn | None, returns_in: float | None) -> None:
+        with contextlib.suppress(Lost, KvtideError):  # a hint that does not reach the node costs nothing else
+            line, session = self._session()
+            if p.EXPECT in line.welcome.features and not line.behind:
+                line.post(p.Expect(session, names.joined, turn or "", returns_in))
 
     def close(self) -> None:
         with contextlib.suppress(Lost), self._lock:

@@ -2,9 +2,14 @@
 
 Rows carry ticks, which count uses. Once in a while it is noted what time it was at a tick; between two notes nobody
 needs to know better. Old notes are thinned out, so that a week costs little more than an hour.
+
+A block that is kept for an expected return has a tick that is still to come: if it is evicted before, it counts as used
+just now.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +22,8 @@ __all__ = ["Ages", "Clockwork"]
 _STEPS = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0)
 """Ages that are told apart."""
 _EVERY = 1.0
+_LATELY = 60.0
+"""Seconds over which the rate of uses is taken."""
 _MOST = 2048
 _DOZEN = 128
 
@@ -38,6 +45,13 @@ class Clockwork:
 
     def now(self) -> float:
         return self._clock.monotonic()
+
+    def rate(self, tick: int) -> float:
+        """Ticks a second lately, if it is ``tick`` now; 0 as long as nobody can tell."""
+        now = self._clock.monotonic()
+        since = max(0, bisect_right(self._notes, now - _LATELY, key=lambda note: note[1]) - 1)
+        then, noted = self._notes[since]
+        return max(0, tick - then) / (now - noted) if now - noted >= _EVERY else 0.0
 
     def times(self, ticks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """When each was: at most a second too early while it is young."""

@@ -127,6 +127,10 @@ class Evictor:
         self.ranked = Coldest(index, number, policy, uses, may_leave)
         self._ages = Ages(uses.clockwork)
 
+    @property
+    def tier(self) -> Slotted:
+        return self._tier
+
     def victims(self, kind: int, count: int = 1, *, in_place: bool = False) -> Eviction:
         """What is to leave so that slots of ``kind`` come free, at once or when a segment is cut anew.
 

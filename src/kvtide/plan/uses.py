@@ -2,8 +2,9 @@
 
 A use costs the caller a few array operations for a whole prompt: a tick for the order, a count of returns, a *kind*.
 Kinds tell blocks apart by what is known at that moment: how often the block came back, how often its prompt's deepest
-known block did (which turn of a conversation it is), how long the prompt is beside others, and how much of it is new.
-What follows from that in the long run is worked out later, off the caller's path, by ``learn``.
+known block did (which turn of a conversation it is), how long the prompt is beside others, how much of it is new, and
+what the caller said of its end (``expect``). What follows from that in the long run is worked out later, off the
+caller's path, by ``learn``.
 """
 
 from __future__ import annotations
@@ -12,24 +13,49 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.index.index import Index, Rows, every
+from kvtide.index.index import DRAM, Index, Rows, every
 from kvtide.plan.ages import Clockwork
+from kvtide.plan.ahead import LONGEST, Ahead
 from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
-__all__ = ["Uses"]
+__all__ = ["TURNS", "Turn", "Uses"]
 
-_TRAITS = (7, 5, 4, 4)
-"""How many values each trait of a kind has: returns of the block, turn, length of the prompt, its new blocks."""
-_BUCKET = (80 * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
+Turn = Literal["tool", "end"]
+"""How a turn ended: in a call of a tool, whose result comes back soon, or with an answer to a user."""
+TURNS: Mapping[str, Turn] = {"tool": "tool", "end": "end"}
+"""By its word; any other says nothing."""
+
+_RETURNS = 7
+"""Of how many returns of a block are told apart."""
+_COARSE = np.array([0, 1, 1, 1, 2, 2, 2])
+"""The same, told apart less, for blocks of which the caller has said how the turn ended: those are fewer, and all of
+these kinds cost time whenever something is learned."""
+_TOLD: Mapping[Turn, int] = {"tool": 0, "end": 1}
+_ENDS = 3
+"""Kinds of returns for each end of a turn."""
+_TRAITS = (_RETURNS + _ENDS * len(_TOLD), 5, 4, 4)
+"""How many values each trait of a kind has: returns of the block, for each end of a turn that was told anew; turn,
+length of the prompt, its new blocks."""
+_OTHERS = 80
+"""Values of the other traits together."""
+_UNTOLD = _RETURNS * _OTHERS
+"""Kinds from this on are those of which the caller has said how the turn ended."""
+_BUCKET = (_OTHERS * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
 """By count of returns: the first trait, as it counts in the number of a kind."""
 _NEXT = np.append(np.minimum(np.arange(1, MANY + 2), MANY), 1).astype(np.int16)
 """By count of returns: the next one; after none that is known, the last entry, the first."""
+_RANK = (1 << PRIORITY) - 1
+"""The part of a score that is no priority."""
+_HABIT, _NEARLY = 0.5, 0.95
+"""The share of a kind's blocks from which on hints are waited for, and of those the share that is waited for."""
 _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are forgotten unlearned."""
 _BATCH = 8192
@@ -40,7 +66,11 @@ _LASTING = 200_000
 _ALL = np.ones(1 << 16, np.bool_)
 """For ``_all``: making one costs as much as several other steps of a use."""
 
-_Note = tuple[Marks, Kinds, Counts, Mask, int]
+Numbers = npt.NDArray[np.float64]
+
+_Note = tuple[Marks, Kinds, Counts, Mask, Mask, int]
+"""Blocks, their kinds and returns; which of them have come to the end of what they were before, which were asked for or
+stored for that; and when."""
 
 
 class Uses:
@@ -56,8 +86,14 @@ class Uses:
         """Blocks asked for or stored. Ticks go faster: a long prompt is touched several times while it is stored."""
         self._latest: dict[int, int] = {}
         """By priority: the last tick at which it was the lowest that was touched."""
+        self._ahead = Ahead()
+        """Of the ticks of last uses."""
+        self._terms_ahead: dict[int, Ahead] = {}
+        """By tier, of the terms of its blocks."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
+        self._told = False
+        """Whether anybody has said how a turn ended."""
         self._length = 0.0
         """The usual length of a prompt, as a power of two."""
         self._fresh = 0
@@ -112,26 +148,37 @@ class Uses:
             if np.count_nonzero(fresh):
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.returns[rows] = returns
-            self._note(rows, returns, len(rows), fresh)
+            # Others may write the last blocks of a prompt, and be through with it only after its caller's hint.
+            last = int(self._index.kind[rows[-1]])
+            if last < _UNTOLD:
+                self._note(rows, returns, len(rows), fresh)
+            else:
+                end = (last // _OTHERS - _RETURNS) // _ENDS
+                self._note(rows, returns, len(rows), ~_all(len(rows)), end)
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
             self.clockwork.note(self._tick)
             tick = self._tick = self._tick + len(rows)
-            self._index.used[rows] = np.arange(tick, tick - len(rows), -1)
+            ticks = np.arange(tick, tick - len(rows), -1)
+            if self._ahead.latest > tick - len(rows):  # else nothing ranks above what is used now
+                ticks = np.maximum(ticks, self._index.used[rows])
+            self._index.used[rows] = ticks
             priorities = self._index.priority[rows]
             self._latest[int(priorities.min()) if np.count_nonzero(priorities) else 0] = tick
 
-    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask) -> None:
+    def _note(self, rows: Rows, returns: Counts, length: int, counted: Mask, end: int = -1) -> None:
         self._time += len(rows)
         self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
         kinds = self._kinds(returns, length)
+        if end >= 0:
+            kinds = _told(kinds, end)
         self._index.kind[rows] = kinds
         # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
         whole = kinds if len(rows) == length else None
         for policy in self._policies:
             policy.used(rows, whole, self._time)
-        self._notes.append((self._index.mark[rows], kinds, returns, counted, self._time))
+        self._notes.append((self._index.mark[rows], kinds, returns, counted, counted, self._time))
         self._fresh += len(rows)
         if self._fresh >= self._batch:
             self.due.set()
@@ -144,12 +191,58 @@ class Uses:
         new = min(((length - known + 1).bit_length() - 1) // 2, 3)
         return _BUCKET[returns] + np.int16(turn * 16 + size * 4 + new)
 
+    def expect(self, rows: Rows, turn: Turn | None, returns_in: float | None, rooms: Mapping[int, int]) -> None:
+        """The caller is through with blocks of one chain, head first, and says how its turn ended and in how many
+        seconds it is back; ``rooms``: how many blocks each tier holds, of those that keep some for that."""
+        if turn is not None and self.learns and len(rows):
+            self._tell_apart(rows, turn)
+        if returns_in is not None and len(rows):
+            self._keep(rows, returns_in, rooms)
+
+    def _tell_apart(self, rows: Rows, turn: Turn) -> None:
+        """Blocks that were just used are of a kind of their own, from the end of that use on. Once for each use.
+
+        Terms never fall, and when a prompt is stored nobody knows how its turn will end. So for the kind that it is
+        until then the hint counts as a return: that kind is worth its room until the hint comes (``_until_told``), and
+        what follows is the next kind's.
+        """
+        kinds, returns = self._index.kind[rows], np.maximum(self._index.returns[rows], 0)
+        unknown = kinds < 0
+        if np.count_nonzero(unknown):
+            kinds[unknown] = self._kinds(returns, len(rows))[unknown]
+        new = kinds < _UNTOLD
+        if not np.count_nonzero(new):
+            return
+        kinds[new] = _told(kinds[new], _TOLD[turn])
+        self._index.kind[rows] = kinds
+        for policy in self._policies:
+            policy.used(rows, kinds, self._time)
+        self._told = True
+        every_one = _all(int(np.count_nonzero(new)))
+        self._notes.append((self._index.mark[rows[new]], kinds[new], returns[new], every_one, ~every_one, self._time))
+
+    def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> None:
+        """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long."""
+        ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
+        room = rooms.get(DRAM, 0)
+        if ticks <= LONGEST * room:
+            self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
+        time = max(1, ticks * self._time // max(self._tick, 1))
+        for tier, until in self._index.until.items():
+            room = rooms.get(tier, 0)
+            if time <= LONGEST * room:
+                ahead = self._terms_ahead.setdefault(tier, Ahead())
+                ahead.keep(until, rows, self._time, self._time + time, room)
+
     def now(self) -> int:
         """A mark in time, for ``overtaken``."""
         return self._tick
 
     def overtaken(self, since: int, score: int) -> bool:
-        """Whether a block of lower priority than ``score`` has was touched after ``since``."""
+        """Whether a block that may rank below ``score`` was touched after ``since``: one of lower priority, or any if
+        that score was of a time still to come then."""
+        if self._ahead.latest > since and self._tick > since and score & _RANK > since:
+            return True
         return any(tick > since and priority < score >> PRIORITY for priority, tick in self._latest.items())
 
     def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
@@ -189,16 +282,60 @@ class Uses:
         while self._notes:
             if not len(self._notes) % 16:
                 time.sleep(0)  # let those pass who have more urgent things to do
-            marks, kinds, returns, counted, now = self._notes.popleft()
-            self.history.see(marks, kinds, returns, counted, now)
+            marks, kinds, returns, ended, counted, now = self._notes.popleft()
+            self.history.see(marks, kinds, returns, ended, now)
             for policy in self._policies:
                 policy.watch(marks, kinds, counted, now)
         curves = self.history.curves()
+        before, after = (_until_told(curves), _after_told(curves)) if self._told else (curves, curves)
         for policy in self._policies:
-            policy.learn(curves)
+            policy.learn(before)
         for student in self._students:
-            student(curves)
+            student(after)
         self.history.fade(fresh)
+
+
+def _told(kinds: Kinds, end: int) -> Kinds:
+    """What blocks of these kinds are when the caller has said how the turn ended."""
+    first, others = np.divmod(kinds, _OTHERS)
+    return ((_RETURNS + _ENDS * end + _COARSE[first]) * _OTHERS + others).astype(np.int16)
+
+
+def _shares(curves: Curves) -> tuple[Numbers, Numbers]:
+    """Of each kind of which nothing was said yet, by returns and other traits: how many are told later, with each end;
+    and how many are not."""
+    rates = curves.rates.reshape(-1, _OTHERS)
+    used = np.zeros((_ENDS, _OTHERS))
+    np.add.at(used, _COARSE, rates[:_RETURNS])
+    ends = rates[_RETURNS:].reshape(len(_TOLD), _ENDS, _OTHERS)
+    shares = ends / np.maximum(np.maximum(used, ends.sum(axis=0)), 1e-12)
+    found = shares[:, _COARSE]
+    return found, 1 - found.sum(axis=0)
+
+
+def _until_told(curves: Curves) -> Curves:
+    """For policies: where most blocks of a kind are told apart later, it is to stay until then and no longer."""
+    _, rest = _shares(curves)
+    told = (1 - rest).reshape(-1, 1)
+    hits = curves.hits.copy()
+    hits[:_UNTOLD] = np.minimum(hits[:_UNTOLD], np.where(told > _HABIT, _NEARLY * told, 1.0))
+    return Curves(hits, curves.time, curves.rates)
+
+
+def _after_told(curves: Curves) -> Curves:
+    """For those who decide for good when a prompt is stored: blocks of whose turn nothing is said yet become what is
+    said later of as many, and only the rest stays what it is."""
+    shares, rest = _shares(curves)
+
+    def mixed(table: Numbers) -> Numbers:
+        by_returns = table.reshape(-1, _OTHERS, table.shape[1])
+        ends = by_returns[_RETURNS:].reshape(len(_TOLD), _ENDS, *by_returns.shape[1:])[:, _COARSE]
+        found = by_returns.copy()
+        found[:_RETURNS] *= rest[..., np.newaxis]
+        found[:_RETURNS] += (shares[..., np.newaxis] * ends).sum(axis=0)
+        return found.reshape(table.shape)
+
+    return Curves(mixed(curves.hits), mixed(curves.time), curves.rates)
 
 
 def _all(count: int) -> Mask:

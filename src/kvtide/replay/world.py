@@ -20,7 +20,7 @@ from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor, room
-from kvtide.plan.uses import Uses
+from kvtide.plan.uses import TURNS, Uses
 from kvtide.tiers.base import Identity
 from kvtide.tiers.hollow import Hollow, HollowDram
 from kvtide.tiers.segments import ladder
@@ -55,7 +55,7 @@ class World:
     def __init__(self, config: Config, block: int) -> None:
         self.clock = TraceClock()
         self.index = Index(tiers=2)
-        self.uses = Uses(self.index)
+        self.uses = Uses(self.index, self.clock)
         self.learning_seconds = 0.0
         self._hits = 0
         self._names: dict[tuple[str, int], BlockKey] = {}
@@ -127,10 +127,13 @@ class World:
             found = self._names[tenant, number] = BlockKey(blake3(f"{number} {tenant}".encode()).digest())
         return found
 
-    def request(self, blocks: Sequence[int], tenant: str = "") -> Counter[str]:
+    def request(
+        self, blocks: Sequence[int], tenant: str = "", turn: str = "", returns_in: float | None = None
+    ) -> Counter[str]:
         """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
 
-        A block's number stands for its whole prefix.
+        A block's number stands for its whole prefix. ``turn`` and ``returns_in``: what its caller says at its end, see
+        ``Session.expect``.
         """
         index, line, identity = self.index, self.pipeline, self._identity(tenant)
         keys = [self._name(number, tenant) for number in blocks]
@@ -147,6 +150,10 @@ class World:
         if lease is not None:
             lease.release()
         self._store(keys, len(found), identity)
+        if turn in TURNS or returns_in is not None:
+            with index.lock:
+                rows = index.rows(keys)
+                line.expect([rows[rows > 0]], TURNS.get(turn), returns_in)
         if self.uses.due.is_set():
             began = time.perf_counter()
             self.uses.learn()

@@ -47,7 +47,16 @@ class Asker:
         else:
             prompts, most = self._prompts(request), request.max_tokens or min(_COMPLETION, self._limit)
         return [
-            Ask(array("q", tokens), self._room(tokens, most), request.stops, sampling, tenant) for tokens in prompts
+            Ask(
+                array("q", tokens),
+                self._room(tokens, most),
+                request.stops,
+                sampling,
+                tenant,
+                request.turn,
+                request.returns_in,
+            )
+            for tokens in prompts
         ]
 
     def _chat(self, request: ChatRequest) -> list[int]:

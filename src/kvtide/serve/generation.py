@@ -17,6 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvtide import Tenant
 from kvtide.engines.loading import Loaded
 from kvtide.engines.transformers import Attached
+from kvtide.plan.uses import Turn
 from kvtide.serve.text import Decoder, Stops
 
 __all__ = ["Answered", "Ask", "Engine", "Sampling"]
@@ -43,6 +44,9 @@ class Ask(NamedTuple):
     stop: Sequence[str]
     sampling: Sampling
     tenant: Tenant
+    turn: Turn | None = None
+    returns_in: float | None = None
+    """What is known of the next use of the prompt and its answer."""
 
 
 class Answered(NamedTuple):
@@ -101,6 +105,8 @@ class Engine:
             max_new_tokens=ask.most,
             stopping_criteria=StoppingCriteriaList([voice]),
             tenant=ask.tenant,
+            turn=ask.turn,
+            returns_in=ask.returns_in,
             **self._choice(ask.sampling),
         )
         voice.end()

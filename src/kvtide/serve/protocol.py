@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from kvtide.plan.uses import Turn
+
 __all__ = [
     "ONE_KIND",
     "PROMPTS",
@@ -67,6 +69,9 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    turn: Turn | None = None
+    returns_in: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """What the client knows of the prompt's next use: see ``Session.expect``."""
 
     @property
     def stops(self) -> list[str]:

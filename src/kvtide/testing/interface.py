@@ -15,6 +15,7 @@ this process or in another one. Needs pytest.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -563,6 +564,34 @@ class InterfaceContract:
         assert session.prefetch(tokens).wait(60)
         assert session.prefetch(prompt(8, 9)).wait(60), "nothing to bring is no error"
         assert held(store) == 0
+
+    def test_what_is_expected_back_is_a_hint_and_holds_nothing(self, store: Store, session: Session) -> None:
+        tokens = prompt(1, 2)
+        session.store(tokens, data(PLAIN, tokens))
+        session.expect(tokens, turn="tool")
+        session.expect(session.chain(prompt(1, 2)), turn="end", returns_in=18)
+        session.expect(prompt(7, 8), turn="end", returns_in=1e9)
+        session.expect(prompt(1, 2))
+        session.expect([], turn="tool")
+        assert held(store) == 0
+        assert length(session, tokens) == len(tokens)
+        assert length(session, prompt(7, 8)) == 0
+
+    @pytest.mark.parametrize(
+        ("hint", "says"),
+        [
+            ({"turn": "tools"}, 'turn is \'tools\'; give "tool", "end" or None'),
+            ({"turn": 1}, "turn is 1"),
+            ({"returns_in": 0}, "returns_in is 0, not a time to come"),
+            ({"returns_in": -1.5}, "returns_in is -1.5"),
+            ({"returns_in": float("inf")}, "returns_in is inf"),
+            ({"returns_in": float("nan")}, "returns_in is not a number"),
+            ({"returns_in": "18"}, "returns_in is '18'"),
+        ],
+    )
+    def test_a_hint_that_cannot_be_is_refused(self, session: Session, hint: dict[str, Any], says: str) -> None:
+        with pytest.raises(LayoutError, match=re.escape(says)):
+            session.expect(prompt(1), **hint)
 
     # -- a restart ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The contract of an eviction policy, as a suite. Derive from ``PolicyContract`` and give ``make``.
 
-Whatever is used, asked for, stored, evicted and learned: leaf first, priorities first, and a use never makes a block
-worth less.
+Whatever is used, asked for, stored, expected back, evicted and learned: leaf first, priorities first, and a use never
+makes a block worth less.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 from kvtide.index.index import DRAM, SEALED, Index, Rows, marks
 from kvtide.plan.policy import Policy
-from kvtide.plan.uses import Uses
+from kvtide.plan.uses import Turn, Uses
 from kvtide.testing import blocks
+from kvtide.testing.clock import FakeClock
 
 __all__ = ["Forest", "PolicyContract"]
 
 _PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 _STEPS = st.lists(
-    st.tuples(st.sampled_from(["store", "store", "ask", "touch", "evict", "learn"]), _PATHS, st.integers(0, 2)),
+    st.tuples(
+        st.sampled_from(["store", "store", "ask", "touch", "expect", "evict", "learn"]), _PATHS, st.integers(0, 2)
+    ),
     max_size=60,
 )
 
@@ -34,7 +37,8 @@ class Forest:
 
     def __init__(self, make: Callable[[Index, Callable[[], int]], Policy], room: int = 40) -> None:
         self.index = Index(tiers=1)
-        self.uses = Uses(self.index)
+        self.clock = FakeClock()
+        self.uses = Uses(self.index, self.clock)
         self.policy = make(self.index, lambda: room)
         self.uses.serve(self.policy)
         self._room = room
@@ -56,6 +60,16 @@ class Forest:
         rows = self.chain(path)
         self.uses.asked(rows, len(path))
         return len(rows)
+
+    def expect(self, path: tuple[int, ...], turn: Turn | None, returns_in: float | None) -> None:
+        """Say what is known of a prompt's next use."""
+        self.uses.expect(self.chain(path), turn, returns_in, {DRAM: self._room})
+
+    def hint(self, path: tuple[int, ...], number: int) -> None:
+        """One hint of several, a second later."""
+        self.clock.advance(1)
+        turns: tuple[Turn | None, ...] = (None, "tool", "end")
+        self.expect(path, turns[number], (1.0, None, 5.0)[number])
 
     def store(self, path: tuple[int, ...], priority: int = 0) -> None:
         """Store a prompt, all of it, and evict others, lowest score first, as far as there is no room."""
@@ -113,6 +127,8 @@ class PolicyContract:
                 forest.ask(path)
             elif verb == "touch":
                 forest.uses.touch(forest.chain(path))
+            elif verb == "expect":
+                forest.hint(path, number)
             elif verb == "evict":
                 forest.evict()
             else:
@@ -132,6 +148,8 @@ class PolicyContract:
                 forest.ask(path)
             elif verb == "learn":
                 self.learned(forest)
+            elif verb == "expect":
+                forest.hint(path, number)
             else:
                 forest.store(path, number)
         ranked = sorted((score, int(forest.index.priority[forest.rows[p]])) for p, score in forest.scores().items())
@@ -148,6 +166,8 @@ class PolicyContract:
                 self.learned(forest)
             elif verb == "ask":
                 forest.ask(other)
+            elif verb == "expect":
+                forest.hint(other, number)
             else:
                 forest.store(other, number)
         before = forest.scores()

@@ -49,7 +49,8 @@ class Measuring:
         self._folder = folder
         self._clock = clock
         self._may_write = may_write
-        self._stop = threading.Event()
+        self._stopped = False
+        """No Event, for nobody waits for it: one is left unusable by whoever is interrupted while he sets it."""
         self._thread: threading.Thread | None = None
         self._old = found = recall(folder)
         age = None if found is None or found.read is None else clock.time() - found.time
@@ -73,11 +74,11 @@ class Measuring:
 
     def _run(self) -> None:
         try:
-            found = self._tier.measure(lambda: self._may_write(FILE), self._stop.is_set)
+            found = self._tier.measure(lambda: self._may_write(FILE), lambda: self._stopped)
         except Exception as e:  # noqa: BLE001 - whatever the disk does, the guess stands
             log.info("the disk of %s was not measured: %s", self._folder, e)
             return
-        if self._stop.is_set():
+        if self._stopped:
             return  # what was cut short says little
         self._tell(found)
         self._save()
@@ -105,7 +106,7 @@ class Measuring:
 
     def close(self) -> None:
         """End it, and keep what is known by now. Before the tier is closed. May be repeated."""
-        self._stop.set()
+        self._stopped = True
         if self._thread is not None:
             self._thread.join(_PATIENCE)
         self._save()

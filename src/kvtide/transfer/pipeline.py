@@ -40,10 +40,10 @@ from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Ma
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.plan.budget import WriteBudgetStatistics
-from kvtide.plan.evict import Evictor, EvictorStatistics
+from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
-from kvtide.plan.uses import Uses
+from kvtide.plan.uses import Turn, Uses
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram import Dram
 from kvtide.transfer.ascent import Ascent, LoadStatistics
@@ -257,6 +257,46 @@ class Pipeline:
             wanted = rows[cold.admission.on_touch(rows)]
             if len(wanted):
                 self._descent.write(cold, wanted)
+
+    def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
+        """The blocks of a prompt, those of each group head first, were used, and this is known of their next use. Under
+        the index's lock."""
+        for some in rows:
+            self._uses.expect(some, turn, None, {})
+        if returns_in is not None:
+            self.keep_expected(rows, returns_in)
+        if turn == "tool":
+            self.counts["hints: the turn ended in a tool"] += 1
+        elif turn == "end":
+            self.counts["hints: the turn ended"] += 1
+        if returns_in is not None:
+            self.counts["hints: expected back"] += 1
+
+    def keep_expected(self, rows: Sequence[Rows], seconds: float) -> None:
+        """The blocks of a prompt, those of each group head first, are expected back in so many seconds. Under the
+        index's lock."""
+        rooms = {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
+        rooms[DRAM] = room(self._dram)
+        for some in rows:
+            self._uses.expect(some, None, seconds, rooms)
+
+    def may_bring(self, rows: Rows, nbytes: int) -> bool:
+        """Whether there is room in DRAM for what is not there of so many bytes of blocks that are expected: without
+        taking that of a block of higher priority, or of one that is expected itself. Under the index's lock."""
+        away = rows[self._index.state[DRAM][rows] == ABSENT]
+        if not len(away):
+            return False
+        with self._dram.book_lock:
+            free = self._dram.segments.budget - self._dram.segments.used
+        if free >= nbytes:
+            return True
+        leaving = self._evictor.coldest(len(away))
+        index = self._index
+        return (
+            len(leaving) == len(away)
+            and index.priority[leaving].max() <= index.priority[away].min()
+            and index.used[leaving].max() <= self._uses.now()
+        )
 
     # -- after an interruption ----------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from kvtide.engines import packing
 from kvtide.engines.halves import room, tenancy, worker
 from kvtide.engines.halves.room import Room
 from kvtide.engines.halves.scheduler import Scheduler
-from kvtide.engines.halves.wishes import Wishes
+from kvtide.engines.halves.wishes import Wishes, read_wishes
+from kvtide.errors import ConfigError
 from kvtide.index.keys import Model, Tenant
 from kvtide.node.client import Client
 from kvtide.plan.prefill import PrefillCost
@@ -336,6 +337,35 @@ def test_a_request_may_ask_to_leave_no_trace_or_to_be_computed(engines: Engines)
     assert serve(toy, "after it", prompt(1)).cached == 0
     assert serve(toy, "computed", prompt(1), Wishes(no_load=True)).cached == 0
     assert serve(toy, "loaded", prompt(1)).cached == 256
+
+
+def test_what_a_request_says_of_its_next_use_reaches_the_node_at_its_end(node: Process, engines: Engines) -> None:
+    toy = engines()
+    serve(toy, "agent", prompt(1), Wishes(turn="tool", returns_in=18))
+    serve(toy, "user", prompt(2), Wishes(turn="end"))
+    serve(toy, "nobody knows", prompt(3))
+    with Client(node.path) as client:
+
+        def hints() -> list[int]:
+            counts = client.statistics().counts
+            names = ("hints: the turn ended in a tool", "hints: the turn ended", "hints: expected back")
+            return [counts.get(name, 0) for name in names]
+
+        eventually(lambda: hints() == [1, 1, 1])
+    assert serve(toy, "back", prompt(1)).cached == 256
+
+
+@pytest.mark.parametrize("wrong", [{"turn": "tools"}, {"turn": 7}, {"returns_in": 0}, {"returns_in": "18"}])
+def test_a_hint_that_cannot_be_costs_nothing_but_a_warning(
+    wrong: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_wishes({"ttl": 5, "turn": "tool", "returns_in": 18}) == Wishes(ttl=5, turn="tool", returns_in=18)
+    assert not caplog.messages
+    assert read_wishes({"ttl": 5, **wrong}) == Wishes(ttl=5)
+    (said,) = caplog.messages
+    assert "is ignored" in said
+    with pytest.raises(ConfigError, match="returns_inn"):
+        read_wishes({"returns_inn": 5})
 
 
 def test_blocks_live_no_longer_than_asked_for(engines: Engines) -> None:

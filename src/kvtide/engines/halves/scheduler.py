@@ -371,3 +371,6 @@ def _part(tenancies: Tenancies, r: State) -> None:
         r.tenancy.requests.discard(r.prompt.id)
         if r.prompt.wishes.pin and r.chain is not None:
             tenancies.pin(r.tenancy, r.chain, r.prompt.id)
+        wishes = r.prompt.wishes
+        if r.chain is not None and (wishes.turn is not None or wishes.returns_in is not None):
+            r.tenancy.own.session.expect(r.chain, turn=wishes.turn, returns_in=wishes.returns_in)

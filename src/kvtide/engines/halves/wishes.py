@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from kvtide.errors import ConfigError
+from kvtide.plan.uses import Turn
 
 __all__ = ["NOTHING", "Wishes", "read_wishes"]
+
+log = logging.getLogger("kvtide.engines")
+
+
+class _Hints(msgspec.Struct, frozen=True):
+    """What a request says of its prompt's next use. A hint that cannot be is worth a warning, and nothing else."""
+
+    turn: Turn | None = None
+    returns_in: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
 
 class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,12 +38,18 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After which it is computed instead."""
     tenant: str = ""
     """Whose it is, where the engine's front door is trusted to say so."""
+    turn: Turn | None = None
+    """How its turn ends, if the caller knows: see ``Session.expect``."""
+    returns_in: float | None = None
+    """In how many seconds after its end its prompt is expected to be used again."""
 
 
 NOTHING = Wishes(no_store=True, no_load=True)
 """Of a request that asked for what it may not have: it is computed, and leaves no trace."""
 
 
+_SHOWN = 200
+"""Letters of what a client sent that a warning tells."""
 _OTHERS = ("do_remote_", "remote_", "tp_size")
 """What begins so is for connectors that hand requests from one engine to another; they may stand beside us."""
 
@@ -40,6 +57,13 @@ _OTHERS = ("do_remote_", "remote_", "tp_size")
 def read_wishes(given: Mapping[str, object] | None) -> Wishes:
     """What a request asked for. Raises ConfigError for what nobody can ask for, so that no misspelt wish is lost."""
     ours = {name: value for name, value in (given or {}).items() if not name.startswith(_OTHERS)}
+    hints = {name: ours.pop(name) for name in _Hints.__struct_fields__ if name in ours}
+    try:
+        msgspec.convert(hints, _Hints)
+        ours |= hints
+    except msgspec.ValidationError as e:
+        shown = repr(hints)[:_SHOWN]
+        log.warning('kv_transfer_params: %s is ignored: %s; turn is "tool" or "end", returns_in seconds', shown, e)
     try:
         return msgspec.convert(ours, Wishes)
     except msgspec.ValidationError as e:

@@ -1,0 +1,51 @@
+"""Blocks that rank as if they were used at a time still to come, because their caller expects them back then.
+
+A column of ranks (ticks of the last use, or the end of a term) is raised for a whole chain, head first, and only ever
+raised, so a block stays above its descendants. When the time has come and nobody has used them, they age like others.
+
+It is a hint, and must not let one caller push the others out. So nobody is kept longer than a tier takes to turn over
+twice: what comes back later than that is cheaper to bring back. And at most a quarter of a tier's blocks are kept in
+this way at a time, further ones rank as before.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.index.index import Rows
+
+__all__ = ["LONGEST", "Ahead"]
+
+LONGEST = 2
+"""What is expected after so many times a tier's room of further uses, or later, is not kept for that."""
+_PART = 4
+"""One in so many of a tier's blocks may be kept."""
+
+
+class Ahead:
+    """Of one column. All calls under the index's lock."""
+
+    def __init__(self) -> None:
+        self._raised: list[tuple[int, int]] = []
+        """A heap: until when, and how many blocks. One that was used meanwhile, or left, is counted until then."""
+        self._count = 0
+        self.latest = 0
+        """No block ranks later than this because of a hint."""
+
+    def keep(self, column: npt.NDArray[np.int64], rows: Rows, now: int, until: int, room: int) -> None:
+        """Rank blocks of one chain, head first, as if they were used at ``until``, in a tier of ``room`` blocks: as
+        many of them as may be kept."""
+        while self._raised and self._raised[0][0] <= now:
+            self._count -= heapq.heappop(self._raised)[1]
+        rows = rows[: max(0, room // _PART - self._count)]
+        wanted = until - np.arange(len(rows))
+        count = int(np.count_nonzero(wanted > column[rows]))
+        if not count:
+            return
+        column[rows] = np.maximum(column[rows], wanted)
+        self._count += count
+        heapq.heappush(self._raised, (until, count))
+        self.latest = max(self.latest, until)
