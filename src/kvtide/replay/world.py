@@ -142,7 +142,7 @@ class World:
         self._store(keys, len(found), identity)
         if self.uses.due.is_set():
             began = time.perf_counter()
-            self.uses.learn()
+            self.uses.catch_up()
             self.learning_seconds += time.perf_counter() - began
         self._hits += len(found)
         count = int(np.count_nonzero(here))
