@@ -209,6 +209,7 @@ class _Digests:
     def __init__(self, joined: bytes, tag: bytes) -> None:
         self.joined = joined
         self.blocks = len(joined) // 32
+        self.tokens = 0
         self._tag = tag
 
     def keys(self, suffix: bytes) -> list[BlockKey]:
@@ -639,7 +640,7 @@ class LocalDesk:
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
         names = _Digests(joined, self._tag)
-        holding = self.match(names, 0, 0, again=True, room=self._budget // _BROUGHT)
+        holding = self.match(names, 0, 0, again=True, record=False, room=self._budget // _BROUGHT)
         begun: Transfer | None = None
         try:
             with self._index.lock:

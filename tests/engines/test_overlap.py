@@ -404,7 +404,7 @@ def test_a_real_model_answers_the_same(tmp_path: Path, monkeypatch: pytest.Monke
     with kvtide.open(**sizes, nvme=nvme) as store, attach(model, store, block_tokens=32) as attached:
         first = attached.generate(**batch, **MORE).output
     disk = PacedDisk()
-    opened = Store(config.read(env={}, **sizes, nvme=nvme), disk=disk)
+    opened = Store(config.read(env={}, dram=sizes["dram"], nvme=nvme), disk=disk)
     with opened as store, attach(model, store, block_tokens=32) as attached:
         with (
             store.session(attached.identity()) as session,

@@ -17,7 +17,7 @@ class Slow:
     def __init__(self) -> None:
         self.due, self.begun, self.go = threading.Event(), threading.Event(), threading.Event()
 
-    def learn(self) -> None:
+    def catch_up(self) -> None:
         self.begun.set()
         assert self.go.wait(30)
         self.due.clear()

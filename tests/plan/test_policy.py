@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.index.index import DRAM, Index
 from kvtide.plan import policy
+from kvtide.plan.lead import Lead
 from kvtide.plan.policy import Duel, Lru, Policy, Reuse
 from kvtide.plan.shadow import Shadow
 from kvtide.testing.policy import Forest, PolicyContract
@@ -31,7 +32,7 @@ class TestDuel(PolicyContract):
 class TestDuelThatFollowsReuse(PolicyContract):
     def make(self, index: Index, room: Callable[[], int]) -> Policy:
         duel = Duel(index, DRAM, room)
-        duel.leader = duel.reuse
+        duel.leader = "reuse"
         return duel
 
 
@@ -76,7 +77,7 @@ def test_the_duel_follows_the_better_one() -> None:
     lru, _ = hits("lru", scans(600), 80, 800)
     auto, followed = hits("auto", scans(600), 80, 800)
     assert isinstance(followed, Duel)
-    assert followed.leader is followed.reuse
+    assert followed.leader != "lru"
     assert auto > 2 * lru
 
 
@@ -86,14 +87,69 @@ def test_the_duel_loses_nothing_where_the_last_used_comes_next() -> None:
     assert auto >= lru
 
 
+def test_a_lead_is_counted_in_requests() -> None:
+    """A lead of 85 blocks, of prompts of 41, is less than one standard deviation; of prompts of one block, nine."""
+    long, short = Lead(1), Lead(1)
+    for difference in [41] * 4 + [-41] * 2 + [3]:
+        long.add(difference, [1.0])
+    for _ in range(85):
+        short.add(1, [1.0])
+    assert long.hits(0) == short.hits(0) == 85
+    assert long.deviations(0) < 1
+    assert short.deviations(0) > 6
+
+
+def test_a_lead_is_forgotten_sooner_in_a_short_span() -> None:
+    lead = Lead(2)
+    for _ in range(300):
+        lead.add(10, [0.9, 0.999])
+    for _ in range(100):
+        lead.add(-10, [0.9, 0.999])
+    assert lead.hits(0) < -90
+    assert lead.hits(1) > 0
+    assert lead.deviations(0) < -1
+
+
+def test_terms_that_were_given_when_room_was_cheap_end_when_it_is_dear() -> None:
+    """A tier is filled by prompts that come back late, if at all; then others come back soon and need the room."""
+    forest = Forest(make("reuse"), 400)
+    for number in range(300):
+        forest.ask((0, number))
+        forest.store((0, number))
+    forest.uses.learn()
+    assert isinstance(forest.policy, Reuse)
+    found = 0
+    for round_ in range(60):
+        for number in range(30):
+            path = (1, number, *range(8))
+            here = forest.ask(path)
+            found += here if round_ >= 30 else 0
+            forest.store(path)
+        forest.uses.learn()
+    assert found > 0.95 * 30 * 30 * 10
+
+
 def test_a_shadow_keeps_the_highest_scores_and_the_chain_in_hand() -> None:
     shadow = Shadow()
-    assert shadow.use([1, 2, 3], [10, 9, 8], [True] * 3, 4) == 0
-    assert shadow.use([1, 2], [5, 4], [True, False], 4) == 1, "only what counts is counted"
-    assert shadow.use([4, 5], [2, 1], [True] * 2, 4) == 0
+
+    def use(names: list[int], scores: list[int], counted: list[bool]) -> int:
+        return shadow.use(names, scores, [0] * len(names), counted, 4)
+
+    assert use([1, 2, 3], [10, 9, 8], [True] * 3) == 0
+    assert use([1, 2], [5, 4], [True, False]) == 1, "only what counts is counted"
+    assert use([4, 5], [2, 1], [True] * 2) == 0
     assert [n for n in range(1, 6) if n in shadow] == [1, 2, 4, 5], "3 had the lowest score of the others"
-    assert shadow.use([6, 7, 8, 9, 10, 11], [6, 5, 4, 3, 2, 1], [True] * 6, 4) == 0
+    assert use([6, 7, 8, 9, 10, 11], [6, 5, 4, 3, 2, 1], [True] * 6) == 0
     assert [n for n in range(1, 12) if n in shadow] == [6, 7, 8, 9], "a chain longer than the tier keeps its head"
+
+
+def test_a_shadow_bounds_what_was_used_long_ago() -> None:
+    shadow = Shadow()
+    shadow.use([1], [1000], [0], [True], 2)
+    shadow.use([2], [30], [20], [True], 2)
+    shadow.bound(25)
+    shadow.use([3], [40], [21], [True], 2)
+    assert [n for n in (1, 2, 3) if n in shadow] == [2, 3], "1 was to stay for long, but was used too long ago"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("lru", Lru), ("reuse", Reuse), ("auto", Duel)])

@@ -130,6 +130,8 @@ class Index:
         """How often a row came back after it was first stored; ``UNKNOWN`` until its first use is over."""
         self.kind = np.full(size, UNKNOWN, np.int16)
         """What is known of a row's use, as ``Uses`` has it."""
+        self.since = np.zeros(size, np.int64)
+        """When a row was last used, in blocks used, as ``Uses`` counts them for policies that learn."""
         self.until: dict[int, Rows] = {}
         """By tier, where a policy wants it: until when it would keep a row."""
         self.mark = np.zeros(size, np.uint64)
@@ -330,6 +332,7 @@ class Index:
         self.identity[rows] = 0
         self.returns[rows] = UNKNOWN
         self.kind[rows] = UNKNOWN
+        self.since[rows] = 0
         for until in self.until.values():
             until[rows] = 0
         if self.mortal:
@@ -350,6 +353,7 @@ class Index:
             self._end_pins(np.array([row]))
         self.priority[row] = self.identity[row] = 0
         self.returns[row] = self.kind[row] = UNKNOWN
+        self.since[row] = 0
         for until in self.until.values():
             until[row] = 0
         if self.mortal:
@@ -397,6 +401,7 @@ class Index:
         self.place = [bigger(a, NOWHERE) for a in self.place]
         self.expiry = bigger(self.expiry, np.inf) if self.mortal else np.broadcast_to(np.inf, size)
         self.returns, self.kind = bigger(self.returns, UNKNOWN), bigger(self.kind, UNKNOWN)
+        self.since = bigger(self.since)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
         self._held.counts = bigger(self.holds)
         for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant", "identity"):

@@ -35,17 +35,18 @@ class Ahead:
         self.latest = 0
         """No block ranks later than this because of a hint."""
 
-    def keep(self, column: npt.NDArray[np.int64], rows: Rows, now: int, until: int, room: int) -> None:
+    def keep(self, column: npt.NDArray[np.int64], rows: Rows, now: int, until: int, room: int) -> Rows:
         """Rank blocks of one chain, head first, as if they were used at ``until``, in a tier of ``room`` blocks: as
-        many of them as may be kept."""
+        many of them as may be kept, which are the answer."""
         while self._raised and self._raised[0][0] <= now:
             self._count -= heapq.heappop(self._raised)[1]
         rows = rows[: max(0, room // _PART - self._count)]
         wanted = until - np.arange(len(rows))
         count = int(np.count_nonzero(wanted > column[rows]))
         if not count:
-            return
+            return rows[:0]
         column[rows] = np.maximum(column[rows], wanted)
         self._count += count
         heapq.heappush(self._raised, (until, count))
         self.latest = max(self.latest, until)
+        return rows

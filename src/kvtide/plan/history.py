@@ -9,8 +9,10 @@ its chain is, because nothing comes back without its parents.
 Time is counted in blocks used. For each *kind* (see ``Uses``) the table yields a life curve, as for machines of which
 some have failed and some still run: a block that was used again is an event at its age; one that was not, yet, or
 whose place in the table was taken, says only that it took longer. Of most kinds little is seen, and the blocks of one
-prompt come back together, so that little says less than it seems to. A kind is therefore taken at first for what its
-traits, each by itself, make of the usual curve; what was seen of the kind itself corrects that as it grows.
+prompt come back together: evidence is counted in prompts, not in blocks. A kind is taken at first for what its
+traits, each by itself, make of the usual curve; what was seen of the kind itself corrects that as it grows. And of ages
+that few blocks have reached it is assumed that they bring as many returns as the age before, for each doubling of time:
+with nothing known of kinds, that makes the policy the same as least recently used.
 """
 
 from __future__ import annotations
@@ -38,10 +40,18 @@ _AGES = 36 * _STEPS
 _ENDS = np.concatenate([[0.0], 2.0 ** (np.arange(1, _AGES + 1) / _STEPS)])
 """Where each step of age begins; the last one's end."""
 _WIDTHS = np.diff(_ENDS)
-_THIN = 120.0
-"""What is seen of a kind counts as much as what its traits say when it is this many blocks."""
-_FEW = 20.0
+_THIN = 15.0
+"""What is seen of a kind counts as much as what its traits say when it comes from this many prompts."""
+_FEW = 2.0
 """The same for a trait beside no trait at all."""
+_SMOOTH = 20.0
+"""The same for an age beside the one before."""
+_FIRST = 0.01
+"""Of blocks that have just been used, how many come back at once, as long as nothing was seen."""
+_ALIKE = 3.0
+"""How many blocks of a kind a prompt has is taken from all kinds until it was seen in this many prompts."""
+_LEAST = 1e-6
+"""Against division by nothing."""
 _PLACES = 1 << 14
 _MOST = 1 << 19
 """Places of the table, at first and at most."""
@@ -63,20 +73,26 @@ class Curves:
     rates: npt.NDArray[np.float64]
     """Blocks of each kind used in a unit of time, one block used."""
 
-    def stays(self, capacity: int) -> tuple[Numbers, npt.NDArray[np.float64]]:
+    def stays(self, capacity: int, bounded: bool = False) -> tuple[Numbers, npt.NDArray[np.float64]]:
         """How long each kind should stay so that a room of ``capacity`` blocks brings the most hits; and how many each
-        block then brings."""
+        block then brings. ``bounded``: none for much longer than all of them could stay alike."""
         kinds = np.arange(len(self.rates))
+        most = _AGES
+        if bounded:
+            most = min(most, int(np.searchsorted(self.rates @ self.time, capacity)) + 1)
+        hits, time = self.hits[:, : most + 1], self.time[:, : most + 1]
+        seen = np.flatnonzero(self.rates)
+        rates, seen_hits, seen_time, each = self.rates[seen], hits[seen], time[seen], np.arange(len(seen))
         low, high = -40.0, 4.0
         for _ in range(24):  # halving: the price of room, as a power of two
             price = (low + high) / 2
-            best = np.argmax(self.hits - 2.0**price * self.time, axis=1)
-            if self.rates @ self.time[kinds, best] > capacity:
+            best = np.argmax(seen_hits - 2.0**price * seen_time, axis=1)
+            if rates @ seen_time[each, best] > capacity:
                 low = price
             else:
                 high = price
-        best = np.argmax(self.hits - 2.0**high * self.time, axis=1)
-        return _ENDS[best].astype(np.int64), self.hits[kinds, best]
+        best = np.argmax(hits - 2.0**high * time, axis=1)
+        return _ENDS[best].astype(np.int64), hits[kinds, best]
 
 
 class _Places:
@@ -115,6 +131,8 @@ class History:
         self._came = np.zeros((kinds, _AGES))
         self._lost = np.zeros((kinds, _AGES))
         self._used = np.zeros(kinds)
+        self._prompts = np.zeros(kinds)
+        """In how many prompts each kind was used."""
         self._span = 0.0
         """The time over which ``_used`` was counted, divided as the names are."""
         self._now = 0
@@ -163,7 +181,11 @@ class History:
         np.add.at(self._came, (was[came], steps[came]), weights[came])
         np.add.at(self._lost, (was[lost], steps[lost]), weights[lost])
         np.add.at(self._used, kinds, 1)
-        np.add.at(self._used, was[same & ~counted], -1)
+        self._prompts[kinds] += 1  # numpy adds once for each different kind
+        again = was[same & ~counted]
+        if len(again):
+            np.add.at(self._used, again, -1)
+            self._prompts[again] -= 1
         places.names[at], places.times[at], places.kinds[at] = marks, now, kinds
         places.returns[at] = returns
         self._span += (now - self._now) / places.share
@@ -179,8 +201,11 @@ class History:
         kinds, waiting = len(self._used), self._lost + self._waiting()
         # Of those that reached an age, how many came back before the next? Who was lost on the way counts half.
         reached = np.cumsum((self._came + waiting)[:, ::-1], axis=1)[:, ::-1] - waiting / 2
-        usual = self._by_traits(self._came, reached)
-        rate = (self._came + _THIN * usual) / (reached + _THIN)
+        used, prompts = np.maximum(self._used, 0), np.maximum(self._prompts, 0)
+        together = used.sum() / max(prompts.sum(), 1.0)
+        usual = self._by_traits(self._came, reached, together)
+        thin = _THIN * ((used + _ALIKE * together) / (prompts + _ALIKE))[:, np.newaxis]
+        rate = (self._came + thin * usual) / np.maximum(reached + thin, _LEAST)
         left = np.cumprod(1 - np.minimum(rate, 1.0), axis=1)
         before = np.concatenate([np.ones((kinds, 1)), left[:, :-1]], axis=1)
         nothing = np.zeros((kinds, 1))
@@ -201,20 +226,23 @@ class History:
             found += np.bincount(at, self._weights(ages), cells)
         return found.reshape(self._lost.shape)
 
-    def _by_traits(self, came: Table, reached: Table) -> Table:
+    def _by_traits(self, came: Table, reached: Table, together: float) -> Table:
         """The rates of coming back that each kind would have if its traits worked alone: the first one's effect
-        changes with age, the others' do not."""
+        changes with age, the others' do not. ``together`` blocks of one kind are in a prompt, in the mean."""
         shape = (*self._traits, _AGES // 4, 4)
         traits = len(self._traits)
         came, reached = came.reshape(shape), reached.reshape(shape)
         kinds = tuple(range(traits))
-        plain = (came.sum(kinds) + 1e-9) / (reached.sum(kinds) + 1e-6)
-        rate = np.broadcast_to(plain, shape).copy()
+        plain, before, weight = np.empty(_AGES), _FIRST, max(_SMOOTH * together, _LEAST)
+        for age, (events, all_) in enumerate(zip(came.sum(kinds).flat, reached.sum(kinds).flat, strict=True)):
+            plain[age] = before = (events + weight * before) / (all_ + weight)
+        rate = np.broadcast_to(plain.reshape(shape[-2:]), shape).copy()
+        few = max(_FEW * together, _LEAST)
         for _ in range(2):  # each trait explains what the others leave
             for trait in kinds:
                 rest = tuple(i for i in range(traits + 2) if i != trait and (trait or i != traits))
                 expected = (reached * rate).sum(rest, keepdims=True)
-                rate *= (came.sum(rest, keepdims=True) + _FEW) / (expected + _FEW)
+                rate *= (came.sum(rest, keepdims=True) + few) / (expected + few)
         flat: Table = np.minimum(rate, 1.0).reshape(len(self._used), _AGES)
         return flat
 
@@ -226,6 +254,7 @@ class History:
         self._came *= share
         self._lost *= share
         self._used *= share
+        self._prompts *= share
         self._span *= share
 
 

@@ -23,7 +23,7 @@ class Learner:
         while not self._closed.is_set():  # to learn ends what is due, so that it is looked at before each wait too
             self._uses.due.wait()
             if not self._closed.is_set():
-                self._uses.learn()
+                self._uses.catch_up()
 
     def close(self) -> None:
         self._closed.set()

@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from kvtide.index.index import Index, Rows
 from kvtide.plan.history import Curves, Kinds, Marks
+from kvtide.plan.lead import Lead
 from kvtide.plan.shadow import Shadow
 
-__all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "make"]
+__all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "Terms", "make"]
 
 Scores = npt.NDArray[np.int64]
 
@@ -94,6 +95,28 @@ def _falling(until: Scores, steps: Scores) -> Scores:
     return raised
 
 
+class Terms:
+    """How long blocks of each kind should stay. A value: the thread that learns replaces it as a whole."""
+
+    __slots__ = ("_bounded", "_stay", "longest")
+
+    def __init__(self, bounded: bool = False, stay: Scores | None = None) -> None:
+        self._bounded = bounded
+        self._stay = np.zeros(0, np.int64) if stay is None else stay
+        """By kind; nothing as long as nothing is known."""
+        self.longest = _EVER if stay is None else int(stay.max())
+        """The longest of them."""
+
+    def of(self, kinds: Kinds, now: int) -> Scores:
+        """Until when blocks of these kinds, used now, should stay."""
+        return self._stay[kinds] + now if len(self._stay) else np.full(len(kinds), now)
+
+    def learned(self, curves: Curves, room: int) -> Terms:
+        """The terms for a tier of ``room`` blocks, by what is known now."""
+        stay, _ = curves.stays(room, self._bounded)
+        return Terms(self._bounded, stay)
+
+
 class Reuse:
     """Keeps each kind of block for as long as that kind, by experience, is worth its room.
 
@@ -102,7 +125,10 @@ class Reuse:
     tier. So a block has a term, until which it should stay, from the moment it is used; the first term to end is the
     lowest score. What was used without being worth anything has a term that ends at once, in order of use.
 
-    A block's term is at least that of each of its descendants: hence leaf first.
+    Terms were given when room was perhaps cheaper than it is now. A block therefore scores as if it stayed, after its
+    last use, no longer than the longest term that is given now.
+
+    A block's term is at least that of each of its descendants, and it was used no earlier: hence leaf first.
     """
 
     learns = True
@@ -112,27 +138,22 @@ class Reuse:
         self._tier = tier
         index.until[tier] = np.zeros(len(index.used), np.int64)
         self.room = room
-        self._stay = np.zeros(0, np.int64)
-        """By kind. Replaced as a whole, by the thread that learns."""
+        self.terms = Terms()
 
     def score(self, rows: Rows) -> Scores:
-        return (self._index.priority[rows].astype(np.int64) << PRIORITY) + self._index.until[self._tier][rows]
-
-    def terms(self, kinds: Kinds, now: int) -> Scores:
-        """Until when blocks of these kinds, used now, should stay."""
-        stay = self._stay
-        return stay[kinds] + now if len(stay) else np.full(len(kinds), now)
+        until = np.minimum(self._index.until[self._tier][rows], self._index.since[rows] + self.terms.longest)
+        return (self._index.priority[rows].astype(np.int64) << PRIORITY) + until
 
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
         until, steps = self._index.until[self._tier], _steps(len(rows))
-        term = now if kinds is None else self.terms(kinds, now)
+        term = now if kinds is None else self.terms.of(kinds, now)
         until[rows] = _falling(np.maximum(until[rows] + steps, term), steps)
 
     def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None: ...
 
     def learn(self, curves: Curves) -> None:
         if room := self.room():
-            self._stay, _ = curves.stays(room)
+            self.terms = self.terms.learned(curves, room)
 
     @property
     def in_charge(self) -> str:
@@ -140,62 +161,131 @@ class Reuse:
 
 
 class Duel:
-    """Follows whichever of two policies would have had more hits lately, on a sample of blocks: by default ``Lru``.
+    """Follows whichever policy would have had more hits lately, on a sample of blocks: by default ``Lru``.
 
-    Each has a shadow, a cache of names without blocks, of the tier's size times the sampled share. Both rank leaf
+    Three are compared. ``lru``; ``reuse``; and ``bounded``, which is ``reuse`` with terms that are not much longer
+    than the time for which everything could stay alike. ``bounded`` gains less than ``reuse`` where kinds differ for
+    long, and loses little where they only seem to.
+
+    Each has a shadow, a cache of names without blocks, of the tier's size times the sampled share. All rank leaf
     first, so a block that is in a shadow has its whole prefix there, and counting blocks is counting prefix hits.
+
+    A policy takes over when its lead is larger than chance explains (see ``Lead``) and large enough to matter. ``lru``
+    takes over on less evidence: it is what the others must not fall behind.
     """
 
     learns = True
 
     def __init__(self, index: Index, tier: int, room: Callable[[], int]) -> None:
         self.room = room
-        self.lru, self.reuse = Lru(index), Reuse(index, tier, room)
-        self.leader: Lru | Reuse = self.lru
-        self._shadows = (Shadow(), Shadow())
-        self._lead = 0.0
-        """By how many sampled hits ``reuse`` was ahead, older ones counting less."""
-        self._asked = 0.0
+        self._lru, self._reuse = Lru(index), Reuse(index, tier, room)
+        self._terms = {_BOUNDED: Terms(bounded=True), _REUSE: Terms()}
+        self.leader = _LRU
+        self._shadows = {name: Shadow() for name in _NAMES}
+        self._leads = {(one, other): Lead(len(_SPANS)) for i, one in enumerate(_NAMES) for other in _NAMES[:i]}
+        self._asked = [0.0] * len(_SPANS)
+        """Blocks that were asked for within each span."""
+        self._found = dict.fromkeys(_NAMES, 0)
+        """Hits of the request under way."""
+        self._wanted = 0
+        """What it asked for."""
         self._size = 0
         """Of the tier, in blocks, when it was last asked."""
 
     def score(self, rows: Rows) -> Scores:
-        return self.leader.score(rows)
+        return self._lru.score(rows) if self.leader == _LRU else self._reuse.score(rows)
 
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
-        self.reuse.used(rows, kinds, now)
+        self._reuse.used(rows, kinds, now)
 
     def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None:
+        if counted[0]:  # what follows of a request, when it is stored, does not count its head again
+            self._end()
         share = _share(self._size)
         here = (marks >> _HIGH) % np.uint64(share) == 0
         if not self._size or not here.any():
             return
         steps = _steps(len(marks))
-        order, terms = now - steps, _falling(self.reuse.terms(kinds, now), steps)
-        names, asked = marks[here].tolist(), counted[here].tolist()
-        size = max(1, self._size // share)
-        lru, reuse = (
-            shadow.use(names, scores[here].tolist(), asked, size)
-            for shadow, scores in zip(self._shadows, (order, terms), strict=True)
-        )
-        fade = 1 - sum(asked) / (_MEMORY * max(size, _FEW))
-        self._lead = self._lead * fade + reuse - lru
-        self._asked = self._asked * fade + sum(asked)
+        order = now - steps
+        names, asked, since = marks[here].tolist(), counted[here].tolist(), order[here].tolist()
+        scores = {_LRU: since}
+        for name, terms in self._terms.items():
+            scores[name] = _falling(terms.of(kinds, now), steps)[here].tolist()
+        for name, shadow in self._shadows.items():
+            self._found[name] += shadow.use(names, scores[name], since, asked, self._shadowed)
+        self._wanted += sum(asked)
+
+    @property
+    def _shadowed(self) -> int:
+        """How many blocks a shadow holds."""
+        return max(1, self._size // _share(self._size))
+
+    def _end(self) -> None:
+        """A request is over."""
+        if not self._wanted:
+            return
+        size = max(self._shadowed, _FEW)
+        fades = [1 - min(1.0, self._wanted / (span * size)) for span in _SPANS]
+        for (one, other), lead in self._leads.items():
+            lead.add(self._found[one] - self._found[other], fades)
+        self._asked = [asked * fade + self._wanted for asked, fade in zip(self._asked, fades, strict=True)]
+        self._found = dict.fromkeys(_NAMES, 0)
+        self._wanted = 0
+        if self.leader != _LRU and self._ahead(_LRU, self.leader, _SHORT)[1] >= _PROOF[_LRU]:
+            self.leader = _LRU
 
     def learn(self, curves: Curves) -> None:
-        self._size = self.room()
-        self.reuse.learn(curves)
-        # Ahead by chance is not ahead: half a percent of what was asked for, to change over; nothing, to stay.
-        margin = 0.005 * self._asked if self.leader is self.lru else 0.0
-        self.leader = self.reuse if self._lead > margin else self.lru
+        self._size = room = self.room()
+        if not room:
+            return
+        for name, terms in self._terms.items():
+            self._terms[name] = terms = terms.learned(curves, room)
+            self._shadows[name].bound(terms.longest)
+        self.leader = self._best()
+        # While ``lru`` leads, blocks get the terms of whichever is more likely to take over.
+        ahead = _REUSE if self._ahead(_REUSE, _BOUNDED, _MIDDLE)[0] > 0 else _BOUNDED
+        self._reuse.terms = self._terms[ahead if self.leader == _LRU else self.leader]
+
+    def _best(self) -> str:
+        """The policy to follow from now on."""
+        best, most = self.leader, 0.0
+        for name in _NAMES:
+            if name == self.leader or self._ahead(name, self.leader, _SHORT)[1] < -1:
+                continue
+            if name != _LRU and any(self._ahead(name, _LRU, span)[0] < 0 for span in range(len(_SPANS))):
+                continue
+            proof, margin = _PROOF[name], 0.0 if name == _LRU else _MARGIN
+            for span in range(len(_SPANS)):
+                hits, deviations = self._ahead(name, self.leader, span)
+                if hits >= margin * self._asked[span] and deviations - proof >= most:
+                    best, most = name, deviations - proof
+        return best
+
+    def _ahead(self, one: str, other: str, span: int) -> tuple[float, float]:
+        """By how much ``one`` leads: in hits, and in standard deviations."""
+        if (one, other) in self._leads:
+            lead = self._leads[one, other]
+            return lead.hits(span), lead.deviations(span)
+        lead = self._leads[other, one]
+        return -lead.hits(span), -lead.deviations(span)
 
     @property
     def in_charge(self) -> str:
-        return self.leader.in_charge
+        return self.leader
 
 
-_MEMORY = 4
-"""A duel forgets within about this many times as many blocks as the tier holds."""
+_LRU, _BOUNDED, _REUSE = _NAMES = ("lru", "bounded", "reuse")
+
+_EVER = 1 << PRIORITY - 2
+
+_SPANS = (4, 16, 64)
+"""Leads are kept over about this many times as many blocks as the tier holds."""
+_SHORT, _MIDDLE = 0, 1
+
+_PROOF = {_LRU: 1.0, _BOUNDED: 2.0, _REUSE: 2.0}
+"""In standard deviations: the lead at which each takes over."""
+_MARGIN = 0.005
+"""A lead matters when it is so much of what was asked for."""
 
 _FEW = 1000
 

@@ -13,6 +13,8 @@ class Shadow:
 
     def __init__(self) -> None:
         self._scores: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        """When each was last used."""
         self._heap: list[tuple[int, int]] = []
         """Scores and names; those that are no longer true are passed over when they come up."""
 
@@ -22,12 +24,15 @@ class Shadow:
     def __len__(self) -> int:
         return len(self._scores)
 
-    def use(self, names: Sequence[int], scores: Sequence[int], counted: Sequence[bool], capacity: int) -> int:
+    def use(
+        self, names: Sequence[int], scores: Sequence[int], since: Sequence[int], counted: Sequence[bool], capacity: int
+    ) -> int:
         """These names of one chain are used, and all are here afterwards, if they fit; answers how many were.
 
-        Only those that are ``counted`` are in the answer. A score never falls while its name is here.
+        ``since`` is the time of this use. Only those that are ``counted`` are in the answer. No use lowers a score.
         """
         held, hits = self._scores, 0
+        self._since.update(zip(names, since, strict=True))
         for name, score, asked in zip(names, scores, counted, strict=True):
             old = held.get(name)
             if old is not None:
@@ -43,6 +48,13 @@ class Shadow:
             heapq.heapify(self._heap)
         return hits
 
+    def bound(self, longest: int) -> None:
+        """No name scores more than ``longest`` after its last use from now on, if it was used before."""
+        since = self._since
+        self._scores = {name: min(score, since[name] + longest) for name, score in self._scores.items()}
+        self._heap = [(score, name) for name, score in self._scores.items()]
+        heapq.heapify(self._heap)
+
     def _shrink(self, own: set[int], capacity: int) -> None:
         """Let the lowest go; those of the chain itself only when nothing else is left."""
         held, spared = self._scores, []
@@ -53,9 +65,9 @@ class Shadow:
             if name in own:
                 spared.append((score, name))
             else:
-                del held[name]
+                del held[name], self._since[name]
         for score, name in spared:
             if len(held) > capacity:
-                del held[name]
+                del held[name], self._since[name]
             else:
                 heapq.heappush(self._heap, (score, name))

@@ -60,6 +60,8 @@ _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are forgotten unlearned."""
 _BATCH = 8192
 """Blocks after which something new may be concluded."""
+_LOOK = 1024
+"""Blocks after which policies see what was used: soon, so that one that has begun to lose is left."""
 _LASTING = 200_000
 """Blocks after which half of what was learned is forgotten, or more for a large tier."""
 
@@ -90,6 +92,8 @@ class Uses:
         """Of the ticks of last uses."""
         self._terms_ahead: dict[int, Ahead] = {}
         """By tier, of the terms of its blocks."""
+        self._expected = 0
+        """No block is expected back later than this, in blocks used."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
         self._told = False
@@ -97,7 +101,9 @@ class Uses:
         self._length = 0.0
         """The usual length of a prompt, as a power of two."""
         self._fresh = 0
-        """Blocks noted since something was concluded."""
+        """Blocks noted since somebody last looked at them."""
+        self._unlearned = 0
+        """Blocks looked at since something was concluded."""
         self._batch = _BATCH
         self.due = threading.Event()
         """Set when there is enough to learn from."""
@@ -123,6 +129,7 @@ class Uses:
         self._order(rows)
         # What is known already has its place; what is new must not be the first to go while its prompt is stored.
         if self.learns and not every(self._index.kind[rows] >= 0):
+            self._since(rows, self._time)
             if self._students:
                 returns = self._index.returns[rows]
                 fresh = returns < 0
@@ -174,14 +181,24 @@ class Uses:
         if end >= 0:
             kinds = _told(kinds, end)
         self._index.kind[rows] = kinds
+        self._since(rows, self._time)
         # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
         whole = kinds if len(rows) == length else None
         for policy in self._policies:
             policy.used(rows, whole, self._time)
         self._notes.append((self._index.mark[rows], kinds, returns, counted, counted, self._time))
         self._fresh += len(rows)
-        if self._fresh >= self._batch:
+        if self._fresh >= _LOOK:
             self.due.set()
+
+    def _since(self, rows: Rows, time: int) -> None:
+        """These blocks of one chain, head first, are used at a time, now or expected: the deeper, the earlier."""
+        since = np.arange(time, time - len(rows), -1)
+        if self._expected > time - len(rows):  # else nothing is expected later
+            since = np.maximum(since, self._index.since[rows])
+        self._index.since[rows] = since
+        if time > self._time and len(rows):
+            self._expected = max(self._expected, time)
 
     def _kinds(self, returns: Counts, length: int) -> Kinds:
         """What blocks of a prompt of ``length`` blocks are, that came back so often."""
@@ -232,7 +249,8 @@ class Uses:
             room = rooms.get(tier, 0)
             if time <= LONGEST * room:
                 ahead = self._terms_ahead.setdefault(tier, Ahead())
-                ahead.keep(until, rows, self._time, self._time + time, room)
+                kept = ahead.keep(until, rows, self._time, self._time + time, room)
+                self._since(kept, self._time + time)
 
     def now(self) -> int:
         """A mark in time, for ``overtaken``."""
@@ -263,6 +281,7 @@ class Uses:
         ticks = np.empty(len(rows), np.int64)
         ticks[ranked] = np.arange(1, len(rows) + 1)
         self._index.used[rows] = self._tick + ticks
+        self._index.since[rows] = self._time + ticks
         for until in self._index.until.values():
             until[rows] = self._time + ticks
         self._index.priority[rows] = priority
@@ -271,14 +290,21 @@ class Uses:
 
     # -- off the callers' path, without the lock --------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """Let the policies see what was noted; and learn from it, if it is enough."""
+        self._look()
+        if self._unlearned >= self._batch:
+            self._conclude()
+
     def learn(self) -> None:
         """Learn from what was noted."""
+        self._look()
+        self._conclude()
+
+    def _look(self) -> None:
         self.due.clear()
         fresh, self._fresh = self._fresh, 0
-        room = max((policy.room() for policy in self._policies), default=0)
-        self.history.fit(room)
-        self.history.lasting = max(_LASTING, 16 * room)
-        self._batch = max(_BATCH, min(room // 4, 2 * _BATCH))
+        self._unlearned += fresh
         while self._notes:
             if not len(self._notes) % 16:
                 time.sleep(0)  # let those pass who have more urgent things to do
@@ -286,13 +312,20 @@ class Uses:
             self.history.see(marks, kinds, returns, ended, now)
             for policy in self._policies:
                 policy.watch(marks, kinds, counted, now)
+
+    def _conclude(self) -> None:
+        room = max((policy.room() for policy in self._policies), default=0)
+        self.history.fit(room)
+        self.history.lasting = max(_LASTING, 16 * room)
+        self._batch = max(_BATCH, min(room // 4, 2 * _BATCH))
         curves = self.history.curves()
         before, after = (_until_told(curves), _after_told(curves)) if self._told else (curves, curves)
         for policy in self._policies:
             policy.learn(before)
         for student in self._students:
             student(after)
-        self.history.fade(fresh)
+        self.history.fade(self._unlearned)
+        self._unlearned = 0
 
 
 def _told(kinds: Kinds, end: int) -> Kinds:

@@ -17,6 +17,7 @@ from kvtide.block import Layout
 from kvtide.config import Config
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
+from kvtide.plan.uses import TURNS
 from kvtide.replay.world import TraceClock
 from kvtide.session import Session
 from kvtide.store import Store
@@ -55,8 +56,13 @@ class RealWorld:
     def _content(self, number: int) -> npt.NDArray[np.uint8]:
         return np.full(self._block // 8, number, np.uint64).view(np.uint8)
 
-    def request(self, blocks: Sequence[int], tenant: str = "") -> Counter[str]:
-        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix."""
+    def request(
+        self, blocks: Sequence[int], tenant: str = "", turn: str = "", returns_in: float | None = None
+    ) -> Counter[str]:
+        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
+
+        ``turn`` and ``returns_in``: what its caller says at its end, see ``Session.expect``.
+        """
         session = self._session(tenant)
         chain = session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
         began = time.perf_counter()
@@ -67,6 +73,8 @@ class RealWorld:
             for number, view in zip(blocks, loaded.blocks, strict=False):
                 assert np.array_equal(np.frombuffer(view, np.uint8), self._content(number)), "a wrong byte"
             session.store(chain, [self._content(n) for n in blocks[found:]], start=found)
+        if turn in TURNS or returns_in is not None:
+            session.expect(chain, turn=TURNS.get(turn), returns_in=returns_in)
         self._store.flush()
         self.moving_seconds += time.perf_counter() - began
         below = self._store.statistics().counts.get("blocks read from nvme", 0) - before

@@ -159,7 +159,7 @@ def _replay(
         if not in_charge or leader != in_charge[-1][1]:
             in_charge.append((number, leader))
         world.clock.now = float(trace.seconds[number] - trace.seconds[0])
-        found = world.request(blocks.tolist(), trace.tenants[number])
+        found = world.request(blocks.tolist(), trace.tenants[number], trace.turns[number], trace.returns_in[number])
         if number >= start:
             asked += len(blocks)
             here += found["dram"]

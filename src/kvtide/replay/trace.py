@@ -296,8 +296,8 @@ class Reader:
                 self._say(where, line.block_tokens, where)
             if not isinstance(line.turn, str) or line.turn not in _TURNS:
                 raise TraceError(f"{where}: turn is {line.turn!r}; it must be 'tool', 'end' or absent")
-            if line.returns_in is not None and line.returns_in < 0:
-                raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be at least 0")
+            if line.returns_in is not None and not line.returns_in > 0:
+                raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be more than 0")
             if blocks := self._full(where, line):
                 yield Request(line.timestamp / 1000, blocks, line.tenant, line.turn, line.returns_in)
 

@@ -156,7 +156,7 @@ class World:
                 line.expect([rows[rows > 0]], TURNS.get(turn), returns_in)
         if self.uses.due.is_set():
             began = time.perf_counter()
-            self.uses.learn()
+            self.uses.catch_up()
             self.learning_seconds += time.perf_counter() - began
         self._hits += len(found)
         count = int(np.count_nonzero(here))
