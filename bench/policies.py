@@ -1,7 +1,8 @@
 """Eviction and admission on real traces: hit rates beside leaf-first LRU and the optimum, and what they cost.
 
 ``python -m bench.policies --traces DIR [FIGURE ...]``: figures are ``eviction``, ``admission``, ``cost``, ``robust``
-and ``hints``; the folder (or ``$KVTIDE_TRACES``) has ``mooncake_conversation.jsonl.gz`` and ``lmcache_agent_hashed.jsonl.gz``. Writes
+and ``hints``; the folder (or ``$KVTIDE_TRACES``) has ``mooncake_conversation.jsonl.gz`` and
+``lmcache_agent_hashed.jsonl.gz``. Writes
 ``bench/results/policies/*.json`` and the tables of ``docs/eviction.md``. One configuration for all; nothing fits
 one trace only. A rate is prefix hits over the last 60 % of the requests, tiers warmed by the first 40 %.
 """
