@@ -29,6 +29,7 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client import Client
 from kvtide.recorder import ENDED, OTHER_SHAPE, QUEUE_FULL, Recorder, RecorderStatistics, Shape
+from kvtide.replay.trace import load
 from kvtide.security.audit import verify
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import HYBRID, MODEL, OTHER_TENANT, PLAIN, SIZE, data, prompt
@@ -460,3 +461,23 @@ def test_a_node_is_told_to_record_on_its_command_line(tmp_path: Path) -> None:
     )
     assert again.returncode != 0
     assert "is there already" in again.stderr
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_a_replay_reads_what_was_recorded(tmp_path: Path, name: str, cut: bool) -> None:
+    asked = workload(7)
+    with opened(tmp_path, name) as store:
+        for tokens, tenant in asked:
+            with store.session(MODEL, tenant or DEFAULT_TENANT) as session:
+                ask(session, tokens)
+    file = tmp_path / name
+    if cut:  # as a process leaves it that is killed while it writes
+        file.write_bytes(file.read_bytes()[:-20])
+    trace = load(file)
+    assert (trace.block_tokens, trace.block_bytes) == (SIZE, SHAPE.nbytes)
+    true = [found for one in asked if (found := blocks(one))]  # a replay leaves out what is shorter than a block
+    read_ = trace.blocks
+    assert len(read_) == len(true) if not cut else 0 < len(read_) < len(true)
+    pairs = {pair for one, other in zip(read_, true, strict=False) for pair in zip(one.tolist(), other, strict=True)}
+    assert len(pairs) == len({number for number, _ in pairs}) == len({block for _, block in pairs})

@@ -646,8 +646,9 @@ class LocalDesk:
             with self._index.lock:
                 if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
                     rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
-                    self._pipeline.keep_expected(rows, seconds)
-                    begun = Transfer.within(self.store.clock, seconds, 0.0)
+                    # What is brought and not kept would be the first to leave.
+                    if self._pipeline.keep_expected(rows, seconds):
+                        begun = Transfer.within(self.store.clock, seconds, 0.0)
             if begun is not None:
                 begun.on_end(holding.release)
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]

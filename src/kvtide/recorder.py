@@ -25,11 +25,13 @@ file is flushed as often, so that all but that can be read from it too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import secrets
 import threading
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -53,6 +55,8 @@ log = logging.getLogger("kvtide.recorder")
 
 _PAUSE = 0.2
 """Seconds between two looks at the queue."""
+_LONGEST = 5.0
+"""Seconds for which whoever closes it waits for the disk."""
 _WAITING = 1 << 18
 """Blocks of prompts that may wait to be written, 8 MiB of names."""
 _REQUEST = 8
@@ -128,6 +132,15 @@ class Recorder:
         except BaseException:
             self._close_file()
             raise
+        this = weakref.ref(self)
+
+        def at_exit() -> None:
+            """A store that nobody closed: what waits is written all the same."""
+            if (found := this()) is not None and found._fd >= 0:
+                found.close()
+
+        self._at_exit = at_exit
+        atexit.register(at_exit)
 
     def request(self, names: bytes, tokens: int, shape: Shape, tenant: bytes, domain: bytes = b"") -> None:
         """Record a prompt: the digests of its full blocks one after another, and how many tokens it has.
@@ -166,12 +179,23 @@ class Recorder:
         with self._lock:
             return RecorderStatistics(not self._ended, self._requests, self._written, dict(self._dropped))
 
-    def close(self) -> None:
-        """Write what waits, and end. A recording without any request leaves no file."""
+    def end(self) -> None:
+        """Nothing more is to be recorded: write what waits. ``close`` waits for it."""
         self._closing = True
         self._wake.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+
+    def close(self) -> None:
+        """Write what waits, and end. A recording without any request leaves no file.
+
+        A file whose disk hangs is left to itself: nobody else's work may end with it.
+        """
+        atexit.unregister(self._at_exit)
+        self.end()
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(_LONGEST)
+        if self._thread.is_alive():
+            log.warning("%s was not written to its end: its disk has not answered for %g s", self.path, _LONGEST)
 
     def forked(self) -> None:
         fd, self._fd, self._ended = self._fd, -1, True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-__all__ = ["moment", "share", "size"]
+__all__ = ["gib", "moment", "share", "size"]
 
 
 def size(nbytes: float) -> str:
@@ -14,6 +14,12 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} TiB"
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as a number of GiB, for a column or an axis."""
+    number = nbytes / (1 << 30)
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def share(part: float, whole: float) -> str:

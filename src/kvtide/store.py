@@ -657,6 +657,8 @@ class Store(Home):
             return
         stack = contextlib.ExitStack()
         stack.callback(to_the_end, self._join_tracers)
+        if self.recorder is not None and not self._within:
+            stack.callback(to_the_end, self.recorder.close)
         stack.callback(to_the_end, self.copier.close)
         stack.callback(to_the_end, self.dram.close)
         if self.ring is not None and not self._within:
@@ -673,7 +675,7 @@ class Store(Home):
         with stack:
             self._ended = True
             if self.recorder is not None and not self._within:
-                to_the_end(self.recorder.close)  # early: what follows may take longer than a node may
+                self.recorder.end()  # early: what follows may take longer than a node may
             for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
                 to_the_end(
                     functools.partial(listener.close, cold.patience or 0.0)

@@ -12,6 +12,7 @@ from kvtide import Tenant, config
 from kvtide.index.index import DRAM, Index
 from kvtide.plan import policy, uses
 from kvtide.plan.ages import Clockwork
+from kvtide.plan.ahead import Ahead
 from kvtide.plan.history import Curves
 from kvtide.plan.policy import Policy
 from kvtide.plan.uses import Turn
@@ -235,3 +236,40 @@ def test_a_replay_tells_what_its_trace_knows() -> None:
     assert plain.request([1, 2], turn="end")["dram"] == 0
     assert world.request([1, 2])["dram"] == 2
     assert world.pipeline.counts["hints: the turn ended in a tool"] == 1
+
+
+@pytest.mark.parametrize("name", ["lru", "auto", "reuse"])
+def test_the_row_of_a_block_that_was_expected_and_dropped_keeps_nothing_of_it(name: str) -> None:
+    """Else a new block there would outrank its own parent."""
+    clock = Clock()
+    with open_store(clock=clock, dram={"policy": name}) as store, store.session(MODEL) as session:
+        for number in range(100, 100 + 2 * SLOTS):
+            clock.now += 1
+            keep(session, number)
+        keep(session, 70)
+        keep(session, 1, 2)
+        session.expect(prompt(1, 2), returns_in=SLOTS - 2)
+        session.drop(prompt(1, 2))
+        keep(session, 70, 7)
+        rows = store.index.rows(session.chain(prompt(70, 7)).keys(b"full"))
+        parent, child = store.index.used[rows].tolist()
+        assert parent > child
+
+
+def test_a_prompt_that_is_hinted_again_is_counted_once() -> None:
+    """Somebody who is always back early must not use up what may be kept for all."""
+    ahead, column = Ahead(), np.zeros(2000, np.int64)
+    rows = np.arange(1, 51)
+    for turn in range(20):
+        now = 20 * turn
+        column[rows] = np.maximum(column[rows], np.arange(now, now - 50, -1))
+        assert len(ahead.keep(column, rows, now, now + 600, 1000)) == 50
+    assert len(ahead.keep(column, np.arange(100, 150), 400, 900, 1000)) == 50
+
+
+def test_hinting_again_does_not_keep_more_than_a_quarter() -> None:
+    ahead, column = Ahead(), np.zeros(2000, np.int64)
+    for now in range(0, 3000, 100):
+        for first in range(0, 1000, 50):  # each of them over and over
+            ahead.keep(column, np.arange(first, first + 50), now, now + 150, 1000)
+        assert np.count_nonzero(column > now) <= 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from kvtide.errors import ConfigError, TraceError
-from kvtide.show import size
+from kvtide.show import gib, size
 
 if TYPE_CHECKING:
     from kvtide.config import Config
@@ -67,7 +68,9 @@ def _nbytes(option: str, text: str, unique: int, slot: int) -> int:
     from kvtide.units import parse_size
 
     if not text.endswith("%"):
-        return parse_size(text)
+        if (nbytes := parse_size(text)) > _MOST:
+            raise ConfigError(f"{option} {text} is more than {size(_MOST)}: give a smaller size")
+        return nbytes
     try:
         share = Decimal(text[:-1].strip())
     except InvalidOperation:
@@ -75,13 +78,18 @@ def _nbytes(option: str, text: str, unique: int, slot: int) -> int:
     if not share.is_finite() or share <= 0:
         raise ConfigError(f"{text!r} is not a size such as 64GiB, or a share of the trace's blocks such as 5%")
     blocks = int(unique * share / 100)
+    if blocks * slot > _MOST:
+        raise ConfigError(f"{option} {text} of the trace's {unique:,} different blocks is more than {size(_MOST)}")
     if not blocks:
         raise ConfigError(
             f"{option} {text} of the trace's {unique:,} different blocks is less than one block: "
-            f"give {option} {100 / unique:.3g}% or more, or a size of at least {size(slot)}"
+            f"give {option} {math.ceil(1e8 / unique) / 1e6:g}% or more, or a size of at least {size(slot)}"
         )
     return blocks * slot
 
+
+_MOST = 1 << 53
+"""Bytes of a tier, at most."""
 
 _NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": "", "record.path": ""}
 _NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.key_file": "", "security.audit": ""}
@@ -140,11 +148,12 @@ def _sweep_settings(
 def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: str) -> int:
     """Bytes of a block: as given, of a model, as they were recorded, or the usual ones."""
     if block is not None:
+        from kvtide.replay.trace import LARGEST
         from kvtide.units import parse_size
 
         nbytes = parse_size(block)
-        if nbytes <= 0:
-            raise ConfigError(f"--block is {block!r}; it must be a size such as 2MiB")
+        if not 0 < nbytes <= LARGEST:
+            raise ConfigError(f"--block is {block!r}; it must be a size such as 2MiB, and at most {size(LARGEST)}")
         return nbytes
     if model is None:
         return trace.block_bytes or _BLOCK
@@ -154,6 +163,8 @@ def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: s
     if tokens is None:
         raise ConfigError("--model needs the tokens of a block, which this trace does not tell: give --block-tokens")
     path = Path(model).expanduser()
+    if path.is_file() and path.name != "config.json":
+        raise ConfigError(f"--model {model} is a file; give its folder, or a file config.json in Hugging Face's format")
     layout = layout_of(path.parent if path.is_file() else folder_of(model), kv_dtype=kv_dtype)
     return sum(group.geometry(tokens).nbytes for group in layout.groups)
 
@@ -257,7 +268,7 @@ def _sweep_table(found: Sweep, trace: Path) -> Table:
         table.add_column(name, justify="right")
     for row in found.rows:
         shown = [*row.hit_rates.values(), *([] if row.optimum is None else [row.optimum])]
-        table.add_row(row.size, f"{row.blocks:,}", f"{row.bytes / (1 << 30):,.4g}", *(f"{rate:.2%}" for rate in shown))
+        table.add_row(row.size, f"{row.blocks:,}", gib(row.bytes), *(f"{rate:.2%}" for rate in shown))
     return table
 
 
@@ -272,15 +283,22 @@ def _show(result: _Result, json: str) -> None:
     import msgspec
 
     text = msgspec.json.format(msgspec.json.encode(result.report), indent=2)
-    if json == "-":
-        sys.stdout.write(text.decode() + "\n")
-        return
-    if json:
-        Path(json).write_bytes(text)
-    out = Console()
-    out.print(result.table)
+    out = Console(stderr=json == "-")
+    if json != "-":
+        out.print(result.table)
     for note in result.notes:
         out.print(f"  {note}", highlight=False)
+    if json == "-":
+        sys.stdout.write(text.decode() + "\n")
+    elif json:
+        _write("--json", Path(json), text)
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}; give another file") from error
 
 
 @app.command(cls=_Command)
@@ -365,9 +383,9 @@ def replay(
             return lambda number: progress.update(task, completed=number)
 
         result = (_one if sweep is None else _sweep)(found, nbytes, given, started)
-    if plot:
-        plot.write_text(result.picture)
     _show(result, json)
+    if plot:
+        _write("--plot", plot, result.picture.encode())
 
 
 def _sweep(

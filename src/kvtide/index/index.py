@@ -332,7 +332,7 @@ class Index:
         self.identity[rows] = 0
         self.returns[rows] = UNKNOWN
         self.kind[rows] = UNKNOWN
-        self.since[rows] = 0
+        self.used[rows] = self.since[rows] = 0  # an expected return may have been ahead of all uses
         for until in self.until.values():
             until[rows] = 0
         if self.mortal:
@@ -353,7 +353,7 @@ class Index:
             self._end_pins(np.array([row]))
         self.priority[row] = self.identity[row] = 0
         self.returns[row] = self.kind[row] = UNKNOWN
-        self.since[row] = 0
+        self.used[row] = self.since[row] = 0
         for until in self.until.values():
             until[row] = 0
         if self.mortal:

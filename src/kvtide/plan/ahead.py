@@ -29,24 +29,34 @@ class Ahead:
     """Of one column. All calls under the index's lock."""
 
     def __init__(self) -> None:
-        self._raised: list[tuple[int, int]] = []
-        """A heap: until when, and how many blocks. One that was used meanwhile, or left, is counted until then."""
-        self._count = 0
+        self._until: dict[int, int] = {}
+        """By row: until when it is kept. One that was used meanwhile, or left, is counted until then."""
+        self._ends: list[tuple[int, list[int]]] = []
+        """A heap: when some may end, and their rows."""
         self.latest = 0
         """No block ranks later than this because of a hint."""
 
     def keep(self, column: npt.NDArray[np.int64], rows: Rows, now: int, until: int, room: int) -> Rows:
         """Rank blocks of one chain, head first, as if they were used at ``until``, in a tier of ``room`` blocks: as
         many of them as may be kept, which are the answer."""
-        while self._raised and self._raised[0][0] <= now:
-            self._count -= heapq.heappop(self._raised)[1]
-        rows = rows[: max(0, room // _PART - self._count)]
+        while self._ends and self._ends[0][0] <= now:
+            end, over = heapq.heappop(self._ends)
+            for row in over:
+                if self._until.get(row) == end:  # else it was expected again, later
+                    del self._until[row]
+        kept, left = list[int](), room // _PART - len(self._until)
+        for row in rows.tolist():
+            left -= row not in self._until
+            if left < 0:
+                break
+            kept.append(row)
+        rows = rows[: len(kept)]
         wanted = until - np.arange(len(rows))
-        count = int(np.count_nonzero(wanted > column[rows]))
-        if not count:
+        if not np.count_nonzero(wanted > column[rows]):
             return rows[:0]
         column[rows] = np.maximum(column[rows], wanted)
-        self._count += count
-        heapq.heappush(self._raised, (until, count))
+        later = [row for row in kept if self._until.get(row, now) < until]
+        self._until.update(dict.fromkeys(later, until))
+        heapq.heappush(self._ends, (until, later))
         self.latest = max(self.latest, until)
         return rows

@@ -30,6 +30,10 @@ class Queue:
     scores: Scores
     owed: bool
     """Whether they are of tenants that have more than their share."""
+    used: Rows
+    """When each was last used by then. One that was used since may have got a colder child."""
+    version: int
+    """Of the policy's opinion by which they were ranked."""
     since: int
     """When they were ranked."""
     at: int = 0
@@ -78,7 +82,8 @@ class Coldest:
                 rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
                 # Still here, free to go, and as cold as when they were ranked?
                 good = self.leaving(rows) & (self._policy.score(rows) == scores)
-                if self._uses.overtaken(queue.since, int(scores[-1])):
+                good &= self._index.used[rows] == queue.used[queue.at : queue.at + count]
+                if queue.version != self._policy.version or self._uses.overtaken(queue.since, int(scores[-1])):
                     break
                 if good.any():
                     return rows[good].tolist(), LOWEST if queue.owed else int(scores[good][0])
@@ -100,9 +105,11 @@ class Coldest:
 
     def queue(self, rows: Rows, count: int, owed: bool = False) -> Queue:
         """The coldest ``count`` of some rows."""
+        version = self._policy.version  # before the scores: they may change meanwhile
         if len(rows) > count:
             rows = rows[np.argpartition(self._policy.score(rows), count)[:count]]
         rows = np.unique(rows)
         scores = self._policy.score(rows)
         order = np.argsort(scores)
-        return Queue(rows[order], scores[order], owed, self._uses.now())
+        rows = rows[order]
+        return Queue(rows, scores[order], owed, self._index.used[rows], version, self._uses.now())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from kvtide.plan.uses import Uses
 
 __all__ = ["Learner"]
+
+log = logging.getLogger("kvtide.plan")
 
 
 class Learner:
@@ -23,7 +26,11 @@ class Learner:
         while not self._closed.is_set():  # to learn ends what is due, so that it is looked at before each wait too
             self._uses.due.wait()
             if not self._closed.is_set():
-                self._uses.catch_up()
+                try:
+                    self._uses.catch_up()
+                except Exception:
+                    log.exception("nothing was learned from the last uses of blocks; eviction goes on as before")
+                    self._uses.due.clear()
 
     def close(self) -> None:
         self._closed.set()

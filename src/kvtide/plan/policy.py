@@ -35,6 +35,9 @@ class Policy(Protocol):
     learns: bool
     """Whether it wants ``used`` and ``learn``."""
 
+    version: int
+    """Another number whenever blocks that nobody has used may rank in another order."""
+
     def score(self, rows: Rows) -> Scores:
         """How much each is worth keeping; the lowest leaves first."""
 
@@ -59,6 +62,7 @@ class Lru:
     """Least recently used. A prompt's blocks are touched together, head newest, hence leaf first."""
 
     learns = False
+    version = 0
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -138,7 +142,17 @@ class Reuse:
         self._tier = tier
         index.until[tier] = np.zeros(len(index.used), np.int64)
         self.room = room
-        self.terms = Terms()
+        self.version = 0
+        self._terms = Terms()
+
+    @property
+    def terms(self) -> Terms:
+        return self._terms
+
+    @terms.setter
+    def terms(self, terms: Terms) -> None:
+        self._terms = terms
+        self.version += 1
 
     def score(self, rows: Rows) -> Scores:
         until = np.minimum(self._index.until[self._tier][rows], self._index.since[rows] + self.terms.longest)
@@ -180,7 +194,8 @@ class Duel:
         self.room = room
         self._lru, self._reuse = Lru(index), Reuse(index, tier, room)
         self._terms = {_BOUNDED: Terms(bounded=True), _REUSE: Terms()}
-        self.leader = _LRU
+        self.version = 0
+        self._leader = _LRU
         self._shadows = {name: Shadow() for name in _NAMES}
         self._leads = {(one, other): Lead(len(_SPANS)) for i, one in enumerate(_NAMES) for other in _NAMES[:i]}
         self._asked = [0.0] * len(_SPANS)
@@ -191,6 +206,17 @@ class Duel:
         """What it asked for."""
         self._size = 0
         """Of the tier, in blocks, when it was last asked."""
+
+    @property
+    def leader(self) -> str:
+        """The policy that is followed."""
+        return self._leader
+
+    @leader.setter
+    def leader(self, name: str) -> None:
+        if name != self._leader:
+            self._leader = name
+            self.version += 1
 
     def score(self, rows: Rows) -> Scores:
         return self._lru.score(rows) if self.leader == _LRU else self._reuse.score(rows)
@@ -245,6 +271,7 @@ class Duel:
         # While ``lru`` leads, blocks get the terms of whichever is more likely to take over.
         ahead = _REUSE if self._ahead(_REUSE, _BOUNDED, _MIDDLE)[0] > 0 else _BOUNDED
         self._reuse.terms = self._terms[ahead if self.leader == _LRU else self.leader]
+        self.version += self.leader != _LRU
 
     def _best(self) -> str:
         """The policy to follow from now on."""

@@ -92,8 +92,6 @@ class Uses:
         """Of the ticks of last uses."""
         self._terms_ahead: dict[int, Ahead] = {}
         """By tier, of the terms of its blocks."""
-        self._expected = 0
-        """No block is expected back later than this, in blocks used."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
         self._told = False
@@ -193,12 +191,7 @@ class Uses:
 
     def _since(self, rows: Rows, time: int) -> None:
         """These blocks of one chain, head first, are used at a time, now or expected: the deeper, the earlier."""
-        since = np.arange(time, time - len(rows), -1)
-        if self._expected > time - len(rows):  # else nothing is expected later
-            since = np.maximum(since, self._index.since[rows])
-        self._index.since[rows] = since
-        if time > self._time and len(rows):
-            self._expected = max(self._expected, time)
+        self._index.since[rows] = np.maximum(self._index.since[rows], np.arange(time, time - len(rows), -1))
 
     def _kinds(self, returns: Counts, length: int) -> Kinds:
         """What blocks of a prompt of ``length`` blocks are, that came back so often."""
@@ -208,13 +201,13 @@ class Uses:
         new = min(((length - known + 1).bit_length() - 1) // 2, 3)
         return _BUCKET[returns] + np.int16(turn * 16 + size * 4 + new)
 
-    def expect(self, rows: Rows, turn: Turn | None, returns_in: float | None, rooms: Mapping[int, int]) -> None:
+    def expect(self, rows: Rows, turn: Turn | None, returns_in: float | None, rooms: Mapping[int, int]) -> bool:
         """The caller is through with blocks of one chain, head first, and says how its turn ended and in how many
-        seconds it is back; ``rooms``: how many blocks each tier holds, of those that keep some for that."""
+        seconds it is back; ``rooms``: how many blocks each tier holds, of those that keep some for that. Whether DRAM
+        keeps some until then."""
         if turn is not None and self.learns and len(rows):
             self._tell_apart(rows, turn)
-        if returns_in is not None and len(rows):
-            self._keep(rows, returns_in, rooms)
+        return returns_in is not None and bool(len(rows)) and self._keep(rows, returns_in, rooms)
 
     def _tell_apart(self, rows: Rows, turn: Turn) -> None:
         """Blocks that were just used are of a kind of their own, from the end of that use on. Once for each use.
@@ -238,19 +231,22 @@ class Uses:
         every_one = _all(int(np.count_nonzero(new)))
         self._notes.append((self._index.mark[rows[new]], kinds[new], returns[new], every_one, ~every_one, self._time))
 
-    def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> None:
-        """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long."""
+    def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> bool:
+        """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Whether
+        DRAM keeps some."""
         ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
-        room = rooms.get(DRAM, 0)
+        room, kept = rooms.get(DRAM, 0), rows[:0]
         if ticks <= LONGEST * room:
-            self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
+            kept = self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
         time = max(1, ticks * self._time // max(self._tick, 1))
         for tier, until in self._index.until.items():
             room = rooms.get(tier, 0)
             if time <= LONGEST * room:
                 ahead = self._terms_ahead.setdefault(tier, Ahead())
-                kept = ahead.keep(until, rows, self._time, self._time + time, room)
-                self._since(kept, self._time + time)
+                longer = ahead.keep(until, rows, self._time, self._time + time, room)
+                if tier == DRAM:  # the others' time to come would be too long for it
+                    self._since(longer, self._time + time)
+        return bool(len(kept))
 
     def now(self) -> int:
         """A mark in time, for ``overtaken``."""

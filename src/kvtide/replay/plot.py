@@ -8,7 +8,7 @@ from html import escape
 
 from kvtide.replay.run import Report
 from kvtide.replay.sweep import Sweep
-from kvtide.show import size
+from kvtide.show import gib, size
 
 __all__ = ["svg", "sweep_svg"]
 
@@ -132,7 +132,7 @@ def sweep_svg(found: Sweep, title: str) -> str:
     every = max(1, math.ceil((last - first) / 8))
     for power in range(first, last + 1, every):
         parts.append(_line(x(2.0**power), bottom, x(2.0**power), bottom + 4, 'stroke="#444"'))
-        parts.append(_text(x(2.0**power), bottom + 18, f"{2.0 ** (power - 30):.4g}", "middle"))
+        parts.append(_text(x(2.0**power), bottom + 18, gib(2.0**power), "middle" if power < last else "end"))
     parts.append(
         _text((_LEFT + _RIGHT) / 2, bottom + 38, f"GiB of DRAM, in blocks of {size(found.block_bytes)}", "middle")
     )

@@ -18,7 +18,6 @@ prefix, a number of its own.
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
 import logging
@@ -43,6 +42,10 @@ _VERSION = 1
 """Of the traces that kvtide records."""
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 _TURNS = ("", "tool", "end")
+
+
+LARGEST = 1 << 34
+"""Bytes of a block, at most: there is no model with larger ones."""
 
 
 class Request(NamedTuple):
@@ -80,19 +83,50 @@ class _Line(msgspec.Struct):
     input_length: int | None = None
     block_tokens: int | None = None
     chat_id: int | str | None = None
-    app: str = ""
+    app: str | None = None
     ts: float | None = None
     type: str | None = None
     events: Any = None
     kvtide_trace: int | str | None = None
     layout_bytes: int | None = None
-    tenant: str = ""
-    turn: int | str = ""
+    tenant: str | None = None
+    turn: int | str | None = None
     """A number in Bailian's."""
     returns_in: float | None = None
 
 
 _Found = _Line | tuple[float, list[Event]]
+
+
+class _Unpacked(io.RawIOBase):
+    """A gzip file, as far as it goes: a recording that was killed has no end, and all of it is wanted.
+
+    At the end of a file that has none, EOFError is raised: once all that can be read was.
+    """
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw = raw
+        self._unpacker = zlib.decompressobj(wbits=31)
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while True:
+            if not self._packed:
+                self._packed = self._raw.read(1 << 16)
+            if self._unpacker.eof:  # another may follow
+                if not self._packed:
+                    return 0
+                self._unpacker = zlib.decompressobj(wbits=31)
+            elif not self._packed and not self._unpacker.unconsumed_tail:
+                raise EOFError("it is gzip, but without an end; the file may be cut off")
+            found = self._unpacker.decompress(self._packed, len(into))
+            self._packed = self._unpacker.unused_data if self._unpacker.eof else self._unpacker.unconsumed_tail
+            if found:
+                into[: len(found)] = found
+                return len(found)
 
 
 class Reader:
@@ -116,7 +150,7 @@ class Reader:
             with self._path.open("rb") as raw:
                 packed = raw.read(2) == b"\x1f\x8b"
                 raw.seek(0)
-                stream: io.BufferedReader[Any] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
+                stream: io.BufferedReader[Any] = io.BufferedReader(_Unpacked(raw)) if packed else raw
                 found = list(self._read(stream, lambda: self._progress(raw.tell())))
         except (OSError, EOFError, zlib.error) as error:
             raise TraceError(f"{self._path} cannot be read: {error}") from error
@@ -172,7 +206,17 @@ class Reader:
     def _lines(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[tuple[int, _Found]]:
         decode = msgspec.json.Decoder(_Line).decode
         recorded = False
-        for number, line in enumerate(stream, 1):
+
+        def whole() -> Iterator[bytes]:
+            """The lines; of a recording in gzip that was killed, and so has no end, those that can be read."""
+            try:
+                yield from iter(stream.readline, b"")  # not from the stream: whoever stops here would close it
+            except EOFError:
+                if not recorded:
+                    raise
+                log.warning("%s: it has no end, as when the recording is killed; it is read up to there", self._path)
+
+        for number, line in enumerate(whole(), 1):
             if not number % 1000:
                 tell()
             if not line.strip():
@@ -228,6 +272,11 @@ class Reader:
                 yield seconds, events
 
         yield from (Request(seconds, blocks) for seconds, blocks in requests(seen()))
+        if self.block_tokens is not None and tokens and self.block_tokens not in tokens:
+            raise TraceError(
+                f"{self._path}: events of blocks of {', '.join(map(str, sorted(tokens)))} tokens, but --block-tokens "
+                f"says {self.block_tokens}; leave it out"
+            )
         if len(tokens) == 1:  # a model with several kinds of layers may have blocks of several sizes
             self._say(f"{self._path}", tokens.pop(), "the trace")
 
@@ -283,8 +332,10 @@ class Reader:
             )
         if line.block_tokens is None:
             raise TraceError(f"{where}: the header has no block_tokens")
-        if line.layout_bytes is not None and line.layout_bytes <= 0:
-            raise TraceError(f"{where}: layout_bytes is {line.layout_bytes}; it must be at least 1")
+        if line.layout_bytes is not None and not 0 < line.layout_bytes <= LARGEST:
+            raise TraceError(
+                f"{where}: layout_bytes is {line.layout_bytes}; it must be at least 1, and at most {LARGEST}"
+            )
         self._say(where, line.block_tokens, "the header")
         self.block_bytes = line.layout_bytes
 
@@ -294,12 +345,13 @@ class Reader:
                 raise TraceError(f"{where}: a recorded request needs timestamp, input_length and hash_ids")
             if line.block_tokens is not None:
                 self._say(where, line.block_tokens, where)
-            if not isinstance(line.turn, str) or line.turn not in _TURNS:
+            turn = line.turn or ""
+            if not isinstance(turn, str) or turn not in _TURNS:
                 raise TraceError(f"{where}: turn is {line.turn!r}; it must be 'tool', 'end' or absent")
             if line.returns_in is not None and not line.returns_in > 0:
                 raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be more than 0")
             if blocks := self._full(where, line):
-                yield Request(line.timestamp / 1000, blocks, line.tenant, line.turn, line.returns_in)
+                yield Request(line.timestamp / 1000, blocks, line.tenant or "", turn, line.returns_in)
 
     def _agents(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[Request]:
         found: list[tuple[str, float, tuple[int | str, ...]]] = []

@@ -272,13 +272,13 @@ class Pipeline:
         if returns_in is not None:
             self.counts["hints: expected back"] += 1
 
-    def keep_expected(self, rows: Sequence[Rows], seconds: float) -> None:
-        """The blocks of a prompt, those of each group head first, are expected back in so many seconds. Under the
-        index's lock."""
+    def keep_expected(self, rows: Sequence[Rows], seconds: float) -> bool:
+        """The blocks of a prompt, those of each group head first, are expected back in so many seconds. Whether DRAM
+        keeps some of them until then. Under the index's lock."""
         rooms = {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
         rooms[DRAM] = room(self._dram)
-        for some in rows:
-            self._uses.expect(some, None, seconds, rooms)
+        kept = [self._uses.expect(some, None, seconds, rooms) for some in rows]
+        return any(kept)
 
     def may_bring(self, rows: Rows, nbytes: int) -> bool:
         """Whether there is room in DRAM for what is not there of so many bytes of blocks that are expected: without

@@ -6,8 +6,9 @@ the background and only into room that there is, or that colder blocks give (``P
 nothing is said. A prompt that is used before, or whose session ends, is forgotten, and of blocks that were dropped
 meanwhile nothing is found.
 
-All of it is bounded: so many prompts, of so many blocks together (the one that is due last gives way), and few loads at
-a time. The store's housekeeping thread does the work (housekeeping.py).
+All of it is bounded: so many prompts, of so many blocks together (of the session that has most, the one that is due
+last gives way), and few loads at a time; and while there is no room, it is looked for once a second, because that looks
+at all of DRAM. The store's housekeeping thread does the work (housekeeping.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _LEAST, _LONGEST = 0.5, 60.0
 """Seconds before its return at which a prompt is looked at, at least and at most."""
 _AT_ONCE = 2
 """Loads under way."""
+_PAUSE = 1.0
+"""Seconds until room is looked for again, after there was none."""
 _DIGEST = 32
 
 
@@ -52,6 +55,8 @@ class _Expected:
     """When, on the monotonic clock."""
     place: tuple[float, int]
     """When to look, and a number of its own: its place among the others."""
+    ended: bool = False
+    """Whether its session has ended."""
 
     @property
     def blocks(self) -> int:
@@ -86,6 +91,8 @@ class Returns:
         self._brought: deque[_Expected] = deque()
         self._under_way: dict[_Expected, Transfer | None] = {}
         self._blocks = 0
+        self._next = 0.0
+        """Before this there is no use in looking for room."""
 
     def __repr__(self) -> str:
         return f"<Returns {len(self._waiting)} expected, {len(self._under_way)} under way>"
@@ -115,8 +122,16 @@ class Returns:
             self._blocks += found.blocks
             insort(self._places, found.place)
             while len(self._places) > _PROMPTS or self._blocks > _BLOCKS:
-                self._strike(self._waiting[self._places[-1]])
+                self._strike(self._one_too_many())
         self._wake()
+
+    def _one_too_many(self) -> _Expected:
+        """Of the session that has most of them, the one that is due last. Under the lock."""
+        count = Counter(expected.desk for expected in self._waiting.values())
+        most = max(count.values())
+        return next(
+            expected for place in reversed(self._places) if count[(expected := self._waiting[place]).desk] == most
+        )
 
     def used(self, desk: Desk, blocks: int, parent: Callable[[int], bytes]) -> None:
         """A prompt was asked for; ``parent`` is the digest before a block. What it extends is back."""
@@ -137,6 +152,8 @@ class Returns:
                 for found in list(some.values()):
                     self._strike(found)
             self._known.pop(desk, None)
+            for expected in self._under_way:
+                expected.ended = expected.ended or expected.desk is desk
             left = [t for e, t in self._under_way.items() if e.desk is desk and t is not None]
         for transfer in left:
             transfer.cancel()
@@ -172,13 +189,15 @@ class Returns:
         with self._lock:
             if not self._places or len(self._under_way) >= _AT_ONCE:
                 return float("inf")
-            return max(0.0, self._places[0][0] - self._clock.monotonic())
+            return max(0.0, max(self._places[0][0], self._next) - self._clock.monotonic())
 
     def step(self) -> None:
         """Look at one prompt that is due, and begin to bring it."""
         with self._lock:
             now = self._clock.monotonic()
-            if not self._places or self._places[0][0] > now or len(self._under_way) >= _AT_ONCE:
+            if not self._places or len(self._under_way) >= _AT_ONCE:
+                return
+            if max(self._places[0][0], self._next) > now:
                 return
             found = self._waiting[self._places[0]]
             self._take(found)
@@ -191,13 +210,15 @@ class Returns:
             if transfer is None:
                 self._ended(found, brought=False)
         if transfer is None:
+            if now < found.back:
+                self._next = now + _PAUSE
             return
         with self._index.lock:
             self._counts["prompts brought back"] += 1
         begun = transfer
         with self._lock:
             self._under_way[found] = begun
-            over = found.desk not in self._known
+            over = found.ended
         transfer.on_end(lambda: self._ended(found, brought=not begun.failed))
         if over:  # its session has ended meanwhile
             transfer.cancel()

@@ -168,8 +168,9 @@ class Scheduler:
             return None
         r.heard = self._now()
         chain, tenancy = r.named(self._tenancies, *unnamed)
-        match, crew = tenancy.longest(chain, r.extras, have, prefill, record=not r.matched)
-        r.pending, r.matched = match.pending, True
+        first, r.matched = not r.matched, True
+        match, crew = tenancy.longest(chain, r.extras, have, prefill, record=first)
+        r.pending = match.pending
         if not have < match.tokens <= self._loadable(r):
             match.release()
             return None

@@ -58,12 +58,13 @@ def read_wishes(given: Mapping[str, object] | None) -> Wishes:
     """What a request asked for. Raises ConfigError for what nobody can ask for, so that no misspelt wish is lost."""
     ours = {name: value for name, value in (given or {}).items() if not name.startswith(_OTHERS)}
     hints = {name: ours.pop(name) for name in _Hints.__struct_fields__ if name in ours}
-    try:
-        msgspec.convert(hints, _Hints)
-        ours |= hints
-    except msgspec.ValidationError as e:
-        shown = repr(hints)[:_SHOWN]
-        log.warning('kv_transfer_params: %s is ignored: %s; turn is "tool" or "end", returns_in seconds', shown, e)
+    for name, value in hints.items():
+        try:
+            msgspec.convert({name: value}, _Hints)
+            ours[name] = value
+        except msgspec.ValidationError as e:
+            shown = repr({name: value})[:_SHOWN]
+            log.warning('kv_transfer_params: %s is ignored: %s; turn is "tool" or "end", returns_in seconds', shown, e)
     try:
         return msgspec.convert(ours, Wishes)
     except msgspec.ValidationError as e:
