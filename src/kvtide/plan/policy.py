@@ -257,7 +257,7 @@ class Duel:
         self._asked = [asked * fade + self._wanted for asked, fade in zip(self._asked, fades, strict=True)]
         self._found = dict.fromkeys(_NAMES, 0)
         self._wanted = 0
-        if self.leader != _LRU and self._ahead(_LRU, self.leader, _SHORT)[1] >= _PROOF[_LRU]:
+        if self.leader != _LRU and self._ahead(_LRU, self.leader, _SHORT)[1] >= _DOUBT:
             self.leader = _LRU
 
     def learn(self, curves: Curves) -> None:
@@ -275,18 +275,27 @@ class Duel:
 
     def _best(self) -> str:
         """The policy to follow from now on."""
-        best, most = self.leader, 0.0
-        for name in _NAMES:
-            if name == self.leader or self._ahead(name, self.leader, _SHORT)[1] < -1:
-                continue
-            if name != _LRU and any(self._ahead(name, _LRU, span)[0] < 0 for span in range(len(_SPANS))):
-                continue
-            proof, margin = _PROOF[name], 0.0 if name == _LRU else _MARGIN
-            for span in range(len(_SPANS)):
-                hits, deviations = self._ahead(name, self.leader, span)
-                if hits >= margin * self._asked[span] and deviations - proof >= most:
-                    best, most = name, deviations - proof
-        return best
+        spans = range(len(_SPANS))
+        leader = self.leader
+        if leader != _LRU and any(self._ahead(_LRU, leader, span)[1] >= _DOUBT for span in spans):
+            leader = _LRU
+        proven = [name for name in (_BOUNDED, _REUSE) if self._proven(name)]
+        if leader == _LRU:
+            return max(proven, key=lambda name: self._ahead(name, _LRU, _LONG)[0], default=_LRU)
+        for name in proven:
+            leads = [self._ahead(name, leader, span)[1] for span in spans] if name != leader else [0.0]
+            if max(leads) >= _DOUBT and leads[_SHORT] >= -_DOUBT:
+                return name
+        return leader
+
+    def _proven(self, name: str) -> bool:
+        """Whether it is better than ``lru``, by more than chance explains and by as much as matters."""
+        leads = [self._ahead(name, _LRU, span) for span in range(len(_SPANS))]
+        enough = (
+            deviations >= _PROOF and hits >= _MARGIN * asked
+            for (hits, deviations), asked in zip(leads, self._asked, strict=True)
+        )
+        return min(hits for hits, _ in leads) >= 0 and any(enough)
 
     def _ahead(self, one: str, other: str, span: int) -> tuple[float, float]:
         """By how much ``one`` leads: in hits, and in standard deviations."""
@@ -307,10 +316,12 @@ _EVER = 1 << PRIORITY - 2
 
 _SPANS = (4, 16, 64)
 """Leads are kept over about this many times as many blocks as the tier holds."""
-_SHORT, _MIDDLE = 0, 1
+_SHORT, _MIDDLE, _LONG = range(len(_SPANS))
 
-_PROOF = {_LRU: 1.0, _BOUNDED: 2.0, _REUSE: 2.0}
-"""In standard deviations: the lead at which each takes over."""
+_PROOF = 2.0
+"""In standard deviations: the lead over ``lru`` at which another policy may take over."""
+_DOUBT = 1.0
+"""In standard deviations: the lead at which ``lru`` takes over, or one that has proved itself from another."""
 _MARGIN = 0.005
 """A lead matters when it is so much of what was asked for."""
 
