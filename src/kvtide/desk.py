@@ -251,7 +251,6 @@ class LocalDesk:
             )
             for g in layout.groups
         }
-        self._tag = tag
         self.asker = {who.group: who.fingerprint for who in self._identities.values()}
         """By what ends the keys of each group: the fingerprint of its blocks."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
@@ -640,7 +639,7 @@ class LocalDesk:
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
         names = _Digests(joined, self._tag)
-        holding = self.match(names, 0, 0, again=True, record=False, room=self._budget // _BROUGHT)
+        holding = self.match(names, 0, 0, again=True, room=self._budget // _BROUGHT)
         begun: Transfer | None = None
         try:
             with self._index.lock:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ from kvtide.node import remote
 from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Apart, Process, Thread, apart, eventually
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
 
 
 def void(_: object) -> None:

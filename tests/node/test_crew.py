@@ -33,13 +33,6 @@ def content(layout: Layout, group: str, depth: int) -> np.ndarray[tuple[int, int
     return seed.integers(0, 256, (geometry.sections, geometry.section), np.uint8)
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
-
-
 @contextlib.contextmanager
 def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session, Crew, list[Worker]]]:
     """A scheduler and its workers, each with a connection of its own."""

@@ -19,14 +19,6 @@ from kvtide.node.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Process, eventually
 
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
-
-
 WRITER = """
 import sys, kvtide
 from kvtide.node.client import connect

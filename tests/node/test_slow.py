@@ -30,13 +30,6 @@ from tests.node.serving import Process, eventually
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 def other(node: Process) -> Iterator[Client]:
     """Somebody else, who waits longer."""
     with Client(node.path) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.policies import lru_hits
 from kvtide import config
 from kvtide.errors import ConfigError, TraceError
 from kvtide.plan import uses
@@ -44,22 +44,6 @@ def run(trace: Trace, dram: int, **nvme: Any) -> Report:
     if nvme:
         tiers["nvme"] = {"path": "replayed", "segment": MIB, **nvme, "budget": nvme["budget"] * MIB}
     return replay(trace, config.read(env={}, **tiers), BLOCK, warm=0.25, speeds=Speeds(1e9, 1e8, 1e7))
-
-
-def lru_hits(trace: Trace, capacity: int, start: int) -> int:
-    """Leaf-first LRU, block by block; the blocks of the request itself are not evicted for it."""
-    resident: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for number, chain in enumerate(trace.blocks):
-        blocks = chain.tolist()
-        found = next((i for i, b in enumerate(blocks) if b not in resident), len(blocks))
-        hits += found if number >= start else 0
-        for block in reversed(blocks):
-            resident[block] = None
-            resident.move_to_end(block)
-        while len(resident) > capacity:
-            resident.popitem(last=False)
-    return hits
 
 
 def test_lru_is_lru() -> None:
