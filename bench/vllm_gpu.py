@@ -4,10 +4,12 @@
     python -m bench.vllm_gpu cold --pairs 20
 
 ``first``: the first request of a new engine with a new node, of each case; how much of what it computed is found when
-vLLM's own cache was emptied, and how long loading it takes the first, second and third time, beside vLLM's own cache.
-``cold``: two engines alive in one process, with kvtide and without, which take turns at prompts that nobody has had: 16
-prompts of 4,000 tokens with 64 out, and 32 prompts of 200 with 200 out. The ratio of each pair, with the 95 % interval
-of their mean.
+vLLM's own cache was emptied, and how long loading it takes the first, second and third time, beside vLLM's own cache
+and beside the bus: one large copy of as many bytes from pinned memory, in the same process.
+``cold``: three engines alive in one process, without a connector, with one that does nothing and with kvtide, which
+take turns at prompts that nobody has had: 16 prompts of 4,000 tokens with 64 out, 32 prompts of 200 with 200 out, and
+32 prompts of 16 with 200 out, which complete no block. The ratio to the engine without a connector in each round, with
+the 95 % interval of its mean.
 
 vLLM needs no tokenizer or checkpoint here. Give each run another ``--dram``: engines with the same settings share a
 node.
@@ -28,6 +30,8 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 VOCABULARY = 32000
 BLOCK = 256
+TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
+"""Of KV: K and V of 32 layers of 8 heads of 128, in 2 bytes."""
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -48,23 +52,12 @@ LLAMA_8B = {
 T_95 = {20: 2.093, 22: 2.080, 30: 2.045, 40: 2.023}
 
 
-def engine(dram: str | None, *, compiled: bool) -> Any:
-    """An engine, with a node of so much memory; None: without kvtide."""
+def engine(transfer: dict[str, Any] | None, *, compiled: bool) -> Any:
+    """An engine, with a connector or without."""
     from vllm import LLM
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    transfer = None
-    if dram is not None:
-        transfer = {
-            "kv_connector": "KvtideConnector",
-            "kv_connector_module_path": "kvtide.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "dram": {"budget": dram},
-                "engine": {"weights_id": "random", "store": "through"},
-            },
-        }
     return LLM(
         model=str(folder),
         load_format="dummy",
@@ -78,6 +71,24 @@ def engine(dram: str | None, *, compiled: bool) -> Any:
         gpu_memory_utilization=0.2,
         kv_transfer_config=transfer,
     )
+
+
+def kvtide(dram: str) -> dict[str, Any]:
+    """kvtide, with a node of so much memory."""
+    return {
+        "kv_connector": "KvtideConnector",
+        "kv_connector_module_path": "kvtide.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "dram": {"budget": dram},
+            "engine": {"weights_id": "random", "store": "through"},
+        },
+    }
+
+
+KINDS = {"batch": (16, 4000, 64), "decode": (32, 200, 200), "decode-no-block": (32, 16, 200)}
+"""Prompts, tokens of each, and tokens out."""
+BARE = {"kv_connector": "BareConnector", "kv_connector_module_path": "bench.bare_connector", "kv_role": "kv_both"}
 
 
 def prompt(tokens: int, seed: str) -> list[int]:
@@ -113,56 +124,86 @@ def empty(llm: Any) -> None:
     raise RuntimeError("vLLM does not empty its own cache: pages are in use")
 
 
-def first(cases: list[str], dram: str) -> None:
-    llm = engine(dram, compiled=False)
+def bus(nbytes: int) -> float:
+    """Seconds that so many bytes take from pinned memory to the GPU, the best of five."""
+    import torch
+
+    host = torch.empty(min(nbytes, 1 << 30), dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    took = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return min(took[1:]) * nbytes / len(host)
+
+
+def first(cases: list[str], dram: str, *, compiled: bool, pause: float) -> None:
+    llm = engine(kvtide(dram), compiled=compiled)
     for case in cases:
         kind, _, out = case.partition("x")
         batch = kind == "batch"
         prompts = [prompt(4000, f"{case} {i}") for i in range(16)] if batch else [prompt(int(kind), case)]
         whole = sum((len(p) - 1) // BLOCK * BLOCK for p in prompts)
         cold, _ = ask(llm, prompts, int(out))
+        time.sleep(pause)
         found, seconds = [], []
-        for _ in range(3):
+        for _ in range(6):
             empty(llm)
             took, tokens = ask(llm, prompts, int(out))
             found.append(tokens)
             seconds.append(round(took, 4))
-        own, _ = ask(llm, prompts, int(out))
+        own = min(ask(llm, prompts, int(out))[0] for _ in range(3))
         empty(llm)
-        print(json.dumps({"case": case, "whole": whole, "found": found, "cold": cold, "loads": seconds, "own": own}))
+        floor = bus(whole * TOKEN_BYTES)
+        row = {"case": case, "whole": whole, "found": found, "cold": cold, "loads": seconds, "own": own, "bus": floor}
+        second = statistics.median(seconds[1:])
+        row |= {"load_against_limit": second / (floor + own), "first_against_second": seconds[0] / second}
+        print(json.dumps(row), flush=True)
 
 
-def cold(pairs: int, dram: str) -> None:
-    engines = [engine(None, compiled=True), engine(dram, compiled=True)]
-    kinds = {"batch": (16, 4000, 64), "decode": (32, 200, 200)}
-    for llm in engines:
+def cold(pairs: int, dram: str, names: list[str], only: list[str]) -> None:
+    connectors = {"none": None, "bare": BARE, "kvtide": kvtide(dram)}
+    engines = {name: engine(connectors[name], compiled=True) for name in ["none", *names]}
+    kinds = {kind: KINDS[kind] for kind in only}
+    for llm in engines.values():
         for kind, (count, tokens, out) in kinds.items():
             ask(llm, [prompt(tokens, f"warm {kind} {i}") for i in range(count)], out)
     for kind, (count, tokens, out) in kinds.items():
-        ratios = []
+        took: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(pairs):
             prompts = [prompt(tokens, f"{kind} {number} {i}") for i in range(count)]
-            took = [0.0, 0.0]
-            for which in (0, 1) if number % 2 else (1, 0):
-                took[which], _ = ask(engines[which], prompts, out)
-                empty(engines[which])
-            ratios.append(took[1] / took[0])
-        mean = statistics.mean(ratios)
-        wide = T_95.get(pairs, 2.1) * statistics.stdev(ratios) / pairs**0.5
-        print(json.dumps({"kind": kind, "pairs": pairs, "ratio": mean, "low": mean - wide, "high": mean + wide}))
+            first = number % len(engines)
+            for name in [*list(engines)[first:], *list(engines)[:first]]:
+                took[name].append(ask(engines[name], prompts, out)[0])
+                empty(engines[name])
+        for name in names:
+            ratios = [ours / without for ours, without in zip(took[name], took["none"], strict=True)]
+            mean = statistics.mean(ratios)
+            wide = T_95.get(pairs, 2.1) * statistics.stdev(ratios) / pairs**0.5
+            row = {"kind": kind, "engine": name, "pairs": pairs, "seconds": statistics.median(took["none"])}
+            print(json.dumps(row | {"ratio": mean, "low": mean - wide, "high": mean + wide}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dram", default="24GiB", help="memory of the node")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("first").add_argument("cases", nargs="+", metavar="TOKENSxOUT")
-    commands.add_parser("cold").add_argument("--pairs", type=int, default=20)
+    one = commands.add_parser("first")
+    one.add_argument("cases", nargs="+", metavar="TOKENSxOUT")
+    one.add_argument("--compiled", action="store_true", help="with torch.compile and CUDA graphs")
+    one.add_argument("--pause", type=float, default=0, help="seconds between the first request and the second")
+    two = commands.add_parser("cold")
+    two.add_argument("--pairs", type=int, default=20)
+    two.add_argument("--connectors", nargs="+", choices=["bare", "kvtide"], default=["bare", "kvtide"])
+    two.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     given = parser.parse_args()
     if given.command == "first":
-        first(given.cases, given.dram)
+        first(given.cases, given.dram, compiled=given.compiled, pause=given.pause)
     else:
-        cold(given.pairs, given.dram)
+        cold(given.pairs, given.dram, given.connectors, given.kinds)
 
 
 if __name__ == "__main__":

@@ -425,3 +425,27 @@ def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
             for depth, view in enumerate(loaded.blocks):
                 assert (worker.part("full", view) == content(LAYOUT, "full", depth)).all()
         eventually(lambda: client.statistics().held == 0)
+
+
+def test_a_scheduler_does_not_map_what_its_workers_read(node: Process) -> None:
+    """Mapping gigabytes takes tens of milliseconds, in the request that is the first to find them."""
+    with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
+        crew = client.crew(session, 1)
+        with other.join(crew.token, 0) as worker:
+            while (given := crew.delegate(TOKENS)).again:
+                given.abort()
+            fill(worker, given.ticket)
+            with session.match(TOKENS) as match:
+                assert match.ready
+                assert match.held_tokens == len(TOKENS)
+                with worker.step(loads=[crew.ticket(match)]) as step:
+                    assert [loaded and loaded.tokens for loaded in step.loads] == [len(TOKENS)]
+                assert _mapped(client) == 0
+                assert _mapped(other) == 1
+            assert whole(session, TOKENS), "it may still look at the bytes itself"
+            assert _mapped(client) == 1
+
+
+def _mapped(client: Client) -> int:
+    """Segments of the node that a client has in its memory."""
+    return len(client.line.lent)

@@ -186,8 +186,8 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[R
             command=settings.command,
         )
         ours_cpu = [s.cpu_per_gb for s in rounds["kvtide"][task]]
-        if task == "load" and SHARED in rounds:
-            yield from _shared_records(settings, size, rounds)
+        if SHARED in rounds:
+            yield from _shared_records(settings, size, task, rounds)
         if not direct:
             continue
         best = max(direct, key=lambda n: statistics.median(s.speed for s in direct[n][task]))
@@ -217,22 +217,23 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[R
         )
 
 
-def _shared_records(settings: Settings, size: str, rounds: Rounds) -> Iterator[Record]:
+def _shared_records(settings: Settings, size: str, task: str, rounds: Rounds) -> Iterator[Record]:
     """What the memory of a node, which others map, costs against that of an embedded store."""
-    ours, private = rounds[SHARED]["load"], rounds["kvtide"]["load"]
-    note = "into the memory of a node, in ordinary pages where the system gives no huge ones to it"
+    ours, private = rounds[SHARED][task], rounds["kvtide"][task]
+    note = "in the memory of a node, in ordinary pages where the system gives no huge ones to it"
     yield figure(
-        f"nvme-load-{size}-shared",
+        f"nvme-{task}-{size}-shared",
         "GB/s",
         [s.speed for s in ours],
         better="higher",
         against="memory that is not shared",
         reference=[s.speed for s in private],
+        bar=0.95,
         command=settings.command,
         note=note,
     )
     yield figure(
-        f"nvme-load-cpu-{size}-shared",
+        f"nvme-{task}-cpu-{size}-shared",
         "CPU s/GB",
         [s.cpu_per_gb for s in ours],
         better="lower",

@@ -107,6 +107,8 @@ def measure(settings: Settings, model: Any, tokens: int, block_tokens: int, spee
         attached.flush()
         store.flush()
         run = _Run(attached, store, prompt)
+        settings.progress("the second request, with what the store knows by itself")
+        default = [run.first_token(generate)]
         compute, load_alone, both, floor, border, loaded_tokens = [], [], [], [], [], []
         for i in range(-1, settings.rounds(5, 2)):  # the first round warms up
             settings.progress(f"computing alone, round {i + 1}")
@@ -114,16 +116,18 @@ def measure(settings: Settings, model: Any, tokens: int, block_tokens: int, spee
             alone = _seconds(device, lambda: type(model).generate(model, *generate.args, **generate.keywords))
             settings.progress(f"loading alone, round {i + 1}")
             loaded = run.loaded()
-            seconds, cached = run.first_token(generate, None)
+            seconds, cached = run.first_token(generate, prefill=None)
             if cached != min(run.tokens, tokens - 1):
                 raise ConfigError(f"of {run.tokens} stored tokens {cached} were loaded where all were to be")
             settings.progress(f"both at once, round {i + 1}")
-            at_once, cached = run.first_token(generate, run.tokens / run.load_seconds)
+            at_once, cached = run.first_token(generate, prefill=PrefillCost(run.load_seconds / run.tokens))
             if not 0 < cached < run.tokens - 1:
                 raise ConfigError(
                     f"{cached} of {run.tokens} stored tokens were loaded: they were not loaded and computed at once. "
                     "Give more --tokens, or a --disk that is about as fast as the model"
                 )
+            settings.progress(f"with what the store knows by itself, round {i + 1}")
+            default.append(run.first_token(generate))
             if i >= 0:
                 met, front = crossing(computed, loaded, run.tokens)
                 compute.append(alone)
@@ -137,6 +141,7 @@ def measure(settings: Settings, model: Any, tokens: int, block_tokens: int, spee
         note = f"{tokens:,} tokens, {run.nbytes / 1e9:.3g} GB; {where}{disk}"
         for name, values in (("compute", compute), ("load", load_alone)):
             yield figure(f"overlap-{name}", "s", values, better="lower", command=settings.command, note=note)
+        quicker = [min(pair) for pair in zip(compute, load_alone, strict=True)]
         yield figure(
             "overlap-both",
             "s",
@@ -144,9 +149,21 @@ def measure(settings: Settings, model: Any, tokens: int, block_tokens: int, spee
             better="lower",
             limit=floor,
             against="the quicker of the two alone",
-            reference=[min(pair) for pair in zip(compute, load_alone, strict=True)],
+            reference=quicker,
             command=settings.command,
             note=f"{int(np.median(loaded_tokens)):,} tokens were loaded; limit: the curves meet; {note}",
+        )
+        loaded_by_default = ", ".join(f"{cached:,}" for _, cached in default)
+        yield figure(
+            "overlap-default",
+            "s",
+            [seconds for seconds, _ in default[2:]],
+            better="lower",
+            against="the quicker of the two alone",
+            reference=quicker,
+            command=settings.command,
+            note=f"nothing is chosen for it; the first request on the new store {default[0][0]:.3g} s, "
+            f"{default[0][0] / float(np.median(quicker)):.3f} x; tokens loaded {loaded_by_default}; {note}",
         )
         yield figure(
             "overlap-crossing",
@@ -230,18 +247,24 @@ class _Run:
             raise ConfigError(f"{tail.arrived} of {self.blocks} blocks were read from the disk")
         return tail.loaded
 
-    def first_token(self, generate: Callable[[], object], speed: float | None) -> tuple[float, int]:
+    def first_token(self, generate: Callable[[], object], **forced: PrefillCost | None) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were loaded.
 
-        ``speed`` is what the prefill's is to seem; None: unknown, so that all is loaded.
+        ``prefill`` is what computing is to seem to cost; None: unknown, so that all is loaded. Without it nothing is
+        forced: what was measured so far decides.
         """
         self._forget()
         before = self._bytes_read()
-        self._attached.prefill.cost = PrefillCost(1 / speed) if speed else None
+        known = self._attached.prefill.cost
+        if forced:
+            self._attached.prefill.cost = forced["prefill"]
         seconds = _seconds(self._device, generate)
         self._attached.flush()
-        if self._bytes_read() == before:
-            raise ConfigError("nothing was read from the disk where a prefix was to be loaded")
+        if forced:
+            if self._attached.prefill.cost is forced["prefill"]:  # nothing was learned from it
+                self._attached.prefill.cost = known
+            if self._bytes_read() == before:
+                raise ConfigError("nothing was read from the disk where a prefix was to be loaded")
         return seconds, sum(self._attached.statistics().last.cached)
 
     def _bytes_read(self) -> int:

@@ -56,7 +56,7 @@ _SHAPES = [
         "Llama-3-8B at tensor parallelism 8: one head of each block of 32 MiB",
         pieces="rows of 64 KiB, 512 KiB apart",
     ),
-    Shape("small", *(2, 1, 1, 4096, 45), "2 layers with pages of 4 KiB: blocks of 256 KiB", pieces="128 blocks"),
+    Shape("small", *(2, 1, 1, 4096, 45), "2 layers with pages of 4 KiB: blocks of 256 KiB", pieces="32 to 512 blocks"),
 ]
 
 
@@ -128,15 +128,15 @@ class Engine:
 
     def _pieces(self, copies: list[Copy]) -> list[_Piece]:
         from kvtide.engines.driver import REGISTRY
-        from kvtide.engines.gpu import neighbours
+        from kvtide.engines.gpu import AT_ONCE, neighbours, parts
 
         geometry, sections = self._pages.geometry, len(self._pages.sections)
         width = self._pages.heads * self._pages.each * self._pages.atom
-        at_once = min(128, _BUFFER // (width * sections))
         found = []
-        for i in range(0, len(copies), at_once):
-            some = sorted(copies[i : i + at_once], key=lambda c: REGISTRY.find(c.block))
-            places = np.array([REGISTRY.find(c.block) for c in some])
+        for part in parts(len(copies), min(AT_ONCE, _BUFFER // (width * sections))):
+            places = REGISTRY.find([c.block for c in copies[part.start : part.stop]])
+            order = np.argsort(places)
+            some, places = [copies[part.start + k] for k in order.tolist()], places[order]
             for start, count in neighbours(some, places, geometry.footprint):
                 found.append(_Piece(int(places[start]), geometry.stride, width, count * sections))
         return found
@@ -169,11 +169,11 @@ class Engine:
 
     def gather(self) -> float:
         """GB/s of the kernel alone, with as many blocks as a buffer takes."""
-        from kvtide.engines.gpu import launch, word_of
+        from kvtide.engines.gpu import AT_ONCE, launch, word_of
 
         pages, staging = self._pages, torch.empty(_BUFFER, dtype=torch.uint8, device="cuda")
         block = len(pages.sections) * pages.heads * pages.each * pages.atom
-        some = self._first[: min(128, _BUFFER // block)]
+        some = self._first[: min(AT_ONCE, _BUFFER // block)]
         table = torch.from_numpy(np.concatenate([pages.bases, *(c.pages for c in some)])).cuda()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(12):

@@ -11,7 +11,9 @@ import functools
 import mmap
 import threading
 import weakref
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvtide.block import Span
@@ -97,14 +99,14 @@ class Registry:
         self._owner: dict[int, int] = {}
         """Which of them lies at an address."""
 
-    def find(self, span: Span) -> int:
-        """Where ``span`` lies; the segment that it is in is registered from now on, while it lives."""
-        segment = span.obj
-        if id(segment) not in self._known and isinstance(segment, mmap.mmap):
-            with self._lock:
-                if id(segment) not in self._known:
-                    self._register(segment)
-        return address(span)
+    def find(self, spans: Sequence[Span]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where ``spans`` lie; the segments that they are in are registered from now on, while they live."""
+        for name, segment in {id(span.obj): span.obj for span in spans}.items():
+            if name not in self._known and isinstance(segment, mmap.mmap):
+                with self._lock:
+                    if name not in self._known:
+                        self._register(segment)
+        return np.array([address(span) for span in spans], np.int64)
 
     def _register(self, segment: mmap.mmap) -> None:
         whole = memoryview(segment)

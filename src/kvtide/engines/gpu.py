@@ -35,14 +35,17 @@ _BUFFERS = 2
 """Of a lane: while one is on the bus the other is gathered."""
 _STAGING = 512 << 20
 """Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
-_AT_ONCE = 128
-"""Blocks of a buffer at most: the bus waits while we look up the first ones."""
+AT_ONCE = 512
+"""Blocks of a buffer at most."""
+_FIRST = 32
+"""Blocks of the first buffer at most: the bus waits while they are looked up and gathered."""
 _AHEAD = 16
 """Kernels that wait for the bus at most."""
 _STEP = 512
 """Words that a program of the kernel moves at once."""
 
 _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class GpuMove(Move):
@@ -129,7 +132,7 @@ class _Tables:
         self._device = device
         self._read = [torch.cuda.Event(blocking=True) for _ in range(_AHEAD)]
         self._next = itertools.cycle(range(_AHEAD))
-        self._make(_AT_ONCE * 16)
+        self._make(AT_ONCE * 16)
 
     def _make(self, entries: int) -> None:
         """Rarely: to pin memory stops the whole device."""
@@ -152,6 +155,8 @@ class _Tables:
 class _Job(NamedTuple):
     pages: Pages
     copies: Sequence[Copy]
+    numbers: _Numbers
+    """The pages of all copies, one after the other."""
     after: torch.cuda.Event
     """On the caller's stream: from then on the pages may be read, or written."""
     move: GpuMove
@@ -177,14 +182,14 @@ class _Lane:
         self._thread.start()
 
     def put(self, pages: Pages, copies: Sequence[Copy], *, warm: bool = False) -> GpuMove:
-        pages.check(copies)
+        numbers = pages.check(copies)
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
         move = GpuMove(self._device)
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed; make another")
-            self._jobs.put(_Job(pages, copies, after, move, warm))
+            self._jobs.put(_Job(pages, copies, numbers, after, move, warm))
         return move
 
     def close(self) -> None:
@@ -227,12 +232,17 @@ class _Lane:
             self._convert(pages, job.copies)
             return
         # Copies of whole blocks go together; each of a part goes alone.
-        for n, same in itertools.groupby(job.copies, lambda c: len(c.pages)):
-            if n == pages.each:
-                self._move_equal(pages, list(same), n)
-            elif n:
-                for copy in same:
-                    self._move_equal(pages, [copy], n)
+        if len(job.numbers) == len(job.copies) * pages.each:  # none has more pages than a block
+            self._move_equal(pages, job.copies, job.numbers.reshape(-1, pages.each))
+            return
+        done = 0
+        for whole, same in itertools.groupby(job.copies, lambda c: len(c.pages) == pages.each):
+            some = list(same)
+            for together in [some] if whole else [[copy] for copy in some if len(copy.pages)]:
+                count = sum(len(copy.pages) for copy in together)
+                numbers = job.numbers[done : done + count].reshape(len(together), -1)
+                self._move_equal(pages, together, numbers)
+                done += count
 
     def _warm(self, pages: Pages) -> None:
         """Compile the kernel, make staging and pin what the kernel reads, which takes longer than a large move."""
@@ -278,19 +288,21 @@ class _Lane:
         buffer.filled.record(first)
         second.wait_event(buffer.filled)
 
-    def _move_equal(self, pages: Pages, copies: Sequence[Copy], n: int) -> None:
-        """Copies of ``n`` pages each: as many blocks at once as go through one buffer, or as many sections of one."""
-        sections = len(pages.sections)
+    def _move_equal(self, pages: Pages, copies: Sequence[Copy], numbers: _Table) -> None:
+        """Copies of equally many pages, whose ``numbers`` have a row for each copy: as many blocks at once as go
+        through one buffer, or as many sections of one."""
+        sections, n = len(pages.sections), numbers.shape[1]
         section = pages.heads * n * pages.atom
         self._make_buffers(section)
-        blocks = max(1, min(_AT_ONCE, self._nbytes // (section * sections)))
+        blocks = max(1, min(AT_ONCE, self._nbytes // (section * sections)))
         at_once = max(1, min(sections, self._nbytes // section))
         word = word_of(pages)
-        for some in parts(copies, blocks):
-            places = np.array([driver.REGISTRY.find(c.block) for c in some])
+        for part in parts(len(copies), blocks):
+            some = copies[part.start : part.stop]
+            places = driver.REGISTRY.find([c.block for c in some])
             order = np.argsort(places)  # neighbours in memory go together
-            some, places = [some[k] for k in order], places[order]
-            table = self._table(np.concatenate([pages.bases, *(c.pages for c in some)]))
+            some, places = [some[k] for k in order.tolist()], places[order]
+            table = self._table(np.concatenate([pages.bases, numbers[part.start : part.stop][order].ravel()]))
             for first in range(0, sections, at_once):
                 span = range(first, min(sections, first + at_once))
                 with self._buffer() as buffer:
@@ -338,7 +350,7 @@ class _Lane:
         nbytes = pages.geometry.footprint
         for copy in copies:
             raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            driver.copy(raw.data_ptr(), driver.REGISTRY.find(copy.block), nbytes, self._kernels.cuda_stream)
+            driver.copy(raw.data_ptr(), int(driver.REGISTRY.find([copy.block])[0]), nbytes, self._kernels.cuda_stream)
             block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
             numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
             for section, part in zip(pages.sections, block, strict=True):
@@ -353,7 +365,7 @@ class _Lane:
         at_once = max(1, self._nbytes // (8 * pages.heads * pages.each * pages.atom))
         self._make_buffers(row)
         for copy in (c for c in copies if len(c.pages)):
-            place = driver.REGISTRY.find(copy.block) + pages.share.start * size
+            place = int(driver.REGISTRY.find([copy.block])[0]) + pages.share.start * size
             numbers = self._table(np.asarray(copy.pages, np.int64))
             for first in range(0, pages.group.layers, at_once):
                 layers = range(first, min(pages.group.layers, first + at_once))
@@ -407,11 +419,14 @@ def word_of(pages: Pages) -> int:
     return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
 
 
-def parts(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
-    """So many at a time at most. The first are few: the bus waits while they are looked up and gathered."""
-    first = max(1, most // 4)
-    for stop in range(first, len(copies) + most, most):
-        yield copies[max(0, stop - most) : stop]
+def parts(count: int, most: int) -> Iterator[range]:
+    """So many copies, some at a time: few at first, because the bus waits while those are looked up and gathered, then
+    twice as many each time, ``most`` at most. Looking up takes less than half as long as the bus does."""
+    start, size = 0, max(1, min(_FIRST, most // 4))
+    while start < count:
+        stop = min(count, start + size)
+        yield range(start, stop)
+        start, size = stop, min(most, 2 * size)
 
 
 def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -158,10 +158,10 @@ class Pages:
             (self.group.layers, self.heads, size), (self.geometry.stride, size, 1), self.share.start * size
         )
 
-    def check(self, copies: Sequence[Copy]) -> None:
-        """Raise LayoutError for pages that are not there."""
+    def check(self, copies: Sequence[Copy]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The pages of all copies, one after the other. Raises LayoutError for pages that are not there."""
         if not copies:
-            return
+            return np.empty(0, np.int64)
         blocks, some, starts = zip(*copies, strict=True)
         pages = np.concatenate(some)
         if len(pages) and (pages.min() < 0 or pages.max() >= self.count):
@@ -173,6 +173,7 @@ class Pages:
             raise LayoutError(f"{n[wrong[0]]} pages from page {at[wrong[0]]} on do not fit a block of {self.each}")
         if (least := min(map(len, blocks))) < self.geometry.footprint:
             raise LayoutError(f"a block has {self.geometry.footprint} bytes, not {least}")
+        return pages.astype(np.int64, copy=False)
 
     def check_store(self, copies: Sequence[Copy]) -> None:
         """Raise LayoutError if these blocks cannot be written from here."""

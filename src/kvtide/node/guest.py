@@ -381,7 +381,8 @@ class Guest:
             [len(rows) for rows in found.part.rows.values()],
             found.ready,
             found.pending,
-            self._ready_slots(session, found) if found.ready else None,
+            # Where a session has workers they read the blocks: its own process need not map the memory.
+            self._ready_slots(session, found) if found.ready and session.team is None else None,
             found.held,
             plan.slower,
         )

@@ -248,7 +248,7 @@ class Slots(_Message):
 
 
 class Matched(_Message, tag="matched"):
-    """A prefix is held. ``slots`` (by group) if all of it is in memory."""
+    """A prefix is held. ``slots`` (by group) if all of it is in memory, and no workers were invited to read it."""
 
     holding: int
     blocks: int

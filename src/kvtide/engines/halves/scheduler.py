@@ -32,6 +32,7 @@ from kvtide.engines.halves.room import Room
 from kvtide.engines.halves.state import Offer, State
 from kvtide.engines.halves.tenancy import Tenancies
 from kvtide.engines.halves.wishes import NOTHING
+from kvtide.match import Load, Match
 from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
 
 __all__ = ["Scheduler"]
@@ -193,7 +194,7 @@ class Scheduler:
             if not load.transfer.ended and not late:
                 return False
             load.cancel()
-            offer.counted = self._errands.ask(lambda: load.wait().tokens, 0)
+            offer.counted = self._errands.ask(partial(_arrived, offer.match, load), 0)
         if not self._errands.soon(offer.counted) and not late:
             return False
         # A node that is late with its answer has said before what was held then, and holds it still.
@@ -358,6 +359,13 @@ class Scheduler:
 
 
 # What follows runs on the thread that talks to the node, after what it was put behind.
+
+
+def _arrived(match: Match, load: Load) -> int:
+    """The tokens of a match that are held, when its load has ended or was given up. If all are, the node has said so at
+    its end; to ask it for less maps the memory that they are in, which only workers need."""
+    held = match.held_tokens
+    return held if held == match.tokens else load.wait().tokens
 
 
 def _drop(asked: Future[Offer | None]) -> None:
