@@ -25,7 +25,7 @@ from bench.report import RESULTS, write_report
 from kvtide.benchmarks import FIGURES, STORAGES, run
 from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
-from kvtide.benchmarks.record import Contestant, Record, Sample
+from kvtide.benchmarks.record import BenchRecord, Contestant, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings
 from kvtide.testing.servers import S3Server, ValkeyServer
 
@@ -186,7 +186,7 @@ def main() -> None:
     write_report()
 
 
-def _records(settings: Settings, names: Sequence[str]) -> Iterator[Record]:
+def _records(settings: Settings, names: Sequence[str]) -> Iterator[BenchRecord]:
     if stores := [n for n in names if n in FIGURES]:
         with _servers([n for n in stores if n in STORAGES], settings.folder):
             yield from run(settings, stores)

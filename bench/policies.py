@@ -27,8 +27,8 @@ import msgspec
 
 from kvtide.benchmarks.settings import configured
 from kvtide.replay.optimum import optimum
-from kvtide.replay.run import Report, replay
-from kvtide.replay.trace import Request, Trace, chains, read
+from kvtide.replay.run import ReplayReport, replay
+from kvtide.replay.trace import Trace, TraceRequest, chains, read
 from kvtide.replay.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ WARM = 0.4
 STORES = ("through", "eviction", "second-touch", "ghost")
 
 
-def run(trace: Trace, dram: int, policy: str, nvme: int = 0, below: dict[str, str] | None = None) -> Report:
+def run(trace: Trace, dram: int, policy: str, nvme: int = 0, below: dict[str, str] | None = None) -> ReplayReport:
     """A replay with room for ``dram`` blocks, and for ``nvme`` below, with the settings for that tier."""
     tiers: dict[str, Any] = {"dram": {"budget": dram * BLOCK, "policy": policy}}
     if nvme:
@@ -139,7 +139,7 @@ ALLOWED = 0.2
 """Points that the default may be below leaf-first LRU."""
 
 
-def rotated(requests: Sequence[Request], by: int) -> list[Request]:
+def rotated(requests: Sequence[TraceRequest], by: int) -> list[TraceRequest]:
     """The same requests, begun at another: those before it come after the last, with a usual gap between."""
     first, last = requests[by:], requests[:by]
     gap = (requests[-1].seconds - requests[0].seconds) / len(requests)
@@ -148,7 +148,7 @@ def rotated(requests: Sequence[Request], by: int) -> list[Request]:
     return moved + [r._replace(seconds=r.seconds - requests[0].seconds + end) for r in last]
 
 
-def merged(one: Sequence[Request], other: Sequence[Request]) -> list[Request]:
+def merged(one: Sequence[TraceRequest], other: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Both at once, by time; their blocks are different ones."""
     named = [
         [r._replace(blocks=tuple(f"{number} {block!r}" for block in r.blocks)) for r in requests]
@@ -176,7 +176,7 @@ def lru_hits(trace: Trace, capacity: int, start: int) -> int:
     return hits
 
 
-def _robust(given: tuple[str, int, list[Request]]) -> list[dict[str, Any]]:
+def _robust(given: tuple[str, int, list[TraceRequest]]) -> list[dict[str, Any]]:
     name, seed, requests = given
     trace = chains(requests)
     start = int(len(trace.blocks) * WARM)
@@ -195,7 +195,7 @@ def robust(folder: Path, seeds: Iterable[int] = SEEDS) -> Iterator[dict[str, Any
     """The default beside leaf-first LRU on traces that begin at a random request, and on pairs of them at once."""
     known = {name: list(read(folder / file)) for name, file in TRACES.items()}
 
-    def drawn() -> Iterator[tuple[str, int, list[Request]]]:
+    def drawn() -> Iterator[tuple[str, int, list[TraceRequest]]]:
         for seed in seeds:
             chance = random.Random(seed)
             here = {name: rotated(requests, chance.randrange(len(requests))) for name, requests in known.items()}
@@ -239,7 +239,7 @@ def hints(folder: Path) -> Iterator[dict[str, Any]]:
         first[row["app"]] = min(first.get(row["app"], row["ts"]), row["ts"])
     order = sorted(range(len(found)), key=lambda n: found[n]["ts"] - first[found[n]["app"]])
     requests = [
-        Request(
+        TraceRequest(
             (found[n]["ts"] - first[found[n]["app"]]) / 1e6,
             tuple(found[n]["hash_ids"]),
             turn="end" if last[found[n]["app"], found[n]["sid"]] == n else "tool",

@@ -11,7 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import msgspec
 
-from kvtide.benchmarks.record import Record
+from kvtide.benchmarks.record import BenchRecord
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -66,11 +66,11 @@ PARTS = {
 }
 
 
-def read_records() -> list[Record]:
-    return [msgspec.json.decode(p.read_bytes(), type=Record) for p in sorted(RESULTS.glob("*.json"))]
+def read_records() -> list[BenchRecord]:
+    return [msgspec.json.decode(p.read_bytes(), type=BenchRecord) for p in sorted(RESULTS.glob("*.json"))]
 
 
-def _row(r: Record) -> str:
+def _row(r: BenchRecord) -> str:
     bar = ""
     if r.bar is not None:
         sign = ">=" if r.ratio is not None or r.better == "higher" else "<="
@@ -84,15 +84,15 @@ def _row(r: Record) -> str:
     return f"| {r.name} | {r.unit} | {r.ours:g} | {spread} | {limit} | {peers} | {ratio} | {bar} | {r.note} |"
 
 
-def _plotted(record: Record) -> bool:
+def _plotted(record: BenchRecord) -> bool:
     return bool(record.peers) or record.limit is not None
 
 
-def _plot(part: str, shown: Sequence[Record]) -> None:
+def _plot(part: str, shown: Sequence[BenchRecord]) -> None:
     """Bars of ours, limit and peers."""
     if not shown:
         return
-    by_unit: dict[str, list[Record]] = {}
+    by_unit: dict[str, list[BenchRecord]] = {}
     for r in shown:
         by_unit.setdefault(r.unit, []).append(r)
     heights = [sum(2 + len(r.peers) for r in rs) for rs in by_unit.values()]
@@ -120,7 +120,7 @@ def _plot(part: str, shown: Sequence[Record]) -> None:
     plt.close(figure)
 
 
-def page(records: Sequence[Record]) -> str:
+def page(records: Sequence[BenchRecord]) -> str:
     """The text of ``docs/benchmarks.md``."""
     lines = [
         "# Benchmarks",
@@ -171,12 +171,12 @@ def _elsewhere() -> list[str]:
     return lines
 
 
-def _others() -> list[tuple[str, list[Record]]]:
+def _others() -> list[tuple[str, list[BenchRecord]]]:
     files = sorted((RESULTS / "elsewhere").glob("*.json"))
-    return [(f.stem, msgspec.json.decode(f.read_bytes(), type=list[Record])) for f in files]
+    return [(f.stem, msgspec.json.decode(f.read_bytes(), type=list[BenchRecord])) for f in files]
 
 
-def forms(records: Sequence[Record]) -> str:
+def forms(records: Sequence[BenchRecord]) -> str:
     """The text of ``docs/compression.md`` with its table as the records have it."""
     found = {r.name.removeprefix("codec-"): r for r in records if r.name.startswith("codec-")}
     lines = [

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from kvtide.benchmarks.probe import NOBODY, OTHER, OWN, verdicts
-from kvtide.benchmarks.record import Record, figure, machine
-from kvtide.node.client import Client
+from kvtide.benchmarks.record import BenchRecord, figure, machine
+from kvtide.node.client.client import Client
 from tests.engines.vllm.checkpoints import checkpoint, random_llama
 from tests.engines.vllm.engines import Engine, engine
 from tests.engines.vllm.kept import READING, ask, joined
@@ -107,7 +107,7 @@ def _timed(running: Engine, prompt: Sequence[int], tokens: int = 1, *beside: int
     return time.perf_counter() - wall, _cpu(*leaders) - cpu, cached
 
 
-def overhead(folder: Path) -> Iterator[Record]:
+def overhead(folder: Path) -> Iterator[BenchRecord]:
     """Nothing to reuse."""
     spent: dict[str, list[dict[str, float]]] = {"wall": [], "cpu": []}
     with (
@@ -130,7 +130,7 @@ def overhead(folder: Path) -> Iterator[Record]:
         values = [(a["kvtide"] + b["kvtide"]) / (a["plain"] + b["plain"]) for a, b in both]
         mean = statistics.mean(values)
         upper = mean + 1.96 * statistics.stdev(values) / math.sqrt(len(values))
-        yield Record(
+        yield BenchRecord(
             name=f"vllm-overhead-{task}",
             unit="of an engine without",
             better="lower",
@@ -146,7 +146,7 @@ def overhead(folder: Path) -> Iterator[Record]:
         )
 
 
-def first_token(folder: Path) -> Iterator[Record]:
+def first_token(folder: Path) -> Iterator[BenchRecord]:
     """A long prompt that was there before."""
     cold, dram, disk = [], [], []
     prompts = [_prompt(f"long {i}", _LONG) for i in range(3)]
@@ -182,7 +182,7 @@ def _hit(running: Engine, prompt: Sequence[int]) -> float:
     return wall
 
 
-def turns(folder: Path) -> Iterator[Record]:
+def turns(folder: Path) -> Iterator[BenchRecord]:
     """Conversations that take turns in an engine with room for two of them."""
     blocks = 2 * -(-_TURNS * _TURN // 128) + 2
     means = {}
@@ -209,7 +209,7 @@ def turns(folder: Path) -> Iterator[Record]:
     )
 
 
-def probe(folder: Path, count: int) -> Iterator[Record]:
+def probe(folder: Path, count: int) -> Iterator[BenchRecord]:
     """Prompts that another tenant has cached, that nobody has, and that who asks has, ``count`` of each."""
     prompts = {kind: [_prompt(f"{kind} {i}", _PROBED) for i in range(count)] for kind in (NOBODY, OTHER, OWN)}
     times: dict[str, list[float]] = {kind: [] for kind in prompts}
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="overhead, first-token, turns, probe; by default all")
     parser.add_argument("--probes", type=int, default=200, metavar="N", help="prompts of each kind that are probed")
     given = parser.parse_args()
-    parts: dict[str, Callable[[Path], Iterator[Record]]] = {
+    parts: dict[str, Callable[[Path], Iterator[BenchRecord]]] = {
         "overhead": overhead,
         "first-token": first_token,
         "turns": turns,

@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 
 from kvtide.index.index import Index
-from kvtide.store import Store
+from kvtide.store.store import Store
 
 __all__ = ["WatchedLock", "watch"]
 

@@ -35,9 +35,9 @@ from kvtide.block import BlockKey, Layout
 from kvtide.config import Config
 from kvtide.events import BlockStored, Event
 from kvtide.index.keys import Model
-from kvtide.node.client import Client
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.node.client.client import Client
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 from kvtide.testing import blocks
 
 MIB = 1 << 20

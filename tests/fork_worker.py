@@ -23,8 +23,8 @@ import numpy as np
 import kvtide
 from kvtide.block import Layout
 from kvtide.index.keys import Model
-from kvtide.session import Home, Session
-from kvtide.store import Store
+from kvtide.store.session import Session, SessionHost
+from kvtide.store.store import Store
 
 PATIENCE = 30.0
 """Seconds after which a child hangs."""
@@ -127,7 +127,7 @@ def descriptors(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def uses(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> Any:
+def uses(home: SessionHost, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> Any:
     """What comes of every verb, of things that were made before the fork."""
     more = {"forget": lambda: home.forget(b"x" * 16)} if isinstance(home, Store) else {}
     chain = session.chain(tokens(1))
@@ -155,7 +155,7 @@ def uses(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.
     return {name: answer(verb) for name, verb in verbs.items()}
 
 
-def ends(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> Any:
+def ends(home: SessionHost, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> Any:
     """What comes of letting go of them."""
 
     def leave() -> None:
@@ -168,7 +168,7 @@ def ends(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.
     return said
 
 
-def opened(home: Home) -> tuple[Home, Session, kvtide.Match, kvtide.Reservation, Any]:
+def opened(home: SessionHost) -> tuple[SessionHost, Session, kvtide.Match, kvtide.Reservation, Any]:
     session = home.session(MODEL)
     for seed in (1, 2):
         session.store(tokens(seed), data(seed))
@@ -176,7 +176,9 @@ def opened(home: Home) -> tuple[Home, Session, kvtide.Match, kvtide.Reservation,
     return home, session, match, session.reserve(tokens(3)), session.load(match)
 
 
-def goes_on(home: Home, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any) -> bool:
+def goes_on(
+    home: SessionHost, session: Session, match: kvtide.Match, reservation: kvtide.Reservation, load: Any
+) -> bool:
     """Whether all is as before for the parent."""
     good = load.wait().tokens == 32 and bytes(load.wait().blocks[0][:1]) == b"\x01"
     reservation.seal()
@@ -189,9 +191,9 @@ def goes_on(home: Home, session: Session, match: kvtide.Match, reservation: kvti
 
 def locks_of(store: Store) -> list[Any]:
     nvme: Any = store.colds[0].tier
-    shelves = nvme._shelves
-    mine = [store.index.lock, store._lock, store.dram.book_lock, store.feed._lock, store.door.lock()]
-    return [*mine, shelves.lock, shelves._journal_lock, shelves._grow_lock, *(cold.lane._lock for cold in store.colds)]
+    volume = nvme._volume
+    mine = [store.index.lock, store._lock, store.dram.book_lock, store.feed._lock, store.guard.lock()]
+    return [*mine, volume.lock, volume._journal_lock, volume._grow_lock, *(cold.lane._lock for cold in store.colds)]
 
 
 # -- what the tests ask for -----------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def embedded(folder: Path) -> Any:
     assert isinstance(store, Store)
     store.flush()
     journal = (folder / "nvme" / "journal").read_bytes()
-    with holding([*locks_of(store), things[1]._door.lock(), things[4].transfer._lock]):
+    with holding([*locks_of(store), things[1]._guard.lock(), things[4].transfer._lock]):
         used = in_child(lambda: uses(*things))
         ended = in_child(lambda: ends(*things))
         left = in_child(lambda: descriptors(folder / "nvme"))
@@ -219,12 +221,12 @@ def embedded(folder: Path) -> Any:
 def through_node(folder: Path, socket: str) -> Any:
     things = opened(kvtide.connect(f"unix:{socket}"))
     client: Any = things[0]
-    line = client.line
+    line = client.link
     with holding([line._lock, line._rights_lock, client._lock, client._following, client._feed._lock]):
         used = in_child(lambda: uses(*things))
         ended = in_child(lambda: ends(*things))
         worker = in_child(lambda: answer(lambda: client.join("x" * 32, 0)))
-    good = goes_on(*things) and client.connected and client.line is line
+    good = goes_on(*things) and client.connected and client.link is line
     client.close()
     return {"used": used, "ended": ended, "worker": worker, "good": good}
 

@@ -11,7 +11,7 @@ import pytest
 from kvtide import config
 from kvtide.block import Layout
 from kvtide.index.keys import Model
-from kvtide.store import Store
+from kvtide.store.store import Store
 from kvtide.testing import blocks
 from kvtide.testing.faults import Fault, FaultyDisk
 from tests.books import agree

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.block import BlockKey
-from kvtide.store import Store
+from kvtide.store.store import Store
 from tests import crash_worker
 from tests.books import agree, left_behind
 from tests.crash_worker import CHAINS, DEPTH, Job

@@ -7,28 +7,28 @@ import threading
 
 import pytest
 
-from kvtide.door import Door
 from kvtide.errors import ClosedError
+from kvtide.call_guard import CallGuard
 
 
 def test_shutting_waits_for_who_is_inside() -> None:
-    door, shut = Door("too late"), threading.Event()
+    guard, shut = CallGuard("too late"), threading.Event()
 
     def close() -> None:
-        door.shut()
+        guard.shut()
         shut.set()
 
-    with door:
+    with guard:
         thread = threading.Thread(target=close)
         thread.start()
-        while door._open:
+        while guard._open:
             pass
-        with pytest.raises(ClosedError, match="too late"), door:
+        with pytest.raises(ClosedError, match="too late"), guard:
             pytest.fail("let in")
         assert not shut.is_set()
     assert shut.wait(60)
     thread.join()
-    door.shut()
+    guard.shut()
 
 
 def test_many_who_come_and_go_while_it_is_shut() -> None:
@@ -37,23 +37,23 @@ def test_many_who_come_and_go_while_it_is_shut() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(30):
-            door, busy, began = Door("closed"), [0] * 4, threading.Barrier(5)
+            guard, busy, began = CallGuard("closed"), [0] * 4, threading.Barrier(5)
 
-            def come_and_go(me: int, door: Door, busy: list[int], began: threading.Barrier) -> None:
+            def come_and_go(me: int, guard: CallGuard, busy: list[int], began: threading.Barrier) -> None:
                 began.wait()
                 try:
                     while True:
-                        with door:
+                        with guard:
                             busy[me] = 1
                             busy[me] = 0
                 except ClosedError:
                     pass
 
-            threads = [threading.Thread(target=come_and_go, args=(i, door, busy, began)) for i in range(4)]
+            threads = [threading.Thread(target=come_and_go, args=(i, guard, busy, began)) for i in range(4)]
             for thread in threads:
                 thread.start()
             began.wait()
-            door.shut()
+            guard.shut()
             assert busy == [0] * 4
             for thread in threads:
                 thread.join()

@@ -17,10 +17,10 @@ import pytest
 from kvtide import Group, Kind, Layout, Model, Tenant, config
 from kvtide.errors import ClosedError, KvtideError, LayoutError, UnknownTenantError
 from kvtide.events import BlockRemoved, Event
-from kvtide.housekeeping import Housekeeper
 from kvtide.index import slices
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store.housekeeping import Housekeeper
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import WRAPPING
 from tests.bounds import watch
@@ -353,53 +353,53 @@ def test_a_start_that_was_interrupted_leaves_one_thread_at_most(monkeypatch: pyt
             start(thread)
         raise KeyboardInterrupt
 
-    keeper = Housekeeper(owner, FakeClock())
+    budget_thread = Housekeeper(owner, FakeClock())
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            keeper.wake()
+            budget_thread.wake()
     if runs:
         assert owner.called.wait(60)
         owner.called.clear()
-    keeper.wake()
+    budget_thread.wake()
     assert owner.called.wait(60)
     assert len(housekeepers() - before) == 1
-    keeper.close()
+    budget_thread.close()
     assert housekeepers() == before
 
 
 def test_an_error_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("kvtide.housekeeping._AFTER_ERROR", 0.001)
+    monkeypatch.setattr("kvtide.store.housekeeping._AFTER_ERROR", 0.001)
     owner, clock = Owner(), FakeClock()
-    keeper = Housekeeper(owner, clock)
-    keeper.wake()
+    budget_thread = Housekeeper(owner, clock)
+    budget_thread.wake()
     assert owner.called.wait(60)
     assert "housekeeping failed" in caplog.text
     owner.called.clear()
     clock.advance(1)
     assert owner.called.wait(60), "it is woken when the clock is turned"
-    keeper.close()
-    assert not any(t.is_alive() for t in housekeepers() if t is keeper._thread)
+    budget_thread.close()
+    assert not any(t.is_alive() for t in housekeepers() if t is budget_thread._thread)
 
 
 def test_the_thread_sleeps_when_nothing_is_due() -> None:
     owner = Owner()
     owner.calls = 1
-    keeper = Housekeeper(owner, FakeClock())
-    keeper.wake()
+    budget_thread = Housekeeper(owner, FakeClock())
+    budget_thread.wake()
     assert owner.called.wait(60)
     owner.called.clear()
     assert not owner.called.wait(0.05)
-    keeper.close()
+    budget_thread.close()
 
 
 def test_the_thread_does_not_keep_its_owner_alive() -> None:
     owner = Owner()
     owner.calls = 1
-    keeper = Housekeeper(owner, FakeClock())
-    keeper.wake()
+    budget_thread = Housekeeper(owner, FakeClock())
+    budget_thread.wake()
     assert owner.called.wait(60)
-    thread, left = keeper._thread, weakref.ref(owner)
+    thread, left = budget_thread._thread, weakref.ref(owner)
     assert thread is not None
     del owner
     until(lambda: bool(gc.collect() or True) and left() is None)
@@ -587,14 +587,14 @@ def test_the_charge_of_a_pin_ends_with_its_block(store: Store, clock: FakeClock,
                 other.close()
                 session.unpin(prompt(1, 2))
                 session.unpin(prompt(1))
-            pins = session.desk.pins, other.desk.pins  # type: ignore[attr-defined]
+            pins = session.backend.pins, other.backend.pins  # type: ignore[attr-defined]
             assert [p.nbytes for p in pins] == [0, 0]
             assert store.statistics().pinned == 0
         if how != "close":
             assert session.unpin(prompt(1, 2)) == 0
             put(session, 1, 2)
             assert session.pin(prompt(1, 2)) == 2
-            assert (store.statistics().pinned, session.desk.pins.nbytes) == (2, 2 * 4096)  # type: ignore[attr-defined]
+            assert (store.statistics().pinned, session.backend.pins.nbytes) == (2, 2 * 4096)  # type: ignore[attr-defined]
 
 
 def test_the_charge_of_a_pin_ends_with_a_record_that_cannot_be_read(disk: Callable[..., Store], tmp_path: Path) -> None:
@@ -609,7 +609,7 @@ def test_the_charge_of_a_pin_ends_with_a_record_that_cannot_be_read(disk: Callab
             assert session.pin(prompt(1)) == 1
             with session.match(prompt(1)) as match:
                 assert session.load(match).wait(60).tokens == 0
-            assert (session.desk.pins.nbytes, store.statistics().pinned) == (0, 0)  # type: ignore[attr-defined]
+            assert (session.backend.pins.nbytes, store.statistics().pinned) == (0, 0)  # type: ignore[attr-defined]
             assert session.unpin(prompt(1)) == 0
         except KvtideError as e:  # pragma: no cover - told apart from a failed assertion
             raise AssertionError(str(e)) from e

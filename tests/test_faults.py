@@ -16,8 +16,8 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, FaultyTier, How
 from kvtide.testing.tier import Caller, TierContract, shaped
 from kvtide.tiers.base import NOWHERE, Tier
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.nvme.tier import Nvme
 
 PAGES = 8
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvtide
 from kvtide import Group, Kind, Layout, Model
-from kvtide.session import Home
+from kvtide.store.session import SessionHost
 from kvtide.testing.blocks import content
 from tests.node.serving import Served, Thread
 
@@ -26,12 +26,12 @@ SETTINGS: dict[str, Any] = {"dram": {"budget": "8MiB", "segment": "1MiB"}}
 
 
 @pytest.fixture(params=["store", "node"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SessionHost]:
     with kvtide.open(**SETTINGS) if request.param == "store" else Served(tmp_path / "node.sock", **SETTINGS) as home:
         yield home
 
 
-def test_a_block_is_there_if_all_required_groups_have_it(home: Home) -> None:
+def test_a_block_is_there_if_all_required_groups_have_it(home: SessionHost) -> None:
     with home.session(Model(LAYOUT, "w")) as session:
         tokens = list(range(16 * 5))
 

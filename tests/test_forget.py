@@ -16,14 +16,14 @@ import kvtide
 from kvtide import Layout, Model, Tenant, cli
 from kvtide.errors import ConfigError, HeldError, LayoutError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.security.acts import destroy, hold
 from kvtide.security.audit import verify
-from kvtide.security.keyfile import KeyFile
-from kvtide.session import Home
-from kvtide.store import NVME
+from kvtide.security.key_admin import destroy, hold
+from kvtide.security.key_file import KeyFile
+from kvtide.store.session import SessionHost
+from kvtide.store.store import NVME
 from kvtide.testing.blocks import content
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.nvme.tier import Nvme
 from tests.node.serving import Served, Thread, eventually
 
 MODEL = Model(Layout.attention(layers=2, heads=1, head_dim=64, dtype="float32", block_tokens=16), "w")
@@ -55,13 +55,13 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def store(home: Home, tenant: Tenant) -> None:
+def store(home: SessionHost, tenant: Tenant) -> None:
     with home.session(MODEL, tenant) as session:
         session.store(TOKENS, [content(tenant.tag + bytes([i]), SIZE) for i in range(6)])
     assert home.flush(60)  # type: ignore[attr-defined]
 
 
-def blocks(home: Home, tenant: Tenant) -> int:
+def blocks(home: SessionHost, tenant: Tenant) -> int:
     """How many blocks are found, loaded, and right."""
     into = [np.zeros(SIZE, np.uint8) for _ in range(6)]
     with home.session(MODEL, tenant) as session, session.match(TOKENS, prefill=0) as match:

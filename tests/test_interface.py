@@ -16,7 +16,7 @@ from kvtide import Store
 from kvtide import config as configuration
 from kvtide.errors import ClosedError, TierLockedError
 from kvtide.testing.interface import PLAIN, InterfaceContract
-from kvtide.tiers.copier import Bytes, Copier
+from kvtide.tiers.dram.copy import Bytes, Copier
 
 
 def memories() -> set[str]:

@@ -27,8 +27,8 @@ import pytest
 import kvtide
 from kvtide import Unwritten
 from kvtide.index.index import ABSENT, DRAM
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 
 SOURCE = str(Path(kvtide.__file__).parent)
 LIBRARY = (threading.__file__,)
@@ -169,8 +169,8 @@ class World:
         while len(self.store.pipeline.persister) and time.monotonic() < end:
             time.sleep(0.001)  # what an interrupted call has begun goes on
         assert not len(self.store.pipeline.persister), f"interrupted at {self.place}, a request never ends"
-        descent = self.store.pipeline._descent
-        left = [descent._watchers, *descent._under_way.values(), *descent._requested.values()]
+        demotion = self.store.pipeline._demotion
+        left = [demotion._watchers, *demotion._under_way.values(), *demotion._requested.values()]
         assert not any(left), f"interrupted at {self.place}, writes on request are left"
         self.session.match(prompt(0)).release()
         found = self.store.statistics()

@@ -11,8 +11,8 @@ import pytest
 from kvtide import Store
 from kvtide import config as configuration
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.memory import Memory
+from kvtide.tiers.dram.memory import Memory
+from kvtide.tiers.dram.tier import Dram
 
 
 def test_blocks_are_stored_and_loaded_in_the_memory_that_there_is(

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Model, Store, config
 from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
-from kvtide.node.statistics import ClientStatistics, NodeStatistics
+from kvtide.store.node_statistics import ClientStatistics, NodeStatistics
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, everything, until
 from kvtide.testing.interface import prompt as tokens_of

@@ -17,7 +17,7 @@ import kvtide
 from kvtide.block import Layout
 from kvtide.errors import TierError
 from kvtide.index.keys import Model
-from kvtide.tiers.copier import Copier
+from kvtide.tiers.dram.copy import Copier
 from tests.node.serving import Process
 
 MODEL = Model(Layout.attention(layers=1, heads=1, head_dim=64, block_tokens=16), "opening")

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from kvtide import BlockRemoved, Session, Store, Tenant, config
-from kvtide.desk import LocalDesk
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.store.backend import LocalBackend
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.keys import WRAPPING
 from tests.books import agree
@@ -36,10 +36,10 @@ NUMBERS = itertools.count(500_000)
 askers = pytest.mark.parametrize("asker", ASKERS)
 
 
-def stranger(store: Store, asker: str = "both") -> LocalDesk:
+def stranger(store: Store, asker: str = "both") -> LocalBackend:
     """Somebody of another identity, who knows the owner's names."""
     namespace, tenant = ASKERS[asker]
-    return LocalDesk(store, LAYOUT, namespace, tenant)
+    return LocalBackend(store, LAYOUT, namespace, tenant)
 
 
 def unknown(store: Store) -> None:
@@ -48,11 +48,11 @@ def unknown(store: Store) -> None:
         store.index.identity[:] = 0
 
 
-def blocks_got(desk: LocalDesk, owner: Session, *path: int) -> int:
+def blocks_got(backend: LocalBackend, owner: Session, *path: int) -> int:
     """Match and load by the owner's names: how many blocks a stranger gets."""
-    holding = desk.match(owner.chain(prompt(*path)), 0, None)
-    desk.load(holding, None).wait(30)
-    found = desk.collect(holding)
+    holding = backend.match(owner.chain(prompt(*path)), 0, None)
+    backend.load(holding, None).wait(30)
+    found = backend.collect(holding)
     holding.release()
     assert found.blocks == len(found.spans["full"])
     return found.blocks
@@ -115,10 +115,10 @@ def test_a_record_on_disk_stays_for_its_owner(tmp_path: Path, asker: str, how: s
 def test_blocks_in_memory_are_not_shown_to_another(asker: str) -> None:
     with open_store() as store, store.session(MODEL) as owner:
         keep(owner, 1, 2, 3)
-        desk = stranger(store, asker)
+        backend = stranger(store, asker)
         chain = owner.chain(prompt(1, 2, 3))
-        assert desk.find(chain) == [False] * 3
-        holding = desk.match(chain, 0, None)
+        assert backend.find(chain) == [False] * 3
+        holding = backend.match(chain, 0, None)
         assert holding.plan.blocks == 0
         holding.release()
         assert right(owner, 1, 2, 3) == 3
@@ -129,14 +129,14 @@ def test_what_comes_to_memory_after_a_match_is_not_shown_either(tmp_path: Path) 
         keep(owner, 1)
         push_out(store, 1)
         unknown(store)
-        desk = stranger(store)
-        holding = desk.match(owner.chain(prompt(1)), 0, None)
+        backend = stranger(store)
+        holding = backend.match(owner.chain(prompt(1)), 0, None)
         assert holding.plan.blocks == 1, "whose a record on disk is shows when it is read"
         with owner.match(prompt(1)) as match:
             assert owner.load(match).wait(30).tokens == LAYOUT.block_tokens
-            assert desk.collect(holding).blocks == 0
-            desk.load(holding, None).wait(30)
-            assert desk.collect(holding).blocks == 0
+            assert backend.collect(holding).blocks == 0
+            backend.load(holding, None).wait(30)
+            assert backend.collect(holding).blocks == 0
         holding.release()
 
 
@@ -145,14 +145,14 @@ def test_the_owner_does_not_join_a_strangers_read() -> None:
     with world() as w:
         w.chill(1, 2)
         unknown(w.store)
-        desk = stranger(w.store)
-        holding = desk.match(w.session.chain(prompt(1, 2)), 0, None)
-        theirs = desk.load(holding, None)
+        backend = stranger(w.store)
+        holding = backend.match(w.session.chain(prompt(1, 2)), 0, None)
+        theirs = backend.load(holding, None)
         with w.session.match(prompt(1, 2)) as match:
             load = w.session.load(match)
             w.tier.refuse_read()
             assert theirs.ended
-            assert desk.collect(holding).blocks == 0
+            assert backend.collect(holding).blocks == 0
             assert not load.transfer.ended
             w.tier.let_all()
             assert load.wait(0).tokens == 2 * LAYOUT.block_tokens
@@ -163,24 +163,24 @@ def test_the_owner_does_not_join_a_strangers_read() -> None:
 def test_a_stranger_does_not_join_the_owners_read() -> None:
     with world() as w:
         w.chill(1, 2)
-        desk = stranger(w.store)
+        backend = stranger(w.store)
         with w.session.match(prompt(1, 2)) as match:
             load = w.session.load(match)
-            holding = desk.match(w.session.chain(prompt(1, 2)), 0, None)
-            theirs = desk.load(holding, None)
+            holding = backend.match(w.session.chain(prompt(1, 2)), 0, None)
+            theirs = backend.load(holding, None)
             w.tier.let_all()
             assert load.wait(0).tokens == 2 * LAYOUT.block_tokens
             assert theirs.ended
-            assert desk.collect(holding).blocks == 0
+            assert backend.collect(holding).blocks == 0
             holding.release()
 
 
 def test_who_gives_up_while_he_waits_for_anothers_read_holds_nothing() -> None:
     with world() as w:
         w.chill(1)
-        desk = stranger(w.store)
-        holding = desk.match(w.session.chain(prompt(1)), 0, None)
-        desk.load(holding, None)
+        backend = stranger(w.store)
+        holding = backend.match(w.session.chain(prompt(1)), 0, None)
+        backend.load(holding, None)
         with w.session.match(prompt(1)) as match:
             w.session.load(match).cancel()
         holding.release()
@@ -204,14 +204,14 @@ def test_a_record_in_shared_storage_stays_for_its_owner(tmp_path: Path) -> None:
         assert store.flush(30)
     blobs = sorted(p for p in (tmp_path / "shared").rglob("*") if p.is_file())
     with open_store(files=files) as store, store.session(MODEL) as owner:
-        desk, chain = stranger(store), owner.chain(prompt(1, 2))
+        backend, chain = stranger(store), owner.chain(prompt(1, 2))
         for _ in range(3):  # by looking for them
-            desk.match(chain, 0, None).release()
-            _until(lambda: not desk.match(chain, 0, None).pending)
+            backend.match(chain, 0, None).release()
+            _until(lambda: not backend.match(chain, 0, None).pending)
         assert sorted(p for p in (tmp_path / "shared").rglob("*") if p.is_file()) == blobs
         with owner.match(prompt(1, 2), wait=30) as match:
             assert match.blocks == 2, "found at once, though the stranger has just been refused"
-            assert blocks_got(desk, owner, 1, 2) == 0  # and by reading them
+            assert blocks_got(backend, owner, 1, 2) == 0  # and by reading them
         assert right(owner, 1, 2) == 2
         assert sorted(p for p in (tmp_path / "shared").rglob("*") if p.is_file()) == blobs
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtide import Group, Kind, Layout, Model, config
-from kvtide.desk import LocalDesk
-from kvtide.node.client import Client
-from kvtide.session import Home, Session
-from kvtide.store import Store
+from kvtide.node.client.client import Client
+from kvtide.store.backend import LocalBackend
+from kvtide.store.session import Session, SessionHost
+from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from tests.node.serving import Thread, eventually
 
@@ -53,7 +53,9 @@ def blocks(count: int) -> dict[str, list[np.ndarray[Any, Any]]]:
     return {g.name: [np.zeros(MODEL.layout.geometry[g.name].nbytes, np.uint8)] * count for g in MODEL.layout.groups}
 
 
-def play(home: Home, clock: FakeClock, done: list[tuple[str, int, tuple[int, ...]]], check: Callable[[], None]) -> None:
+def play(
+    home: SessionHost, clock: FakeClock, done: list[tuple[str, int, tuple[int, ...]]], check: Callable[[], None]
+) -> None:
     """Two sessions do these things in turn, and then all of it ends."""
     sessions: list[Session] = [home.session(MODEL) for _ in range(2)]
     for what, who, path in done:
@@ -92,10 +94,10 @@ def test_pins_of_a_store(done: list[tuple[str, int, tuple[int, ...]]]) -> None:
     with Store(config.read(env={}, **SETTINGS), clock=clock) as store:
 
         def check() -> None:
-            desks = [session.desk for session in store._sessions]
+            desks = [session.backend for session in store._sessions]
             with store.index.lock:
                 rows = {row for row, count in enumerate(store.index.pins[: store.index.size]) if count}
-                pinned = [desk.pins for desk in desks if isinstance(desk, LocalDesk)]
+                pinned = [backend.pins for backend in desks if isinstance(backend, LocalBackend)]
                 assert set().union(*(pins._counts for pins in pinned)) == rows, "a pin of nobody, or of nothing"
                 for pins in pinned:
                     assert pins.nbytes == sum(pins._sizes.values()) == pins.charge.nbytes >= 0
@@ -106,8 +108,8 @@ def test_pins_of_a_store(done: list[tuple[str, int, tuple[int, ...]]]) -> None:
         check()
         assert (store.statistics().pinned, store.statistics().blocks) == (0, 0)
         for session in store._sessions:
-            assert isinstance(session.desk, LocalDesk)
-            assert session.desk.pins.nbytes == 0
+            assert isinstance(session.backend, LocalBackend)
+            assert session.backend.pins.nbytes == 0
 
 
 @settings(parent=PROFILE, max_examples=15)
@@ -119,11 +121,11 @@ def test_pins_of_a_client(done: list[tuple[str, int, tuple[int, ...]]]) -> None:
         try:
             with Client(node.path) as client:
                 assert client.statistics().pinned == 0
-                (guest,) = node.node._guests.values()
-                full = guest._account.room
+                (handler,) = node.node._guests.values()
+                full = handler._account.room
                 play(client, clock, done, lambda: None)
                 eventually(lambda: client.statistics().pinned == 0)
-                eventually(lambda: guest._account.room == full)
+                eventually(lambda: handler._account.room == full)
         finally:
             node.close()
 

@@ -27,15 +27,15 @@ from kvtide.clock import SystemClock
 from kvtide.errors import AuditError, ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
-from kvtide.recorder import ENDED, OTHER_SHAPE, QUEUE_FULL, Recorder, RecorderStatistics, Shape
+from kvtide.node.client.client import Client
 from kvtide.replay.trace import load
 from kvtide.security.audit import verify
+from kvtide.store.recorder import ENDED, OTHER_SHAPE, QUEUE_FULL, RecordedShape, Recorder, RecorderStatistics
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import HYBRID, MODEL, OTHER_TENANT, PLAIN, SIZE, data, prompt
 from tests.node.serving import Process, Thread, eventually
 
-SHAPE = Shape(SIZE, PLAIN.geometry["full"].footprint)
+SHAPE = RecordedShape(SIZE, PLAIN.geometry["full"].footprint)
 Prompt = tuple[list[int], Tenant | None]
 
 
@@ -189,7 +189,7 @@ def test_a_client_cannot_say_what_its_blocks_do_not_show(tmp_path: Path) -> None
     try:
         with Client(node.path) as client, client.session(MODEL) as session:
             digests = session.chain(prompt(1, 2)).joined
-            line, number = session.desk._session()  # type: ignore[attr-defined]
+            line, number = session.backend._session()  # type: ignore[attr-defined]
             for tokens in (33, 0, 47, 48, -1, 2**62, -(2**62)):
                 line.ask_one(p.Match(number, digests, 0, tokens=tokens))
     finally:

@@ -15,12 +15,12 @@ import pytest
 
 from kvtide import Layout, Model, Session, Store, Tenant, config, connect
 from kvtide.index.index import DRAM, SEALED, Rows
-from kvtide.match import Stored
-from kvtide.store import NVME
+from kvtide.store.match import Stored
+from kvtide.store.store import NVME
 from kvtide.testing import blocks
-from kvtide.tiers import dram
+from kvtide.tiers.dram import tier
 from kvtide.tiers.segments import segment_of
-from kvtide.transfer import room
+from kvtide.transfer import space
 from tests.books import agree
 from tests.node.serving import Thread
 
@@ -80,7 +80,7 @@ def evicted(store: Store, tier: str = "dram") -> int:
 
 
 def rows_of(session: Session, *path: int) -> Rows:
-    index = session.desk.store.index  # type: ignore[attr-defined]
+    index = session.backend.store.index  # type: ignore[attr-defined]
     rows: Rows = index.rows(session.chain(prompt(*path)).keys(b"full"))
     return rows
 
@@ -318,14 +318,14 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
         self.count = 0
-        copy = dram.copy
+        copy = tier.copy
 
         def copied(target: Any, source: Any) -> None:
             self.count += 1
             copy(target, source)
             what(self.count)
 
-        monkeypatch.setattr(room, "copy", copied)
+        monkeypatch.setattr(space, "copy", copied)
 
 
 def full_of_pins(store: Store, small: Session) -> list[int]:

@@ -60,7 +60,7 @@ def blobs(folder: Path) -> list[Path]:
 def keep(session: Session, tokens: list[int]) -> None:
     """Store a prompt, and wait until storage has it."""
     session.store(tokens, data(PLAIN, tokens))
-    assert session._home.flush(30).complete  # type: ignore[attr-defined]
+    assert session._session_host.flush(30).complete  # type: ignore[attr-defined]
 
 
 # -- what others wrote ----------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_block_found_lives_no_longer_than_its_writer_said(tmp_path: Path) -> N
     clock = FakeClock()
     with sessions(tmp_path, 2, clock=clock) as (one, two):
         one.store(prompt(1), data(PLAIN, prompt(1)), ttl=100)
-        assert one._home.flush(30).complete  # type: ignore[attr-defined]
+        assert one._session_host.flush(30).complete  # type: ignore[attr-defined]
         assert length(two, prompt(1)) == SIZE
         clock.advance(101)
         assert length(two, prompt(1)) == 0
@@ -140,7 +140,7 @@ def test_a_thousand_blocks_that_expire_together_are_all_removed(tmp_path: Path) 
         for n in range(10):
             tokens = prompt(*range(100 * n, 100 * n + 100))
             session.store(tokens, data(PLAIN, tokens), ttl=100)
-            assert session._home.flush(30).complete  # type: ignore[attr-defined]
+            assert session._session_host.flush(30).complete  # type: ignore[attr-defined]
         assert len(blobs(tmp_path)) == 1000
         keep(session, prompt(5000))
         clock.advance(101)
@@ -152,7 +152,7 @@ def test_what_has_expired_is_looked_for_once_and_makes_room_for_the_next(tmp_pat
     clock = FakeClock()
     with sessions(tmp_path, 2, clock=clock) as (one, two):
         one.store(prompt(1), data(PLAIN, prompt(1)), ttl=10)
-        assert one._home.flush(30).complete  # type: ignore[attr-defined]
+        assert one._session_host.flush(30).complete  # type: ignore[attr-defined]
         assert len(blobs(tmp_path)) == 1
         clock.advance(20)
         until(lambda: not two.match(prompt(1)).pending)
@@ -296,7 +296,7 @@ def test_a_long_prompt_with_a_hole_is_searched_to_its_end(tmp_path: Path, monkey
     with sessions(tmp_path, count=2) as (here, there):
         here.store(tokens, data(PLAIN, tokens))
         here.drop(tokens[:SIZE])
-        for _, tier in there.desk.store.shared_tiers:  # type: ignore[attr-defined]
+        for _, tier in there.backend.store.shared_tiers:  # type: ignore[attr-defined]
             tier.drops.hear()  # what it stores before it has heard of a drop is taken for what was dropped
         keep(there, tokens[:SIZE])
         with here.match(tokens, wait=30) as found:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtide import Session, Store, config
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
-from kvtide.tiers.sealing import OPEN
+from kvtide.tiers.format.encryption import OPEN
 
 Numbers = tuple[int, ...]
 """A prompt: those with one beginning share blocks."""

@@ -20,8 +20,8 @@ from kvtide import config as configuration
 from kvtide.errors import ConfigError, TierError
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt, until
 from kvtide.testing.servers import S3Server, Server, ValkeyServer
-from kvtide.tiers.blobs import ROOT
-from kvtide.tiers.objects import Objects
+from kvtide.tiers.shared.blobs import ROOT
+from kvtide.tiers.shared.objects import Objects
 from tests.pairs import run_both
 
 TIMEOUT = 1.0
@@ -152,7 +152,7 @@ def test_a_server_that_is_not_fit_is_told_at_opening_and_leaves_nothing_open(tmp
 
 
 def test_objects_without_obstore_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvtide.tiers.objects", None)
+    monkeypatch.setitem(sys.modules, "kvtide.tiers.shared.objects", None)
     with pytest.raises(ConfigError, match=r"pip install kvtide\[objects\]"):
         kvtide.open(dram={"budget": "8MiB"}, objects={"url": "s3://bucket"})
 

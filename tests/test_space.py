@@ -23,8 +23,8 @@ from kvtide import config
 from kvtide.block import Layout
 from kvtide.errors import TierError
 from kvtide.index.keys import Model
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.tiers.disk import Disk

@@ -39,14 +39,14 @@ from hypothesis.stateful import (
 
 from kvtide import Unwritten, config
 from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
-from kvtide.desk import LocalDesk, LocalHolding
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
 from kvtide.index import slices
 from kvtide.index.index import ABSENT, DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
-from kvtide.match import Load, Loaded, Match, Stored
-from kvtide.store import NVME, Store
+from kvtide.store.backend import LocalBackend, LocalPrefixLease
+from kvtide.store.match import Load, Loaded, Match, Stored
+from kvtide.store.store import NVME, Store
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, Gate, How
@@ -116,7 +116,7 @@ class Right:
 
 def rows_of(match: Match) -> dict[str, Rows]:
     """What a match holds."""
-    assert isinstance(match.holding, LocalHolding)
+    assert isinstance(match.holding, LocalPrefixLease)
     return match.holding.part.rows
 
 
@@ -324,8 +324,12 @@ class Machine(RuleBasedStateMachine):
         pipeline = statistics.pipeline
         assert (statistics.pinned, pipeline.leases, pipeline.reservations) == (0, 0, 0)
         for session in self.sessions:
-            assert isinstance(session.desk, LocalDesk)
-            assert (len(session.desk.pins), session.desk.pins.nbytes, session.desk.pins.charge.nbytes) == (0, 0, 0)
+            assert isinstance(session.backend, LocalBackend)
+            assert (len(session.backend.pins), session.backend.pins.nbytes, session.backend.pins.charge.nbytes) == (
+                0,
+                0,
+                0,
+            )
 
     def whole_files_only(self) -> None:
         names = {p.name for p in (self.folder / "tier").iterdir()}
@@ -587,16 +591,16 @@ class Machine(RuleBasedStateMachine):
         user, path = self.pick(prompt)
         (model, owner), chain = USERS[user], self.chain(user, path)
         namespace = model.namespace(owner) if tenant else b"another model of thirty-two bytes"[:32]
-        desk = LocalDesk(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
+        backend = LocalBackend(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
         index = self.store.index
         with index.lock:
             rows = index.rows(self.keys(user, path))
             if not tenant:  # as after an opening with an older journal: then the records' headers say whose they are
                 index.identity[rows[index.state[DRAM][rows] == ABSENT]] = 0
-        holding = desk.match(chain, 0, None)
+        holding = backend.match(chain, 0, None)
         before = self.store.pipeline.counts["blocks unreadable in nvme"]
-        desk.load(holding, None).wait(30)
-        assert desk.collect(holding).blocks == 0, "a block was shown to another"
+        backend.load(holding, None).wait(30)
+        assert backend.collect(holding).blocks == 0, "a block was shown to another"
         holding.release()
         lost = self.store.pipeline.counts["blocks unreadable in nvme"] - before
         assert not lost or self.disk.struck or self.spoilt, "a mismatch was taken for damage"

@@ -20,8 +20,8 @@ import pytest
 from kvtide import config
 from kvtide.block import BlockKey, Layout
 from kvtide.index.keys import Model, Tenant
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 from kvtide.testing import blocks
 from tests.books import agree, tier_bytes
 

@@ -24,7 +24,7 @@ from kvtide import cli
 from kvtide import config as configuration
 from kvtide.config import Engine
 from kvtide.doctor import flags
-from kvtide.engines.halves.wishes import Wishes
+from kvtide.engines.connector.request_options import RequestOptions
 from kvtide.units import parse_size
 from tests.node.serving import eventually
 from tests.test_docs import ROOT, code, rows
@@ -52,7 +52,7 @@ def test_every_flag_is_one_that_the_connector_takes() -> None:
 
 
 def test_every_wish_and_every_way_to_store_is_there_and_no_other() -> None:
-    assert rows("docs/vllm.md", "For one request") == set(Wishes.__struct_fields__)
+    assert rows("docs/vllm.md", "For one request") == set(RequestOptions.__struct_fields__)
     told = rows("docs/vllm.md", "What is stored, and when") - {"engine.store"}
     assert told == set(get_args(get_type_hints(Engine)["store"]))
 

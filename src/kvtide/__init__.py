@@ -14,15 +14,15 @@
 
 from kvtide.block import Group, Kind, Layout
 from kvtide.events import BlockRemoved, BlockStored, EventsLost
-from kvtide.forgetting import Forgotten
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.index.lease import Reservation
-from kvtide.match import Load, Loaded, Match, Persist, Stored
-from kvtide.node.auto import open_anywhere as open  # noqa: A004 - the verb that users expect
-from kvtide.node.client import Client, connect
+from kvtide.node.client.client import Client, connect
+from kvtide.node.client.launch import open_anywhere as open  # noqa: A004 - the verb that users expect
 from kvtide.plan.prefill import PrefillCost
-from kvtide.session import Session
-from kvtide.store import Statistics, Store
+from kvtide.store.forget import Forgotten
+from kvtide.store.match import Load, Loaded, Match, Persist, Stored
+from kvtide.store.session import Session
+from kvtide.store.store import Statistics, Store
 from kvtide.transfer.written import Flushed, Persisted, Unwritten
 from kvtide.version import __version__ as __version__
 

@@ -7,8 +7,8 @@ padded to 4 KiB, in memory and at rest alike, so that direct I/O moves them with
 the padding is zero.
 
 Below the heads, the bytes are in the group's *packing*. Those in ``LOSSY`` keep less than the engine computed; their
-sizes are known here, and what their codes mean in ``engines/forms.py``. Their keys and values may differ in size, so a
-section holds both of a layer, ``[head][K|V]``, and the heads of a rank are one stretch of bytes as ever. Any other
+sizes are known here, and what their codes mean in ``engines/paged/lossy.py``. Their keys and values may differ in size,
+so a section holds both of a layer, ``[head][K|V]``, and the heads of a rank are one stretch of bytes as ever. Any other
 packing but "plain" is an engine's own, and as large as its dtype makes it.
 """
 

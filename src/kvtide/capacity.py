@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtide.errors import ConfigError
-from kvtide.show import size
+from kvtide.formatting import size
 
 __all__ = ["check_disk", "check_memory", "group_folders", "memory_limits"]
 

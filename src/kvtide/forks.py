@@ -44,19 +44,19 @@ here = Process()
 """This process. Read it as ``forks.here``: it changes with a fork."""
 
 
-class Told(Protocol):
+class ForkNotice(Protocol):
     """What ``tell`` takes."""
 
     def forked(self) -> None:
         """This is the child of a fork. Close descriptors; take no lock, since a thread that is not here may hold it."""
 
 
-_told: weakref.WeakSet[Told] = weakref.WeakSet()
+_told: weakref.WeakSet[ForkNotice] = weakref.WeakSet()
 _opening = threading.RLock()
 """Held while a lock file is opened or closed. Nobody forks meanwhile: the child would not know of the descriptor."""
 
 
-def tell(thing: Told) -> None:
+def tell(thing: ForkNotice) -> None:
     """Call ``thing.forked`` in every process that is forked from now on, as long as it lives."""
     _told.add(thing)
 

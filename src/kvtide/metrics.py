@@ -12,12 +12,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.histogram import HistogramStatistics
-from kvtide.recorder import REASONS, RecorderStatistics
-from kvtide.statistics import Statistics, TenantStatistics
+from kvtide.store.recorder import REASONS, RecorderStatistics
+from kvtide.store.statistics import Statistics, TenantStatistics
 
 if TYPE_CHECKING:
-    from kvtide.node.statistics import NodeStatistics
-    from kvtide.tiers.purse import BudgetStatistics
+    from kvtide.store.node_statistics import NodeStatistics
+    from kvtide.tiers.shared.credits import BudgetStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "render"]
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from bench.report import FORMS, PAGE, forms, page, read_records
 from kvtide.benchmarks.disk import Below
-from kvtide.benchmarks.record import Record, Sample, compare, figure
+from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure
 from kvtide.cli import app
 from kvtide.errors import ConfigError
 from kvtide.testing.servers import ValkeyServer
 from kvtide.tiers.base import TierStatistics
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.nvme.tier import Nvme
 
 
 def test_quick_figures_come_as_records(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_quick_figures_come_as_records(tmp_path: Path) -> None:
         check=True,
         timeout=120,
     )
-    records = msgspec.json.decode(done.stdout, type=list[Record])
+    records = msgspec.json.decode(done.stdout, type=list[BenchRecord])
     names = {r.name for r in records}
     assert {"match-list", "match-buffer", "pipeline-tier-batch", "pipeline-load-key"} <= names
     for record in records:
@@ -74,7 +74,7 @@ def test_storage_is_measured_beside_a_plain_client(
     command = ["bench", "store", "valkey", "--quick", "--json", str(written), "--path", str(tmp_path)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0
-    records = {r.name: r for r in msgspec.json.decode(written.read_bytes(), type=list[Record])}
+    records = {r.name: r for r in msgspec.json.decode(written.read_bytes(), type=list[BenchRecord])}
     assert {f"valkey-{task}-{size}" for task in ("store", "load") for size in ("2mib", "256kib")} <= set(records)
     assert all(r.ratio is not None and r.ratio > 0 for r in records.values())
 
@@ -97,7 +97,7 @@ def test_without_the_model_it_is_said_what_to_install(monkeypatch: pytest.Monkey
 def test_what_takes_more_bytes_loses_less() -> None:
     command = [sys.executable, "-c", "from kvtide.cli import main; main()", "bench", "codec", "--quick", "--json", "-"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=1200)
-    found = {r.name.removeprefix("codec-"): r.ours for r in msgspec.json.decode(done.stdout, type=list[Record])}
+    found = {r.name.removeprefix("codec-"): r.ours for r in msgspec.json.decode(done.stdout, type=list[BenchRecord])}
     assert found["r4-bytes"] < found["k8v4-bytes"] < found["fp8-bytes"] < found["zstd-bfloat16-bytes"] < 23_040
     assert found["bf16-divergence"] < found["k8v4-divergence"] < found["r4-divergence"] < 0.1
     assert found["r4-agreement"] > 85
@@ -143,7 +143,7 @@ def test_a_ratio_is_the_median_of_the_rounds(better: str, reference: list[float]
 
 @pytest.mark.parametrize("bar", [0.5, None])
 def test_a_run_that_moved_nothing_misses_its_bar_however_quick_it_was(bar: float | None) -> None:
-    def record(moved: list[int], least: int = 1) -> Record:
+    def record(moved: list[int], least: int = 1) -> BenchRecord:
         return figure(
             "x", "s", [1.0, 1.0, 1.0], better="lower", reference=[9.0] * 3, bar=bar, command="test", note="from disk",
             moved=moved, least=least,

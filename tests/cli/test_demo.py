@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvtide import cli
 from kvtide.cli import _demo_run
-from kvtide.cli._demo_ask import Step, Way
+from kvtide.cli._demo_ask import DemoStep, Way
 from kvtide.cli._demo_run import Result, filesystem
 from kvtide.cli._demo_text import QUESTIONS, document
 
@@ -26,7 +26,9 @@ def made_up(**other: list[int]) -> Result:
     """What a demonstration might have found; ``other`` are answers of one way."""
     seconds: dict[Way, float] = {"cold": 8.0, "reference": 0.2, "dram": 0.2, "process": 0.25, "nvme": 0.4}
     steps = [
-        Step(way, number, took, 6200, 0 if way in ("cold", "reference") else 6144, other.get(way, [1, 2]), "A kettle.")
+        DemoStep(
+            way, number, took, 6200, 0 if way in ("cold", "reference") else 6144, other.get(way, [1, 2]), "A kettle."
+        )
         for way, took in seconds.items()
         for number in range(len(QUESTIONS))
     ]

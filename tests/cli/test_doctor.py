@@ -27,8 +27,8 @@ from kvtide.doctor import disk, gain, host, model, node
 from kvtide.doctor.engine import Running
 from kvtide.doctor.finding import Level
 from kvtide.index.keys import Tenant
-from kvtide.node.auto import open_node
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
+from kvtide.node.client.launch import open_node
 from tests.node.serving import Apart, Process, apart, eventually
 
 LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}

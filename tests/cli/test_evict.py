@@ -16,8 +16,8 @@ from kvtide.errors import ConfigError
 from kvtide.testing.blobs import TIME, names, value
 from kvtide.testing.interface import until
 from kvtide.testing.servers import S3Server
-from kvtide.tiers.blobs import ROOT
-from kvtide.tiers.objects import Objects
+from kvtide.tiers.shared.blobs import ROOT
+from kvtide.tiers.shared.objects import Objects
 
 
 def test_it_brings_storage_within_its_budget_and_goes_when_told(tmp_path: Path) -> None:

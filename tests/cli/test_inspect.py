@@ -26,14 +26,14 @@ from kvtide import cli
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.inspection import Report, advice, look
 from kvtide.testing.blocks import keys
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers.directory import SegmentHeader
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.sealing import Sealing
+from kvtide.tiers.format.encryption import Encryption
+from kvtide.tiers.nvme.directory import SegmentHeader
+from kvtide.tiers.nvme.inspect import InspectionReport, advice, look
+from kvtide.tiers.nvme.tier import Nvme
 
 LAYOUT = kvtide.Layout.attention(layers=2, heads=1, head_dim=16, block_tokens=16)  # 4 sections, a page each
 MODEL = kvtide.Model(LAYOUT, weights="given:test")
@@ -281,7 +281,7 @@ def test_a_busy_directory_does_not_look_damaged(tmp_path: Path) -> None:
 # -- damage -----------------------------------------------------------------------------------------------
 
 
-def block_at(report: Report, segment: int, slot: int) -> str:
+def block_at(report: InspectionReport, segment: int, slot: int) -> str:
     assert report.newest_blocks is not None
     return next(b.key + b.group.encode().hex() for b in report.newest_blocks if (b.segment, b.slot) == (segment, slot))
 
@@ -364,7 +364,7 @@ def test_a_segment_without_a_header_and_what_the_advice_promises(directory: Path
 def test_a_lost_journal_loses_no_block(directory: Path, harm: Any, doubt: str) -> None:
     harm(directory / "journal")
     found = look(directory, verify=True)
-    assert (found.journal.trusted, found.journal.doubt) == (False, doubt)
+    assert (found.journal.access_list, found.journal.doubt) == (False, doubt)
     assert (found.blocks, found.damaged) == (BLOCKS, [])
     assert f"not trusted: {doubt}" in run(directory, "--verify")
 
@@ -462,12 +462,12 @@ def test_any_damage_is_an_error_or_a_report(victim: Path, data: st.DataObject) -
 
 
 def test_sealed_records_are_verified_with_their_keys_and_told_of_without(tmp_path: Path) -> None:
-    ring = ring_in(tmp_path)
-    tier = Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, threads=1, sealing=Sealing(ring))
+    key_ring = ring_in(tmp_path)
+    tier = Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, threads=1, encryption=Encryption(key_ring))
     caller = Caller(tier)
     caller.write(keys(5), shaped(4, 5000))
     caller.close()
-    found = look(tmp_path / "tier", verify=True, sealing=Sealing(ring))
+    found = look(tmp_path / "tier", verify=True, encryption=Encryption(key_ring))
     assert (found.blocks, found.verified_blocks, found.damaged) == (5, 5, [])
     without = look(tmp_path / "tier", verify=True)
     assert (without.blocks, without.journal.doubt) == (0, "sealed, and its key is not here")
@@ -477,7 +477,7 @@ def test_sealed_records_are_verified_with_their_keys_and_told_of_without(tmp_pat
     data = bytearray(segment.read_bytes())
     data[ALIGN + ALIGN + 100] ^= 1
     segment.write_bytes(data)
-    assert [d.reason for d in look(tmp_path / "tier", verify=True, sealing=Sealing(ring)).damaged] == [
+    assert [d.reason for d in look(tmp_path / "tier", verify=True, encryption=Encryption(key_ring)).damaged] == [
         "corrupt payload"
     ]
 

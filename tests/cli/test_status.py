@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from kvtide import cli
 from kvtide.cli.status import frame
 from kvtide.errors import TierError
-from kvtide.node.client import Client
-from kvtide.node.statistics import ClientStatistics, NodeStatistics, Status
+from kvtide.node.client.client import Client
+from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, Status
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
-from kvtide.tiers.purse import BudgetStatistics
-from kvtide.tiers.steward import StewardStatistics
+from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
+from kvtide.tiers.shared.credits import BudgetStatistics
 from tests.node.serving import Process
 
 
@@ -109,9 +109,10 @@ def test_what_is_wrong_stands_out(node: Process) -> None:
 def test_who_keeps_the_budget_of_shared_storage_is_shown(node: Process) -> None:
     with Client(node.path) as client:
         store = client.status().store
-    told = StewardStatistics("west 12", 3, 1 << 40, 1000, 1 << 39, 1 << 20, 1 << 30, 70_000, 4)
+    told = BudgetCoordinatorStatistics("west 12", 3, 1 << 40, 1000, 1 << 39, 1 << 20, 1 << 30, 70_000, 4)
     store.budgets.update(
-        files=BudgetStatistics(told, True, 1.2, 64 << 20), objects=BudgetStatistics(StewardStatistics(), False, 75.0, 0)
+        files=BudgetStatistics(told, True, 1.2, 64 << 20),
+        objects=BudgetStatistics(BudgetCoordinatorStatistics(), False, 75.0, 0),
     )
     text = "\n".join(" ".join(line) for line in shown(Status(store, NodeStatistics())))
     assert "files west 12 (this node) 1 s ago 1 GiB 64 MiB 70,000 1 MiB 4" in text

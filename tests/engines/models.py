@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtide.engines.loading import SMALL, load
+from kvtide.engines.transformers.loading import SMALL, load
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvtide
-from kvtide.engines.chunks import Chunks, Row, model_of
-from kvtide.session import Home
+from kvtide.engines.vllm.chunks import Chunks, Row, model_of
+from kvtide.store.session import SessionHost
 from kvtide.testing.blocks import content
 from tests.node.serving import Served
 
@@ -24,14 +24,14 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(params=["store", "node"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SessionHost]:
     settings = SETTINGS | {"nvme": SETTINGS["nvme"] | {"path": str(tmp_path / "kv")}}
     opened = kvtide.open(**settings) if request.param == "store" else Served(tmp_path / "node.sock", **settings)
     with opened:
         yield opened
 
 
-def chunks(home: Home, row: int = ROW, weights: str = "w", **facts: Any) -> Chunks:
+def chunks(home: SessionHost, row: int = ROW, weights: str = "w", **facts: Any) -> Chunks:
     return Chunks(home.session(model_of(row, weights, facts)), 60)
 
 
@@ -47,7 +47,7 @@ def right(key: bytes, row: Row) -> bool:
     return bool((row == content(key, ROW)).all())
 
 
-def test_what_is_missing_among_others_is_told_and_its_row_left_alone(home: Home) -> None:
+def test_what_is_missing_among_others_is_told_and_its_row_left_alone(home: SessionHost) -> None:
     kept, found, into = chunks(home), names(6), rows(6)
     there = [True, False, True, True, False, True]
     stored = [key for key, is_there in zip(found, there, strict=True) if is_there]
@@ -59,7 +59,7 @@ def test_what_is_missing_among_others_is_told_and_its_row_left_alone(home: Home)
     assert not into[4].any()
 
 
-def test_a_request_larger_than_dram_is_loaded_from_disk(home: Home) -> None:
+def test_a_request_larger_than_dram_is_loaded_from_disk(home: SessionHost) -> None:
     kept, keys = chunks(home), names(96)  # three times what fits
     for key in keys:
         assert kept.store([key], [content(key, ROW)]) == [True]
@@ -69,27 +69,27 @@ def test_a_request_larger_than_dram_is_loaded_from_disk(home: Home) -> None:
     assert all(map(right, keys, into))
 
 
-def test_a_load_that_waited_for_too_long_is_not_made(home: Home) -> None:
+def test_a_load_that_waited_for_too_long_is_not_made(home: SessionHost) -> None:
     kept, keys, into = chunks(home), names(2), rows(2)
     assert kept.store(keys, [content(k, ROW) for k in keys]) == [True, True]
     assert kept.load(keys, into, since=time.monotonic() - 61) == [False, False]
     assert not any(row.any() for row in into)
 
 
-def test_storing_again_is_no_failure(home: Home) -> None:
+def test_storing_again_is_no_failure(home: SessionHost) -> None:
     kept, keys = chunks(home), names(2)
     assert kept.store(keys[:1], [content(keys[0], ROW)]) == [True]
     assert kept.store(keys, [content(k, ROW) for k in keys]) == [True, True]
 
 
-def test_rows_for_which_there_is_no_room_are_refused(home: Home) -> None:
+def test_rows_for_which_there_is_no_room_are_refused(home: SessionHost) -> None:
     kept, keys = chunks(home, row=16 << 20), names(2)
     assert kept.store(keys, [np.zeros(16 << 20, np.uint8)] * 2) == [False, False]
     assert kept.find(keys) == [False, False]
 
 
 @pytest.mark.parametrize("other", [{"weights": "v"}, {"layout": "LBNHC"}, {"row": ROW // 2}], ids=str)
-def test_rows_of_another_deployment_are_not_found(home: Home, other: dict[str, Any]) -> None:
+def test_rows_of_another_deployment_are_not_found(home: SessionHost, other: dict[str, Any]) -> None:
     same: dict[str, Any] = {"layout": "LBHNC"}
     (key,) = names(1)
     assert chunks(home, **same).store([key], [content(key, ROW)]) == [True]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtide.block import DTYPES, LOSSY, Group, Kind, run_of
-from kvtide.engines.forms import FORMS, Form
+from kvtide.engines.paged.lossy import FORMS, Form
 
 DTYPE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 NAMES = pytest.mark.parametrize("name", FORMS)

@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernel itself runs, in test_paged", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is imported
 
-from kvtide.engines.kernels import move_pages
+from kvtide.engines.paged.kernels import move_pages
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 3, 1, 2, 4), (2, 0, 1, 4, 3)])

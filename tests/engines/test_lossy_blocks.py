@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kvtide
-from kvtide.engines.forms import FORMS
 from kvtide.engines.paged import Copy, HostMover, Pages, mover
+from kvtide.engines.paged.lossy import FORMS
 from kvtide.errors import LayoutError
 
 DEVICES = pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 import kvtide
 from kvtide import Store, config
 from kvtide.block import Span
-from kvtide.engines import overlap, transformers
-from kvtide.engines.overlap import Overlap, Sizes, chosen, sizes
+from kvtide.engines import transformers
 from kvtide.engines.paged import HostMover
-from kvtide.engines.transformers import Answer, Attached, attach
+from kvtide.engines.transformers import Answer, Attached, attach, overlap
+from kvtide.engines.transformers.overlap import ChunkSizes, Overlap, chosen, sizes
 from kvtide.errors import ClosedError
 from kvtide.plan.prefill import PrefillCost
-from kvtide.session import Home, Session
+from kvtide.store.session import Session, SessionHost
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from tests.engines.models import own, padded, prompt, smollm2, tiny
 from tests.node.serving import Thread, eventually
@@ -221,7 +221,7 @@ def test_a_piece_that_the_front_has_reached_brings_only_what_is_behind_it(
             disk.let(1)
             watch.until(1)
 
-    monkeypatch.setattr(transformers, "sizes", lambda *args: Sizes(piece=2, chunk=1))
+    monkeypatch.setattr(transformers, "sizes", lambda *args: ChunkSizes(piece=2, chunk=1))
     with cold(llama, tmp_path, disk) as (attached, store, stored):
         disk.arrived = lambda: watch.overlap.arrived if watch.overlap else 0
         disk.let(0)
@@ -360,7 +360,7 @@ def test_behind_a_node(llama: PreTrainedModel, tmp_path: Path, watch: Watch, die
     path = tmp_path / "node.sock"
 
     @contextmanager
-    def node() -> Iterator[tuple[Thread, Home]]:
+    def node() -> Iterator[tuple[Thread, SessionHost]]:
         thread = Thread(path, **settings(tmp_path / "tier"))
         try:
             with kvtide.connect(f"unix:{path}") as client:

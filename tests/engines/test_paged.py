@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import kvtide
 from kvtide.block import DTYPES, Slice
-from kvtide.engines import packing
-from kvtide.engines.paged import WORDS, Copy, HostMover, Pages, mover, runs
+from kvtide.engines.paged import packing
+from kvtide.engines.paged.pages import WORDS, Copy, HostMover, Pages, mover, runs
 from kvtide.errors import LayoutError
 
 MOVERS = [

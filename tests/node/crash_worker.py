@@ -16,9 +16,9 @@ import time
 import numpy as np
 
 from kvtide.errors import TierError
-from kvtide.node import line
-from kvtide.node.client import Client
-from kvtide.session import Session
+from kvtide.node.client import link
+from kvtide.node.client.client import Client
+from kvtide.store.session import Session
 from kvtide.testing import blocks
 from tests import crash_worker as chains
 from tests.crash_worker import CHAINS, DEPTH
@@ -45,13 +45,13 @@ class CrashPlayer:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        line._ANSWER = 0.2  # some pauses of the node are longer
+        link._ANSWER = 0.2  # some pauses of the node are longer
         self._client = connected(job)
 
     def told(self) -> None:
         """Hang up, whatever the threads are doing."""
-        if self._client._line is not None:
-            self._client._line.close()
+        if self._client._link is not None:
+            self._client._link.close()
 
     def play(self, row: Row, thread: int) -> None:
         _Thread(self._client, self._job, row, thread).run()

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from kvtide.match import Loaded, Match
-from kvtide.node.client import Client
-from kvtide.node.remote import RemoteHolding
+from kvtide.node.client.backend import RemotePrefixLease
+from kvtide.node.client.client import Client
+from kvtide.store.match import Loaded, Match
 from kvtide.testing import blocks
 from tests import crash_worker as chains
 from tests.crash_worker import CHAINS
@@ -66,8 +66,8 @@ class _Thread:
         self._held = [held for held in self._held if held[0] > turn]
 
     def _of_this_node(self, match: Match) -> bool:
-        assert isinstance(match.holding, RemoteHolding)
-        return match.blocks > 0 and match.holding.line is self._client._line
+        assert isinstance(match.holding, RemotePrefixLease)
+        return match.blocks > 0 and match.holding.link is self._client._link
 
     def _take(self, until: int) -> None:
         """Store a chain if need be, and hold it, unless we have much already."""

@@ -20,10 +20,10 @@ import pytest
 
 from kvtide import config as configuration
 from kvtide.clock import Clock
-from kvtide.node.client import Client
-from kvtide.node.loop import run_in_loop
-from kvtide.node.server import Node
-from kvtide.store import Store
+from kvtide.node.client.client import Client
+from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.server import Node
+from kvtide.store.store import Store
 from kvtide.tiers.disk import Disk
 from tests.node import host
 

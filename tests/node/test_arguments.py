@@ -20,9 +20,9 @@ from kvtide.block import Group, Kind, Layout
 from kvtide.errors import ArgumentError, KvtideError, LayoutError, RightError
 from kvtide.index.keys import Extra, Tenant
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
-from kvtide.session import Home, Session
-from kvtide.store import Store
+from kvtide.node.client.client import Client
+from kvtide.store.session import Session, SessionHost
+from kvtide.store.store import Store
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet, packed
 from tests.node.serving import Thread
@@ -37,9 +37,9 @@ class World:
     def __init__(self, path: Path) -> None:
         self.node = Thread(path, **SMALL)
         self.client = Client(path)
-        self.line = self.client.line
+        self.link = self.client.link
         self.embedded = Store(configuration.read(None, **SMALL))
-        self.homes: list[Home] = [self.embedded, self.client]
+        self.homes: list[SessionHost] = [self.embedded, self.client]
         self.sessions = [home.session(MODEL) for home in self.homes]
         self.beside = self.client.session(MODEL)
         for session in self.sessions:
@@ -47,8 +47,8 @@ class World:
 
     def unharmed(self) -> None:
         """The connection is the same as ever, and both sessions of the process find what is there."""
-        assert self.client.line is self.line
-        assert self.line.alive
+        assert self.client.link is self.link
+        assert self.link.alive
         for session in (self.sessions[1], self.beside):
             assert length(session, TOKENS) == len(TOKENS)
 

@@ -16,9 +16,9 @@ from kvtide import config as configuration
 from kvtide.config import Config
 from kvtide.errors import ConfigError, TierError
 from kvtide.node import protocol
-from kvtide.node.auto import open_node, place
-from kvtide.node.client import Client
-from kvtide.node.ledger import beside
+from kvtide.node.client.client import Client
+from kvtide.node.client.launch import open_node, place
+from kvtide.node.server.ledger import beside
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.serving import eventually
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvtide import config as configuration
 from kvtide.errors import ConfigError, TierError
-from kvtide.node.auto import open_node, place
-from kvtide.node.client import connect
+from kvtide.node.client.client import connect
+from kvtide.node.client.launch import open_node, place
 from tests.node.serving import eventually
 
 ALL = sorted(os.sched_getaffinity(0))
@@ -23,7 +23,7 @@ several = pytest.mark.skipif(len(ALL) < 2, reason="this machine has one CPU")
 ENGINE = """
 import ctypes, os, platform, sys
 from kvtide import config
-from kvtide.node.auto import open_node
+from kvtide.node.client.launch import open_node
 os.sched_setaffinity(0, {int(sys.argv[1])})
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 mask = ctypes.c_ulong(1)  # set_mempolicy(MPOL_BIND) to node 0

@@ -19,8 +19,8 @@ from kvtide.errors import ArgumentError, LayoutError, TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node import remote
-from kvtide.node.client import Client
+from kvtide.node.client import backend
+from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Apart, Process, Thread, apart, eventually
 
@@ -31,10 +31,10 @@ def void(_: object) -> None:
 
 def break_line(client: Client) -> None:
     """The connection breaks; the node lives on, and the client comes back."""
-    line = client._line
+    line = client._link
     assert line is not None
     line.close()
-    eventually(lambda: client._line is not line and client.connected)
+    eventually(lambda: client._link is not line and client.connected)
 
 
 # -- what a node keeps for a line that was lost -------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_what_nothing_is_known_of_any_more_is_forgotten_at_once(node: Process) -
     """The node gave rights in a reply that never came."""
     with Client(node.path) as client, Client(node.path) as other, client.session(MODEL) as session:
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
-        line, number = session._desk._session()  # type: ignore[attr-defined]
+        line, number = session._backend._session()  # type: ignore[attr-defined]
         line.post(p.Match(number, b"".join(session.chain(prompt(1, 2)).digests), 0))
         eventually(lambda: other.statistics().held == 2)
         break_line(client)
@@ -78,10 +78,10 @@ def test_another_process_cannot_let_rights_be_forgotten(tmp_path: Path) -> None:
         with Client(node.path) as client, client.session(MODEL) as session:
             session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
             with session.match(prompt(1, 2)):
-                token = client.line.welcome.token
+                token = client.link.welcome.token
                 if (child := os.fork()) == 0:
                     with Client(node.path) as stranger:
-                        stranger.line.ask_one(p.Forget(token))
+                        stranger.link.ask_one(p.Forget(token))
                     os._exit(0)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
                 assert client.connected
@@ -93,10 +93,10 @@ def test_another_process_cannot_let_rights_be_forgotten(tmp_path: Path) -> None:
 def test_a_number_of_the_old_node_means_nothing_at_the_new_one(node: Process) -> None:
     """An end that was told early, or late, ends nothing that another life of the node has promised."""
     with Client(node.path) as client, client.session(MODEL) as session:
-        line = client.line
+        line = client.link
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
         for number in range(200):  # told by the old node, asked for by nobody
-            line.promises.ended(p.Ended(number, count=77))
+            line.completions.ended(p.Ended(number, count=77))
         node.kill()
         eventually(lambda: not client.connected)
         node.start()
@@ -217,10 +217,10 @@ def test_a_segment_may_go_in_the_frame_that_names_it(tmp_path: Path) -> None:
                 p.Open(p.describe(layout), layout.block_tokens, namespace, DEFAULT_TENANT.tag)
                 for layout in (PLAIN, other)
             ]
-            one, two = late.line.ask(list(opened))
+            one, two = late.link.ask(list(opened))
             assert isinstance(one, int)
             assert isinstance(two, int)
-            found, _, _, made = late.line.ask(
+            found, _, _, made = late.link.ask(
                 [
                     p.Match(one, digests, 0),
                     p.Release(one, [two + 1]),
@@ -232,7 +232,7 @@ def test_a_segment_may_go_in_the_frame_that_names_it(tmp_path: Path) -> None:
             assert isinstance(made, p.Reserved)
             assert found.blocks == 1
             assert made.refused == 0
-            late.line.spans(made.places, 4096)[0][:4] = b"here"
+            late.link.spans(made.places, 4096)[0][:4] = b"here"
     finally:
         node.close()
 
@@ -279,7 +279,7 @@ def test_closing_does_not_wait_for_a_node_that_hangs(node: Process) -> None:
     client = Client(node.path)
     node.signal(signal.SIGSTOP)
     try:
-        client.line.close()
+        client.link.close()
         eventually(lambda: client.dialing)
         client.close()
         assert client.dialing, "it waited for an attempt to reach the node"
@@ -302,7 +302,7 @@ def test_a_node_that_could_not_see_when_we_die_refuses_us(tmp_path: Path) -> Non
 
 def test_both_sides_say_their_version(node: Process) -> None:
     with Client(node.path) as client:
-        assert client.line.welcome.version == kvtide.__version__
+        assert client.link.welcome.version == kvtide.__version__
         eventually(lambda: f"client {os.getpid()}, kvtide {kvtide.__version__}" in node.log)
 
 
@@ -324,12 +324,12 @@ def test_many_releases_at_once_are_no_message_that_is_too_large(node: Process) -
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
         assert client.flush(30)
-        line = client._line
+        line = client._link
         matches = [session.match(prompt(1, 2)) for _ in range(3000)]
         for match in matches:
             match.release()
         assert client.statistics().held == 0
-        assert client._line is line, "the node did not hang up"
+        assert client._link is line, "the node did not hang up"
 
 
 def test_a_prompt_that_was_all_there_is_not_found_when_a_part_of_it_was_dropped(node: Process) -> None:
@@ -348,7 +348,7 @@ def test_a_store_goes_in_parts_where_a_disk_waits_for_the_first_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colder: bool
 ) -> None:
     """Else parts are messages that nobody needs."""
-    monkeypatch.setattr(remote, "_FIRST_PART", 1)
+    monkeypatch.setattr(backend, "_FIRST_PART", 1)
     disk: dict[str, Any] = {"nvme": {"path": str(tmp_path / "disk"), "budget": "64MiB"}} if colder else {}
     node = Thread(tmp_path / "socket", dram={"budget": "64MiB"}, **disk)
     try:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
-from kvtide.node.client import Client
-from kvtide.store import Store
+from kvtide.node.client.client import Client
+from kvtide.store.store import Store
 from tests import crash_worker as chains
 from tests.books import agree, left_behind, tier_bytes
 from tests.crash_worker import CHAINS, DEPTH, MIB

@@ -15,9 +15,9 @@ import pytest
 from kvtide.block import Group, Kind, Layout
 from kvtide.errors import RightError, TierError
 from kvtide.index.keys import Model
-from kvtide.node.client import Client
-from kvtide.node.crew import Crew, Worker
-from kvtide.session import Session
+from kvtide.node.client.client import Client
+from kvtide.node.client.workers import Worker, WorkerGroup
+from kvtide.store.session import Session
 from tests.node.serving import Process, eventually
 
 LAYOUT = Layout.attention(layers=3, heads=4, head_dim=8, block_tokens=16)
@@ -34,7 +34,7 @@ def content(layout: Layout, group: str, depth: int) -> np.ndarray[tuple[int, int
 
 
 @contextlib.contextmanager
-def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session, Crew, list[Worker]]]:
+def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session, WorkerGroup, list[Worker]]]:
     """A scheduler and its workers, each with a connection of its own."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client(node.path))
@@ -235,7 +235,7 @@ def test_one_that_goes_in_the_midst_of_its_writing_ends_it(node: Process) -> Non
 WORKER = """
 import sys
 from pathlib import Path
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 worker = Client(Path(sys.argv[1])).join(sys.argv[2], int(sys.argv[3]))
 step = worker.step(stores=[sys.argv[4]])
 filling, = step.stores
@@ -250,7 +250,7 @@ while sys.stdin.readline():
 
 
 @contextlib.contextmanager
-def half_written(node: Process, crew: Crew, ticket: str) -> Iterator[subprocess.Popen[str]]:
+def half_written(node: Process, crew: WorkerGroup, ticket: str) -> Iterator[subprocess.Popen[str]]:
     """The second worker, in a process of its own, in the middle of its slices."""
     command = [sys.executable, "-c", WORKER, str(node.path), crew.token, "1", ticket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -358,15 +358,15 @@ def test_a_crew_goes_on_at_the_next_node(node: Process) -> None:
 
 def reconnected(client: Client) -> None:
     """A line breaks, though the node lives, and there is another."""
-    line = client.line
+    line = client.link
     line.close()
-    eventually(lambda: client._line is not line and client.connected)
+    eventually(lambda: client._link is not line and client.connected)
 
 
 def test_a_ticket_of_a_line_that_broke_never_means_another_prompt(node: Process) -> None:
     with engine(node, LAYOUT, 1) as (session, crew, (worker,)):
         old = crew.delegate(TOKENS)
-        reconnected(session._home)  # type: ignore[arg-type]
+        reconnected(session._session_host)  # type: ignore[arg-type]
         other = TOKENS + 1000
         given = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
         assert given is not None
@@ -387,7 +387,7 @@ def test_a_crew_whose_schedulers_line_breaks_goes_on(node: Process) -> None:
             fill(worker, given.ticket)
         with session.match(TOKENS) as held:
             views = session.load(held).wait().blocks
-            reconnected(session._home)  # type: ignore[arg-type]
+            reconnected(session._session_host)  # type: ignore[arg-type]
             assert whole(session, TOKENS)
             other = TOKENS + 1000
             again = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
@@ -448,4 +448,4 @@ def test_a_scheduler_does_not_map_what_its_workers_read(node: Process) -> None:
 
 def _mapped(client: Client) -> int:
     """Segments of the node that a client has in its memory."""
-    return len(client.line.lent)
+    return len(client.link.lent)

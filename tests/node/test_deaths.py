@@ -15,13 +15,13 @@ import pytest
 from kvtide.block import Layout
 from kvtide.errors import ForkedError, TierError
 from kvtide.index.keys import Model
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node.serving import Process, eventually
 
 WRITER = """
 import sys, kvtide
-from kvtide.node.client import connect
+from kvtide.node.client.client import connect
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 client = connect("unix:" + sys.argv[1])
 session = client.session(MODEL)
@@ -169,7 +169,7 @@ def test_a_child_that_was_forked_has_no_line_to_the_node(node: Process) -> None:
                     told = 2
                     session.match(prompt(1))
                     told = 1
-                client._line.close()  # type: ignore[union-attr]
+                client._link.close()  # type: ignore[union-attr]
                 os._exit(told)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2, "it is told so"
             assert client.connected, "the parent's goes on"
@@ -195,7 +195,7 @@ def test_a_client_maps_any_number_of_segments_and_lets_go_of_them(tmp_path: Path
                     with fresh.session(model) as late, late.match(many) as match:
                         assert len(late.load(match).wait().blocks) == match.blocks
             client.statistics()  # each answer says what is gone
-            assert client._line is not None
-            assert sum(len(memory) for memory in client._line._segments.values()) <= 97 << 20
+            assert client._link is not None
+            assert sum(len(memory) for memory in client._link._segments.values()) <= 97 << 20
     finally:
         node.kill()

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from kvtide import Flushed, Model, Persisted, Unwritten
-from kvtide.node import promises
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client import completions
+from kvtide.node.client.client import Client
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, MODEL, PLAIN, SIZE, data, everything, length, prompt
 from tests.node.serving import Process, Thread, eventually
@@ -105,7 +105,7 @@ def test_a_client_that_leaves_holds_nothing_back(node: Thread, disk: FaultyDisk)
 def test_without_the_node_nothing_is_known(node: Thread, disk: FaultyDisk) -> None:
     with Client(node.path) as client, client.session(MODEL) as session, disk.gate("write"):
         persist = session.store(TOKENS, data(PLAIN, TOKENS), durable=True)
-        client.line.close()
+        client.link.close()
         assert persist.wait(60).reasons == {Unwritten.NODE_GONE: 3}
 
 
@@ -133,11 +133,11 @@ def test_a_client_cannot_hold_more_than_its_share_for_it(tmp_path: Path, disk: F
 def test_a_node_that_does_not_say_is_not_believed() -> None:
     old = msgspec.msgpack.decode(msgspec.msgpack.encode(["ended", 7, 0, ""]), type=p.Ended)
     assert (old.written, old.unwritten, old.lost, old.failed) == (-1, {}, {}, [])
-    promise = promises.Promise()
-    waiting = promises.Promises()
-    waiting.add(7, promise)
+    completion = completions.Completion()
+    waiting = completions.Completions()
+    waiting.add(7, completion)
     waiting.ended(old)
-    assert promise.report is old
+    assert completion.report is old
     assert Unwritten.of("a reason of a later version") is Unwritten.UNKNOWN
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(["flush"]), type=p.Flush).blocks == []
 
@@ -146,7 +146,7 @@ def test_a_node_that_does_not_say_is_not_believed() -> None:
 def test_blocks_that_are_not_in_the_prompt_are_refused(node: Thread, blocks: list[tuple[int, int, int]]) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
         length(session, TOKENS)
-        _, number = session.desk._session()  # type: ignore[attr-defined]
-        answer = client.line.ask([p.Flush(number, session.chain(TOKENS).joined, blocks)])
+        _, number = session.backend._session()  # type: ignore[attr-defined]
+        answer = client.link.ask([p.Flush(number, session.chain(TOKENS).joined, blocks)])
         assert isinstance(answer[0], p.Failure)
         assert len(node.store.pipeline.persister) == 0

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from kvtide import errors
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
-from kvtide.session import Session
+from kvtide.node.client.client import Client
+from kvtide.store.session import Session
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.raw import answer, dialled, greet, packed
 from tests.node.serving import Thread, eventually
@@ -65,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             before = open_files()
             world = World(node, session, faults)
             yield world
-            client.line.ask([p.Forget(token) for token in world.tokens])
+            client.link.ask([p.Forget(token) for token in world.tokens])
             eventually(lambda: client.statistics().held == 0)
             eventually(lambda: open_files() <= before + 16)  # of segments that came meanwhile
     finally:

@@ -11,9 +11,9 @@ import pytest
 
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
-from kvtide.node.line import Line
-from kvtide.node.remote import RemoteDesk, RemoteHolding
+from kvtide.node.client.backend import RemoteBackend, RemotePrefixLease
+from kvtide.node.client.client import Client
+from kvtide.node.client.link import NodeLink
 from kvtide.testing.faults import FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, prompt
 from tests.node.serving import Thread, eventually
@@ -44,7 +44,7 @@ def test_the_end_of_a_load_says_what_is_held(
             assert match.held_tokens == 0
         assert load.transfer.wait(60)
         with monkeypatch.context() as patch:
-            patch.setattr(Line, "ask_one", None)
+            patch.setattr(NodeLink, "ask_one", None)
             assert (match.held_tokens, match.ready) == (3 * SIZE, True)
         assert load.wait().tokens == 3 * SIZE
 
@@ -68,7 +68,7 @@ def test_without_the_node_only_what_the_caller_has_is_left_of_a_part(chilled: tu
             session.load(first).wait(60)
         with session.match(TOKENS, have=SIZE) as part, session.match(TOKENS[: 2 * SIZE]) as whole:
             assert (part.held_tokens, whole.held_tokens) == (2 * SIZE, 2 * SIZE)
-            client.line.close()
+            client.link.close()
             eventually(lambda: not client.connected)
             assert part.held_tokens == SIZE
             assert whole.held_tokens == 2 * SIZE, "its memory is mapped"
@@ -78,7 +78,7 @@ def test_without_the_node_only_what_the_caller_has_is_left_of_a_part(chilled: tu
 def test_a_node_that_does_not_say_holds_all_or_what_the_caller_has(ready: bool, held: int) -> None:
     told = msgspec.msgpack.encode(["matched", 7, 3, 0.0, None, [3], ready, False, None])
     matched = msgspec.msgpack.decode(told, type=p.Matched)
-    desk = RemoteDesk(None, MODEL, DEFAULT_TENANT)  # type: ignore[arg-type]  # it asks nobody
-    assert RemoteHolding(desk, None, 1, matched).held == held
+    backend = RemoteBackend(None, MODEL, DEFAULT_TENANT)  # type: ignore[arg-type]  # it asks nobody
+    assert RemotePrefixLease(backend, None, 1, matched).held == held
     ended = msgspec.msgpack.decode(msgspec.msgpack.encode(["ended", 7, 0, ""]), type=p.Ended)
     assert ended.held == -1

@@ -15,7 +15,7 @@ from kvtide.block import BlockKey
 from kvtide.events import BlockStored
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.raw import answer, dialled, greet, packed
 from tests.node.serving import Thread, eventually

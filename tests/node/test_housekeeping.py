@@ -10,7 +10,7 @@ import pytest
 
 from kvtide import Group, Kind, Layout, Model
 from kvtide.index import slices
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.testing.clock import FakeClock
 from tests.bounds import watch
 from tests.node.serving import Thread, eventually
@@ -45,14 +45,14 @@ def test_blocks_of_a_client_that_expire_cost_another_nothing(node: Thread, clock
         mine, others = one.session(MODEL), two.session(MODEL)
         assert mine.store(LONG, [BLOCK] * COUNT, ttl=60).stored == COUNT
         assert others.store(prompt(1), [BLOCK]).stored == 1
-        lock, line = watch(node.store), two._line
+        lock, line = watch(node.store), two._link
         clock.advance(61)
         assert not any(mine.find(LONG))
         while two.statistics().blocks > 1:
             with others.match(prompt(1)) as match:
                 assert match.blocks == 1
         assert lock.most <= slices.SLICE
-        assert two._line is line, "nobody was cut off"
+        assert two._link is line, "nobody was cut off"
 
 
 def test_a_client_drops_and_expires_in_turns_with_others(node: Thread, clock: FakeClock) -> None:

@@ -19,11 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtide import Store, config
-from kvtide.node.client import Client
-from kvtide.node.http import Http
-from kvtide.node.loop import run_in_loop
-from kvtide.node.passes import Passes
-from kvtide.node.server import Node
+from kvtide.node.client.client import Client
+from kvtide.node.server.auth import HttpAuth
+from kvtide.node.server.http import Http
+from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.server import Node
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.serving import Process, eventually
@@ -121,7 +121,7 @@ def test_counters_rise_by_exactly_what_was_done(node: Watched) -> None:
 STOPPED = """
 import sys, signal, os
 from pathlib import Path
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 client = Client(Path(sys.argv[1]))
 session = client.session(MODEL)
@@ -244,7 +244,7 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path, since: st
 
     async def serve(store: Store) -> None:
         node = Node(store, tmp_path / "node.sock")
-        http = Http(node, Passes(settings.node))
+        http = Http(node, HttpAuth(settings.node))
         await http.listen("127.0.0.1:0")
         assert (await asyncio.to_thread(health, http))[1]["status"] == "serving"
         with store.session(MODEL) as session:

@@ -15,12 +15,12 @@ import pytest
 
 from kvtide.block import Layout
 from kvtide.index.keys import Model
-from kvtide.match import Match
-from kvtide.node.client import Client
-from kvtide.node.ledger import Ledger
-from kvtide.node.loop import run_in_loop
-from kvtide.session import Session
-from kvtide.tiers.dram import Dram
+from kvtide.node.client.client import Client
+from kvtide.node.server.ledger import Ledger
+from kvtide.node.server.loop import run_in_loop
+from kvtide.store.match import Match
+from kvtide.store.session import Session
+from kvtide.tiers.dram.tier import Dram
 from tests.node import host
 from tests.node.serving import Process, eventually
 
@@ -92,7 +92,7 @@ def test_a_match_keeps_its_own_memory_beyond_the_nodes_death_and_no_other(node: 
 
 def test_the_memory_of_a_dead_client_is_free_for_the_next_node(node: Process) -> None:
     holder = (
-        "import sys; from kvtide.node.client import Client; from kvtide.index.keys import Model;"
+        "import sys; from kvtide.node.client.client import Client; from kvtide.index.keys import Model;"
         "from tests.node.test_ledger import LAYOUT, held, store;"
         "from pathlib import Path; c = Client(Path(sys.argv[1])); s = c.session(Model(LAYOUT, 'test'));"
         "store(s); v = s.load(held(s)).wait(); print('ready', flush=True); sys.stdin.readline()"

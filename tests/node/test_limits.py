@@ -17,10 +17,10 @@ import pytest
 from kvtide import Flushed, Layout, Match
 from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node import guest, ledger, server
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
-from kvtide.store import Statistics
+from kvtide.node.client.client import Client
+from kvtide.node.server import handler, ledger, server
+from kvtide.store.store import Statistics
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Process, Thread, eventually
@@ -111,7 +111,7 @@ def test_a_process_has_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyP
 
 
 def test_a_client_has_so_many_sessions(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest, "_SESSIONS", 16)
+    monkeypatch.setattr(handler, "_SESSIONS", 16)
     with Client(node.path) as client:
         sessions = [client.session(MODEL) for _ in range(16)]
         for session in sessions:
@@ -127,7 +127,7 @@ def test_a_client_has_so_much_under_way(node: Thread, monkeypatch: pytest.Monkey
     disk = threading.Event()
     monkeypatch.setattr(node.store, "flush", lambda: Flushed(0, complete=disk.wait()))
     with Client(node.path) as client, Client(node.path) as other:
-        numbers = client.line.ask([p.Flush()] * 1000)
+        numbers = client.link.ask([p.Flush()] * 1000)
         assert all(isinstance(n, int) for n in numbers)
         with pytest.raises(RightError, match="1000 loads, drops and flushes"):
             client.flush()
@@ -148,7 +148,7 @@ def test_a_frame_has_so_many_operations(node: Thread, caplog: pytest.LogCaptureF
 
 def test_a_client_sends_more_operations_than_that_in_several_frames(node: Thread) -> None:
     with Client(node.path) as client:
-        assert client.line.ask([p.Follow(False)] * 2500) == [None] * 2500
+        assert client.link.ask([p.Follow(False)] * 2500) == [None] * 2500
         assert client.status().node.clients[0].requests == 4
 
 
@@ -247,8 +247,8 @@ def test_what_requests_have_in_common_counts_once(tmp_path: Path) -> None:
         prompts = [prompt(*common, 1000 + i) for i in range(20)]
         for tokens in prompts:
             session.store(tokens, data(PLAIN, tokens))
-        (guest,) = node.node._guests.values()
-        account, full, rng = guest._account, guest._account.room, random.Random(0)
+        (handler,) = node.node._guests.values()
+        account, full, rng = handler._account, handler._account.room, random.Random(0)
         held: dict[int, Match] = {}
         for _ in range(300):
             i = rng.randrange(40)
@@ -281,7 +281,7 @@ def test_one_group_is_reserved_once_in_a_message(node: Thread) -> None:
     """Many times would keep the others waiting."""
     with Client(node.path) as client, client.session(MODEL) as session:
         session.match(prompt(1)).release()
-        (answered,) = client.line.ask([p.Reserve(1, [0, 0], bytes(32), 0, 1, None, 0)])
+        (answered,) = client.link.ask([p.Reserve(1, [0, 0], bytes(32), 0, 1, None, 0)])
         assert isinstance(answered, p.Failure)
         assert "are not in this prompt" in answered.text
 
@@ -297,7 +297,7 @@ def test_what_a_node_keeps_of_a_client_is_short(node: Thread) -> None:
 def test_a_prompt_has_so_many_blocks(node: Thread) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
         session.match(prompt(1)).release()
-        (answered,) = client.line.ask([p.Match(1, bytes(32 * ((1 << 17) + 1)), 0)])
+        (answered,) = client.link.ask([p.Match(1, bytes(32 * ((1 << 17) + 1)), 0)])
         assert isinstance(answered, p.Failure)
         assert "is too long" in answered.text
 
@@ -315,7 +315,7 @@ def test_many_questions_for_statistics_in_one_frame_are_answered_once(
 
     monkeypatch.setattr(node.store, "statistics", count)
     with Client(node.path) as client, client.session(MODEL) as session:
-        answers = client.line.ask([p.Statistics()] * 1000)
+        answers = client.link.ask([p.Statistics()] * 1000)
         assert len(made) == 1
         assert len(answers) == 1000
         assert all(answer == answers[0] for answer in answers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.node.loop import Loop, run_in_loop
+from kvtide.node.server.loop import Loop, run_in_loop
 
 
 class Caller:

@@ -22,11 +22,11 @@ import pytest
 from kvtide.config import Node
 from kvtide.errors import ConfigError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node.afar import Afar
-from kvtide.node.client import Client
-from kvtide.node.http import PAGES
-from kvtide.node.passes import Caller, Passes, identify
+from kvtide.node.client.admin import HttpAdminClient
+from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
+from kvtide.node.server.auth import HttpAuth, HttpCaller, identify
+from kvtide.node.server.http import PAGES
 from kvtide.security.audit import verify
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.certificates import Authority
@@ -371,7 +371,7 @@ def test_a_token_is_sent_to_whoever_has_a_good_certificate_alone(pki: Pki, whose
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
-        node = Afar(
+        node = HttpAdminClient(
             f"https://127.0.0.1:{listener.getsockname()[1]}", Node(authority=str(pki.ours.file)), {"KVTIDE_TOKEN": READ}
         )
         with pytest.raises(TierError, match="no node answers" if whose == "ours" else "certificate verify failed"):
@@ -388,7 +388,7 @@ def test_certificates_made_as_the_documentation_says_are_good(tmp_path: Path) ->
     node = Node(
         certificate=str(tmp_path / "host7.example.com.pem"), authority=str(tmp_path / "ca.pem"), names="ops:admin"
     )
-    passes = Passes(node)
+    passes = HttpAuth(node)
     ours = identify(msgspec.structs.replace(node, certificate=str(tmp_path / "ops.pem")))
     assert passes.tls is not None
     ours.verify_flags |= ssl.VERIFY_X509_STRICT  # as later Pythons have it by default
@@ -402,7 +402,7 @@ def test_certificates_made_as_the_documentation_says_are_good(tmp_path: Path) ->
             a.write(d.read())
             c.write(b.read())
     assert client.version() == "TLSv1.3"
-    assert passes.of("", server.getpeercert()) == Caller("ops", Role.ADMIN)
+    assert passes.of("", server.getpeercert()) == HttpCaller("ops", Role.ADMIN)
 
 
 # -- what is refused at the start ---------------------------------------------------------------------------
@@ -465,17 +465,17 @@ def test_settings_that_would_keep_nobody_out_are_refused(pki: Pki, tmp_path: Pat
     ):
         environment = {"EMPTY": "# none", "SHORT": "a read short", "WRONG": f"a read {READ}\nb all {READ}"}
         with pytest.raises(ConfigError, match=said) as caught:
-            Passes(msgspec.structs.replace(Node(), **settings), environment)
+            HttpAuth(msgspec.structs.replace(Node(), **settings), environment)
         assert READ not in str(caught.value), "an error is shown, and logged"
 
 
 def test_who_is_known_by_token_and_by_certificate(pki: Pki) -> None:
-    passes = Passes(Node(tokens="env:T"), {"T": TOKENS})
-    assert passes.of(f"bearer  {ADMIN} ", None) == Caller("ops", Role.ADMIN)
+    passes = HttpAuth(Node(tokens="env:T"), {"T": TOKENS})
+    assert passes.of(f"bearer  {ADMIN} ", None) == HttpCaller("ops", Role.ADMIN)
     assert passes.of("", {"subject": ((("commonName", "ops"),),)}) is None
     names = "a:read spiffe://house/kvtide:write b:admin"
-    passes = Passes(Node(certificate=str(pki.node), authority=str(pki.ours.file), names=names))
+    passes = HttpAuth(Node(certificate=str(pki.node), authority=str(pki.ours.file), names=names))
     several = {"subject": ((("commonName", "a"),),), "subjectAltName": (("URI", "spiffe://house/kvtide"),)}
-    assert passes.of("", several) == Caller("spiffe://house/kvtide", Role.WRITE)
+    assert passes.of("", several) == HttpCaller("spiffe://house/kvtide", Role.WRITE)
     assert passes.of(f"Bearer {ADMIN}", {"subject": ((("organizationName", "b"),),)}) is None
-    assert Passes(Node()).of("", None) == Caller("anybody", Role.READ)
+    assert HttpAuth(Node()).of("", None) == HttpCaller("anybody", Role.READ)

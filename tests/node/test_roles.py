@@ -13,9 +13,9 @@ import pytest
 from kvtide.errors import AccessError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.node.roles import NEEDS, Role
-from kvtide.node.trust import Trust, Trusted
+from kvtide.node.server.access import Access, AccessList
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet, packed
 from tests.node.serving import Thread
@@ -41,15 +41,15 @@ VALUES: dict[str, Any] = {
 """Of fields that are no number."""
 
 
-class Roles(Trusted):
+class Roles(AccessList):
     """Gives everybody the same: only root could come as several users."""
 
     def __init__(self, role: Role) -> None:
         super().__init__("")
         self.role = role
 
-    def of(self, *_: object) -> Trust:
-        return Trust(self.role)
+    def of(self, *_: object) -> Access:
+        return Access(self.role)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thread]:
 
 
 def become(node: Thread, role: Role) -> None:
-    node.node._trusted = Roles(role)
+    node.node._access_list = Roles(role)
 
 
 def tag(kind: type[msgspec.Struct]) -> str:

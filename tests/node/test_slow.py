@@ -18,12 +18,12 @@ import pytest
 
 from kvtide import Session
 from kvtide.errors import TierError
-from kvtide.node import line as lines
-from kvtide.node import remote
-from kvtide.node.client import Client
-from kvtide.node.line import Line
-from kvtide.node.peer import PeerProcess
-from kvtide.node.statistics import ClientStatistics
+from kvtide.node.client import backend
+from kvtide.node.client import link as lines
+from kvtide.node.client.client import Client
+from kvtide.node.client.link import NodeLink
+from kvtide.node.client.peer_process import PeerProcess
+from kvtide.store.node_statistics import ClientStatistics
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from kvtide.transfer.written import Unwritten
 from tests.node.serving import Process, eventually
@@ -64,7 +64,7 @@ def stopped(node: Process) -> Iterator[None]:
         node.signal(signal.SIGCONT)
 
 
-def never_again(line: Line) -> None:
+def never_again(line: NodeLink) -> None:
     """Whoever waits for the node from now on waits for ever."""
     assert line._requests is not None
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -76,7 +76,7 @@ def make_slow(client: Client, session: Session) -> None:
     assert length(session, prompt(1, 2)) == 0
     before = client.slow, length(session, prompt(1, 2)), client.slow
     assert before == (False, 0, True), "one late answer may be chance, two are not"
-    never_again(client.line)
+    never_again(client.link)
 
 
 def books(other: Client) -> ClientStatistics:
@@ -103,12 +103,12 @@ def at_rest(other: Client, sessions: int = 1) -> None:
 def test_a_late_answer_costs_that_call_and_nothing_else(
     node: Process, client: Client, other: Client, session: Session
 ) -> None:
-    line, held = client.line, session.match(prompt(1, 2))
+    line, held = client.link, session.match(prompt(1, 2))
     with stopped(node):
         assert length(session, prompt(1, 2)) == 0
         check(PLAIN, session.load(held).wait(), prompt(1, 2))
     eventually(lambda: length(session, prompt(1, 2)) == 32)
-    assert client.line is line, "it connected again"
+    assert client.link is line, "it connected again"
     check(PLAIN, session.load(held).wait(), prompt(1, 2))
     eventually(lambda: books(other).holdings == 1)
     held.release()
@@ -117,7 +117,7 @@ def test_a_late_answer_costs_that_call_and_nothing_else(
 
 def opened(session: Session) -> None:
     """Another session, which is opened at its first use."""
-    home: Any = session._home
+    home: Any = session._session_host
     with home.session(MODEL) as another:
         assert length(another, prompt(1, 2)) == 0
 
@@ -159,7 +159,7 @@ GRANTED = [opened, loaded, reserved, durable, dropped, nothing_stored, not_pinne
 def test_what_a_late_answer_grants_is_given_back(
     node: Process, client: Client, other: Client, session: Session, call: Callable[[Session], None], slow: bool
 ) -> None:
-    line = client.line
+    line = client.link
     with stopped(node):
         if slow:
             make_slow(client, session)
@@ -168,7 +168,7 @@ def test_what_a_late_answer_grants_is_given_back(
     eventually(lambda: session.store(prompt(5), data(PLAIN, prompt(5))).dropped == 0)
     eventually(lambda: length(session, prompt(5)) == 16)
     at_rest(other)
-    assert client.line is line
+    assert client.link is line
 
 
 def test_a_load_whose_answer_is_late_is_a_miss_and_its_match_is_still_good(
@@ -195,7 +195,7 @@ def test_a_store_of_several_parts_keeps_what_it_counts_as_stored(
 ) -> None:
     """The request for the second part, which seals the first too, is answered late or not sent at all: the first part
     is sealed all the same."""
-    monkeypatch.setattr(remote, "_FIRST_PART", 1)
+    monkeypatch.setattr(backend, "_FIRST_PART", 1)
     tokens, copy = prompt(*range(10, 16)), client.copier.copy
     with contextlib.ExitStack() as stack:
 
@@ -219,13 +219,13 @@ def test_a_store_of_several_parts_keeps_what_it_counts_as_stored(
 def test_the_rest_of_a_message_goes_out_before_anything_else(
     node: Process, client: Client, other: Client, session: Session
 ) -> None:
-    line, long = client.line, session.chain(prompt(*range(100, 20_100)))
+    line, long = client.link, session.chain(prompt(*range(100, 20_100)))
     with stopped(node):
         assert session.match(long).tokens == 0
         assert line._unsent.nbytes, "all of it has gone into the socket"
         assert session.unpin(prompt(1, 2)) == 0
     eventually(lambda: length(session, prompt(1, 2)) == 32)
-    assert client.line is line
+    assert client.link is line
     at_rest(other)
 
 
@@ -236,7 +236,7 @@ def test_nobody_waits_for_a_slow_node_and_it_is_used_when_it_answers(
     node: Process, client: Client, other: Client, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvtide.client")
-    line, held, writing = client.line, session.match(prompt(1, 2)), session.reserve(prompt(7))
+    line, held, writing = client.link, session.match(prompt(1, 2)), session.reserve(prompt(7))
     written = session.reserve(prompt(6))
     for given in (writing, written):
         given.views[0][:] = bytes(len(given.views[0]))
@@ -249,7 +249,7 @@ def test_nobody_waits_for_a_slow_node_and_it_is_used_when_it_answers(
         written.seal()
         assert "slow" in repr(client)
     eventually(lambda: not client.slow)
-    assert client.line is line
+    assert client.link is line
     eventually(lambda: length(session, prompt(1, 2)) == 32)
     with session.match(prompt(6)) as found:
         assert found.tokens == 16, "what was sealed meanwhile is lost"
@@ -279,13 +279,13 @@ def test_who_is_followed_while_the_node_is_slow_hears_events_later(
 
 
 def test_a_slow_node_that_dies_is_found_dead(node: Process, client: Client, session: Session) -> None:
-    line = client.line
+    line = client.link
     with stopped(node):
         make_slow(client, session)
         node.kill()
         eventually(lambda: not client.connected)
         node.start()
-    eventually(lambda: client.connected and client.line is not line)
+    eventually(lambda: client.connected and client.link is not line)
     eventually(lambda: length(session, prompt(1, 2)) == 32)
 
 
@@ -293,7 +293,7 @@ def test_where_nobody_can_say_whether_it_lives_it_counts_as_dead(
     node: Process, client: Client, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerProcess, "alive", False)
-    line = client.line
+    line = client.link
     with stopped(node):
         assert length(session, prompt(1, 2)) == 0
         assert not line.alive
@@ -372,7 +372,7 @@ def test_pauses_at_any_moment_cost_no_byte_and_leave_nothing(
     node: Process, client: Client, other: Client, session: Session
 ) -> None:
     """Several threads of one client store and read, while the node is stopped and goes on."""
-    line, over, errors, verified = client.line, threading.Event(), list[BaseException](), [0] * 3
+    line, over, errors, verified = client.link, threading.Event(), list[BaseException](), [0] * 3
 
     def play(thread: int) -> None:
         rng = random.Random(thread)
@@ -404,5 +404,5 @@ def test_pauses_at_any_moment_cost_no_byte_and_leave_nothing(
         thread.join()
     assert not errors, errors
     assert slow, "no pause was long enough"
-    assert client.line is line
+    assert client.link is line
     at_rest(other)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvtide import Store, config
-from kvtide.node import server
-from kvtide.node.client import Client
-from kvtide.node.loop import run_in_loop
-from kvtide.node.server import Node
+from kvtide.node.client.client import Client
+from kvtide.node.server import server
+from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.server import Node
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.serving import eventually
 

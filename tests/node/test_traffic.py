@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from tests.crash_worker import MIB
 from tests.node import host
 from tests.node.crowd import Crowd
-from tests.node.rascal import TRICKS
+from tests.node.hostile_client import TRICKS
 from tests.node.serving import Process, eventually
 from tests.node.traffic_worker import CLIENTS
 
@@ -72,10 +72,10 @@ def everybody_gets_on(node: Process, crowd: Crowd) -> None:
     eventually(worked)
 
 
-def test_eight_clients_and_a_rascal(tmp_path: Path) -> None:
+def test_eight_clients_and_a_hostile_client(tmp_path: Path) -> None:
     traffic(tmp_path, 5, times=1)
 
 
 @pytest.mark.long
-def test_eight_clients_and_a_rascal_for_a_minute(tmp_path: Path) -> None:
+def test_eight_clients_and_a_hostile_client_for_a_minute(tmp_path: Path) -> None:
     traffic(tmp_path, 60, times=3)

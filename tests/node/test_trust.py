@@ -28,9 +28,9 @@ from kvtide.errors import AccessError, ConfigError, LayoutError
 from kvtide.events import BlockStored, Event
 from kvtide.index.keys import DEFAULT_TENANT, Tenant
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
-from kvtide.node.trust import Trust, Trusted
+from kvtide.node.server.access import Access, AccessList
 from kvtide.security.audit import verify
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
 from tests.node import host
@@ -323,7 +323,7 @@ def test_refused_administrative_acts_are_in_the_audit_log(node: Process) -> None
             with pytest.raises(AccessError, match=f"erase needs the role admin, and user {BLUE} has write"):
                 client.forget(DEFAULT_TENANT.tag)
             for _ in range(100):
-                client.line.ask([p.Erase(DEFAULT_TENANT.tag)] * 100)
+                client.link.ask([p.Erase(DEFAULT_TENANT.tag)] * 100)
 
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(1), data(PLAIN, prompt(1)))
@@ -350,12 +350,12 @@ def test_a_prompt_of_another_tenant_is_answered_like_one_that_nobody_has(tmp_pat
             session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
             assert length(session, prompt(1, 2)) == 32
         groups, namespace = p.describe(PLAIN), MODEL.namespace(mine)
-        number = client.line.ask_one(p.Open(groups, PLAIN.block_tokens, namespace, mine.tag))
+        number = client.link.ask_one(p.Open(groups, PLAIN.block_tokens, namespace, mine.tag))
         assert isinstance(number, int)
 
         def asked(tokens: list[int]) -> list[Any]:
             digests = b"".join(MODEL.namer(mine).chain(tokens).digests)
-            match, find = client.line.ask([p.Match(number, digests, 0), p.Find(number, digests)])
+            match, find = client.link.ask([p.Match(number, digests, 0), p.Find(number, digests)])
             assert isinstance(match, p.Matched)
             return [msgspec.structs.replace(match, holding=0), find]
 
@@ -401,23 +401,23 @@ def test_statistics_tell_of_the_clients_of_ones_own_domain(node: Process) -> Non
 
 
 def test_users_are_read_with_care() -> None:
-    trusted = Trusted(
+    access_list = AccessList(
         "60001:blue, 60002:blue:read 60003:green:write 60005::admin nobody::read @60006:green @60007::read"
     )
-    assert trusted.of(60001) == Trust(Role.WRITE, 1, b"\0blue")
-    assert trusted.of(60002) == Trust(Role.READ, 1, b"\0blue")
-    assert trusted.of(60003) == Trust(Role.WRITE, 2, b"\0green")
-    assert trusted.of(60004) is None
-    assert trusted.of(60004, {60007, 60006}) == Trust(Role.WRITE, 2, b"\0green")
-    assert trusted.of(60002, {60006}) == Trust(Role.READ, 1, b"\0blue")
-    assert trusted.of(60005) == trusted.of(os.getuid()) == trusted.of(0) == Trust(Role.ADMIN)
-    assert trusted.of(pwd.getpwnam("nobody").pw_uid) == Trust(Role.READ)
-    assert not Trusted("")
+    assert access_list.of(60001) == Access(Role.WRITE, 1, b"\0blue")
+    assert access_list.of(60002) == Access(Role.READ, 1, b"\0blue")
+    assert access_list.of(60003) == Access(Role.WRITE, 2, b"\0green")
+    assert access_list.of(60004) is None
+    assert access_list.of(60004, {60007, 60006}) == Access(Role.WRITE, 2, b"\0green")
+    assert access_list.of(60002, {60006}) == Access(Role.READ, 1, b"\0blue")
+    assert access_list.of(60005) == access_list.of(os.getuid()) == access_list.of(0) == Access(Role.ADMIN)
+    assert access_list.of(pwd.getpwnam("nobody").pw_uid) == Access(Role.READ)
+    assert not AccessList("")
     wrongs = ["60001", "60001:engineering", "nosuchuser:blue", "@nosuchgroup:blue", "60001:blue:all", "60001:", ":blue"]
     wrongs += ["60001:blue 60001:green", "0:blue", "60001:blue:admin", "@:blue"]
     for wrong in wrongs:
         with pytest.raises(ConfigError, match=r"node\.users"):
-            Trusted(wrong)
+            AccessList(wrong)
 
 
 @root

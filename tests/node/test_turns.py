@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvtide.desk import LocalHolding
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node import work
-from kvtide.node.client import Client
-from kvtide.node.guest import _ANSWERS, Guest
+from kvtide.node import work_limits
+from kvtide.node.client.client import Client
+from kvtide.node.server.handler import _ANSWERS, ClientHandler
+from kvtide.store.backend import LocalPrefixLease
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Thread, eventually
@@ -64,11 +64,11 @@ class Pair:
             self.other.sendall(p.frame(p.Request(8, [p.Follow(False)])))
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        follow = Guest._follow
+        follow = ClientHandler._follow
 
-        def followed(guest: Guest, o: p.Follow) -> None:
+        def followed(handler: ClientHandler, o: p.Follow) -> None:
             self.order.append("other")
-            follow(guest, o)
+            follow(handler, o)
 
         monkeypatch.setitem(_ANSWERS, p.Follow, followed)
 
@@ -90,18 +90,18 @@ def pair(node: Thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 def counting(pair: Pair, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Each operation of that kind is a step of the first client's work."""
-    real: Callable[[Guest, Any], Any] = _ANSWERS[kind]
+    real: Callable[[ClientHandler, Any], Any] = _ANSWERS[kind]
 
-    def counted(guest: Guest, o: Any) -> Any:
+    def counted(handler: ClientHandler, o: Any) -> Any:
         pair.step()
-        return real(guest, o)
+        return real(handler, o)
 
     monkeypatch.setitem(_ANSWERS, kind, counted)
 
 
 def test_others_are_served_between_two_operations_of_a_frame(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(pair, monkeypatch, p.Find)
-    found = pair.ask(pair.busy, [p.Find(pair.session, os.urandom(32 * work.TURN)) for _ in range(8)])
+    found = pair.ask(pair.busy, [p.Find(pair.session, os.urandom(32 * work_limits.TURN)) for _ in range(8)])
     assert [kind for kind, *_ in found] == ["found"] * 8, "all of it is done, in turns"
     pair.served_within(2)
 
@@ -114,7 +114,7 @@ def test_a_frame_has_so_many_blocks_times_groups(pair: Pair, monkeypatch: pytest
     done = [a for a in answers if a[0] == "found"]
     refused = [a for a in answers if a[0] == "failure"]
     assert len(answers) == 250
-    assert len(done) == work.FRAME // (2048 * 64)
+    assert len(done) == work_limits.FRAME // (2048 * 64)
     assert {a[1] for a in refused} == {"LayoutError"}
     assert "in a request of its own" in refused[0][2]
     pair.served_within(2)
@@ -123,7 +123,7 @@ def test_a_frame_has_so_many_blocks_times_groups(pair: Pair, monkeypatch: pytest
 
 def test_one_operation_that_names_too_much_is_refused_alone(pair: Pair) -> None:
     (session,) = pair.ask(pair.busy, [p.Open(MANY, 16, bytes(32), b"x" * 16)])
-    too_much = os.urandom(32 * (work.BLOCKS // 64 + 1))
+    too_much = os.urandom(32 * (work_limits.BLOCKS // 64 + 1))
     answers = pair.ask(pair.busy, [p.Match(session, too_much, 0), p.Find(session, too_much), p.Follow(False)])
     assert [a and a[0] for a in answers] == ["failure", "failure", None]
     assert "is too long" in answers[0][2]
@@ -134,12 +134,12 @@ def test_a_flood_of_small_frames_leaves_others_their_turn(pair: Pair, monkeypatc
     pair.busy.sendall(p.frame(p.Request(1, [p.Cancel(1)])) * 4000)
     for _ in range(4000):
         assert answer(pair.busy)[0] == 1
-    pair.served_within(work.TURN // work.MESSAGE + 1)
+    pair.served_within(work_limits.TURN // work_limits.MESSAGE + 1)
 
 
 def test_pins_and_drops_are_made_in_slices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "SLICE", 16)
-    monkeypatch.setattr(work, "TURN", 16 * work.MOVE)
+    monkeypatch.setattr(work_limits, "SLICE", 16)
+    monkeypatch.setattr(work_limits, "TURN", 16 * work_limits.MOVE)
     index, pipeline = pair.node.store.index, pair.node.store.pipeline
     pin, drop, sizes = index.pin, pipeline.drop_some, []
 
@@ -155,21 +155,21 @@ def test_pins_and_drops_are_made_in_slices(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr(slices, "SLICE", 16)
     monkeypatch.setattr(index, "pin", pinned)
     monkeypatch.setattr(pipeline, "drop_some", dropped)
-    digests = os.urandom(32 * 4 * work.SLICE)
+    digests = os.urandom(32 * 4 * work_limits.SLICE)
     assert pair.ask(pair.busy, [p.Pin(pair.session, digests, None, 1)]) == [0]
     pair.served_within(2)
     pair.order.clear()
     pair._asked = False
     assert isinstance(pair.ask(pair.busy, [p.Drop(pair.session, digests, 5)])[0], int)
-    eventually(lambda: sum(sizes) == 4 * work.SLICE - 5)
+    eventually(lambda: sum(sizes) == 4 * work_limits.SLICE - 5)
     pair.served_within(2)
-    assert max(sizes) <= work.SLICE
+    assert max(sizes) <= work_limits.SLICE
 
 
 def test_what_is_pinned_and_dropped_in_slices_is_what_was_asked_for(
     node: Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "SLICE", 3)
+    monkeypatch.setattr(work_limits, "SLICE", 3)
     tokens = prompt(*range(1, 11))
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(tokens, data(PLAIN, tokens))
@@ -183,8 +183,8 @@ def test_what_is_pinned_and_dropped_in_slices_is_what_was_asked_for(
 
 
 def test_a_load_is_begun_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "SLICE", 3)
-    monkeypatch.setattr(work, "TURN", 1)
+    monkeypatch.setattr(work_limits, "SLICE", 3)
+    monkeypatch.setattr(work_limits, "TURN", 1)
     settings: dict[str, Any] = {
         "dram": {"budget": "8MiB", "segment": "1MiB"},
         "nvme": {"path": str(tmp_path / "tier"), "budget": "32MiB", "segment": "4MiB"},
@@ -199,14 +199,14 @@ def test_a_load_is_begun_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with dialled(node.path) as busy, dialled(node.path) as other, Client(node.path) as client:
         pair = Pair(node, busy, other)
         pair.watch(monkeypatch)
-        ascent = node.store.pipeline._ascent
-        start = ascent._start
+        promotion = node.store.pipeline._promotion
+        start = promotion._start
 
         def started(*args: Any) -> Any:
             pair.step()
             return start(*args)
 
-        monkeypatch.setattr(ascent, "_start", started)
+        monkeypatch.setattr(promotion, "_start", started)
         matched = p.Match(pair.session, client.session(MODEL).chain(tokens).joined, 0, 0.0)
         holding = pair.ask(busy, [matched])[0][1]
         assert isinstance(pair.ask(busy, [p.Load(pair.session, holding, None)])[0], int)
@@ -220,14 +220,14 @@ def test_a_load_is_begun_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_end_of_a_session_that_held_much_leaves_others_their_turn(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "TURN", 500)
+    monkeypatch.setattr(work_limits, "TURN", 500)
     tokens = prompt(*range(1, 101))
     with Client(pair.node.path) as client, client.session(MODEL) as session:
         session.store(tokens, data(PLAIN, tokens))
         names = session.chain(tokens).joined
-        release = LocalHolding.release
+        release = LocalPrefixLease.release
 
-        def ended(holding: LocalHolding) -> None:
+        def ended(holding: LocalPrefixLease) -> None:
             pair.step()
             release(holding)
 
@@ -235,18 +235,18 @@ def test_the_end_of_a_session_that_held_much_leaves_others_their_turn(
             for _ in range(20):
                 assert pair.ask(pair.busy, [p.Match(pair.session, names, 0)] * 20)[-1][0] == "matched"
             assert client.statistics().held == 100
-            monkeypatch.setattr(LocalHolding, "release", ended)
+            monkeypatch.setattr(LocalPrefixLease, "release", ended)
             assert pair.ask(pair.busy, [p.Close(pair.session)]) == [None]
             pair.served_within(100)
             eventually(lambda: client.statistics().held == 0)
-            monkeypatch.setattr(LocalHolding, "release", release)
+            monkeypatch.setattr(LocalPrefixLease, "release", release)
             pair.order.clear()
             pair._asked = False
             (pair.session,) = pair.ask(pair.busy, [OPEN])
 
 
 def test_a_reservation_has_so_many_blocks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "RESERVED", 5)
+    monkeypatch.setattr(work_limits, "RESERVED", 5)
     (made,) = pair.ask(pair.busy, [p.Reserve(pair.session, [0], os.urandom(32 * 8), 0, 8, None, 0)])
     assert made[0] == "reserved"
     assert (len(made[4]), made[2]) == (5, 3), "the rest is refused, as if there were no room"
@@ -260,7 +260,7 @@ def test_many_answers_in_one_reply_are_no_larger_than_a_client_may_leave_unread(
     assert matched[2] > 1000
     answers = pair.ask(pair.busy, [p.Collect(pair.session, matched[1])] * 1000)
     done = [a for a in answers if a[0] == "collected"]
-    assert len(done) == work.FRAME // matched[2]
+    assert len(done) == work_limits.FRAME // matched[2]
     assert {a[1] for a in answers[len(done) :]} == {"LayoutError"}
 
 
@@ -271,11 +271,11 @@ def test_a_layout_of_many_groups_is_refused_before_it_is_looked_at(pair: Pair) -
     assert answers[1] is None
     opened = pair.ask(pair.busy, [p.Open(MANY, 16, bytes(32), b"x" * 16)] * 1000)
     numbers = [n for n in opened if isinstance(n, int)]
-    assert len(numbers) == work.FRAME // (64 * work.GROUP)
+    assert len(numbers) == work_limits.FRAME // (64 * work_limits.GROUP)
 
 
 def test_what_gives_back_is_never_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "FRAME", 100)
+    monkeypatch.setattr(work_limits, "FRAME", 100)
     tokens = prompt(*range(1, 51))
     with Client(pair.node.path) as client, client.session(MODEL) as session:
         session.store(tokens, data(PLAIN, tokens))
@@ -292,7 +292,7 @@ def test_what_gives_back_is_never_refused(pair: Pair, monkeypatch: pytest.Monkey
 def test_a_step_that_is_too_much_for_one_request_is_made_in_several(
     node: Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "FRAME", 25)
+    monkeypatch.setattr(work_limits, "FRAME", 25)
     prompts = [prompt(*range(i, i + 10)) for i in (100, 200, 300, 400)]
     with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
         for tokens in prompts:
@@ -318,17 +318,17 @@ def test_drops_of_one_client_have_one_turn_together(pair: Pair, monkeypatch: pyt
     numbers = pair.ask(pair.busy, [p.Drop(pair.session, blocks, 0)] * 50)
     assert all(isinstance(number, int) for number in numbers)
     eventually(lambda: pair.order.count("busy") == 100)
-    pair.served_within(2 * work.SLICE // slices.SLICE)
+    pair.served_within(2 * work_limits.SLICE // slices.SLICE)
 
 
 def test_several_holdings_given_back_before_a_match_are_free_after_it(pair: Pair) -> None:
     names = os.urandom(32)
-    guest = next(g for g in pair.node.node._guests.values() if pair.session in g._sessions)
+    handler = next(g for g in pair.node.node._guests.values() if pair.session in g._sessions)
     held = [pair.ask(pair.busy, [p.Match(pair.session, names, 0)])[0][1] for _ in range(3)]
-    assert guest.rights == 3
+    assert handler.rights == 3
     released, matched = pair.ask(pair.busy, [p.Release(pair.session, held), p.Match(pair.session, names, 0)])
     assert released is None
-    eventually(lambda: list(guest._sessions[pair.session].holdings) == [matched[1]])
+    eventually(lambda: list(handler._sessions[pair.session].holdings) == [matched[1]])
 
 
 def test_long_lists_of_numbers_are_counted_or_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def test_a_drop_is_done_before_what_follows_it_in_a_request_and_after_its_client
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slices, "SLICE", 16)
-    monkeypatch.setattr(work, "TURN", 1)
+    monkeypatch.setattr(work_limits, "TURN", 1)
     tokens = prompt(*range(1, 101))
     with Client(pair.node.path) as client, client.session(MODEL) as session:
         session.store(tokens, data(PLAIN, tokens))

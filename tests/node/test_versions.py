@@ -15,7 +15,7 @@ import pytest
 from kvtide.errors import TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Thread, eventually
@@ -124,7 +124,7 @@ def test_a_node_of_today_is_used(tmp_path: Path) -> None:
     with Client(tmp_path / "node.sock") as client:
         assert client.connected
         assert client.dram == 4 << 30
-        assert p.TOKENS_FROM_START not in client.line.welcome.features
+        assert p.TOKENS_FROM_START not in client.link.welcome.features
         assert fake.hellos[0].minor == p.MINOR
         fake.close()
 
@@ -136,13 +136,13 @@ def test_a_node_that_does_not_know_hints_is_told_none(node: Thread, monkeypatch:
         session.store(tokens, data(PLAIN, tokens))
         session.expect(tokens, turn="tool", returns_in=5)
         assert length(session, tokens) == len(tokens)
-        assert client.line.alive
+        assert client.link.alive
     assert "hints: the turn ended in a tool" not in node.store.statistics().counts
 
 
 def test_a_node_of_today_is_told_hints_and_says_what_is_wrong_with_them(node: Thread) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
-        assert p.EXPECT in client.line.welcome.features
+        assert p.EXPECT in client.link.welcome.features
         tokens = prompt(1, 2)
         session.store(tokens, data(PLAIN, tokens))
         session.expect(tokens, turn="tool", returns_in=5)
@@ -150,7 +150,7 @@ def test_a_node_of_today_is_told_hints_and_says_what_is_wrong_with_them(node: Th
         assert length(session, tokens) == len(tokens), "it is answered after the hints"
         counts = node.store.statistics().counts
         assert counts["hints: the turn ended in a tool"] == counts["hints: the turn ended"] == 1
-        number, digests = session.desk._number, session.chain(tokens).joined  # type: ignore[attr-defined]
+        number, digests = session.backend._number, session.chain(tokens).joined  # type: ignore[attr-defined]
         hints = [
             p.Expect(number, digests, "of the future"),
             p.Expect(number, digests, "tool", -1.0),
@@ -160,7 +160,7 @@ def test_a_node_of_today_is_told_hints_and_says_what_is_wrong_with_them(node: Th
             p.Expect(number + 1000, digests, "tool"),
             p.Expect(number, b"", "tool", 1e300),
         ]
-        said = client.line.ask(list(hints))
+        said = client.link.ask(list(hints))
         assert [isinstance(answer, p.Failure) for answer in said] == [False, True, True, True, True, True, False]
         assert length(session, tokens) == len(tokens)
 
@@ -204,7 +204,7 @@ def test_a_client_does_without_a_node_of_the_far_future_and_says_so_once(
     fake = Fake(path, WELCOME)
     with Client(path) as client, caplog.at_level(logging.WARNING, "kvtide.client"):
         fake.said = far
-        client.line.close()
+        client.link.close()
         before = len(fake.hellos)
         eventually(lambda: len(fake.hellos) >= before + 3)
         with client.session(MODEL) as session:

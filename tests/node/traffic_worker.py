@@ -1,6 +1,6 @@
 """What the clients of ``test_traffic`` do: a bit of everything, each with sessions of its own, until they are told.
 
-All but one behave. The last one misbehaves, in one way after the other (``rascal``).
+All but one behave. The last one misbehaves, in one way after the other (``hostile_client``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtide.events import Event
-from kvtide.node.client import Client
-from kvtide.session import Session
+from kvtide.node.client.client import Client
+from kvtide.store.session import Session
 from kvtide.testing import blocks
 from tests import crash_worker as chains
 from tests.crash_worker import CHAINS, MODELS
 from tests.node.crowd import Job, Player, Row, counting
-from tests.node.rascal import Rascal
+from tests.node.hostile_client import HostileClient
 
 __all__ = ["CLIENTS", "PLAYER", "TrafficPlayer"]
 
@@ -161,7 +161,7 @@ class _Thread:
         assert self._client.flush(60)
 
 
-class RascalPlayer:
+class HostileClientPlayer:
     """The one that misbehaves; its other thread has nothing to do."""
 
     def __init__(self, job: Job) -> None:
@@ -172,13 +172,13 @@ class RascalPlayer:
         self._over.set()
 
     def play(self, row: Row, thread: int) -> None:
-        rascal = Rascal(self._job.socket)
+        hostile_client = HostileClient(self._job.socket)
         while not thread and not self._over.is_set():
-            rascal.turn()
+            hostile_client.turn()
             row[_TURNS] += 1
             time.sleep(0.01)
         row[_DONE] = 1
 
 
 def PLAYER(job: Job) -> Player:  # noqa: N802
-    return TrafficPlayer(job) if job.number < CLIENTS else RascalPlayer(job)
+    return TrafficPlayer(job) if job.number < CLIENTS else HostileClientPlayer(job)

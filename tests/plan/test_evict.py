@@ -15,7 +15,7 @@ from kvtide.block import ALIGN, BlockKey
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan.evict import Evictor
 from kvtide.plan.policy import Lru
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
 from kvtide.testing import blocks
 from kvtide.tiers.segments import Segments
 from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, content, keep, length, open_store, prompt, right
@@ -44,7 +44,7 @@ STEPS = st.one_of(
 def test_no_block_outlives_its_parent(part: int, steps: list[tuple[str, tuple[int, ...], int]]) -> None:
     """Whatever is stored and asked for, what is present is always whole prefixes: nothing useless takes room."""
     with pytest.MonkeyPatch.context() as patch, open_store() as store, store.session(MODEL) as mine:
-        patch.setattr(mine.desk, "first_part", part)
+        patch.setattr(mine.backend, "first_part", part)
         parents: dict[BlockKey, BlockKey] = {}
         for verb, path, number in steps:
             tokens = prompt(*path)
@@ -303,7 +303,7 @@ class Book:
 def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
     """A dropped block's slot keeps its owner's number until it is erased, and the number may be another block's."""
     index, book = Index(tiers=2), Book(8 * ALIGN)
-    uses = Uses(index)
+    uses = UsageTracker(index)
     evictor = Evictor(index, 1, book, Lru(index), uses)
     segment = book.segments.add(ALIGN, 4)
     rows = []
@@ -325,7 +325,7 @@ def test_a_segment_with_a_slot_that_is_not_erased_yet_is_left_alone() -> None:
 
 def test_no_row_is_chosen_twice() -> None:
     index, book = Index(tiers=2), Book(8 * ALIGN)
-    uses = Uses(index)
+    uses = UsageTracker(index)
     evictor = Evictor(index, 1, book, Lru(index), uses)
     book.segments.add(ALIGN, 4)
     (key,) = blocks.keys(1)
@@ -358,7 +358,7 @@ def test_restore_keeps_every_parent_above_its_children(forest: tuple[list[int], 
         index.add(blocks.keys(1, start=i)[0], bytes(32), depths[i])
     rows: Rows = np.arange(1, len(parents) + 1)
     index.priority[rows] = priorities
-    policy, uses = Lru(index), Uses(index)
+    policy, uses = Lru(index), UsageTracker(index)
     uses.restore(rows, np.array(parents), np.array(sequences))
     scores = policy.score(rows).tolist()
     assert len(set(scores)) == len(scores)

@@ -10,12 +10,12 @@ import pytest
 
 from kvtide import Tenant, config
 from kvtide.index.index import DRAM, Index
-from kvtide.plan import policy, uses
-from kvtide.plan.ages import Clockwork
+from kvtide.plan import policy, usage
+from kvtide.plan.ages import TickClock
 from kvtide.plan.ahead import Ahead
 from kvtide.plan.history import Curves
 from kvtide.plan.policy import Policy
-from kvtide.plan.uses import Turn
+from kvtide.plan.usage import Turn
 from kvtide.replay.world import World
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.policy import Forest
@@ -93,35 +93,35 @@ def test_without_hints_kinds_are_those_of_no_hint() -> None:
     kinds = forest.index.kind[forest.chain((1, 2))]
     forest.expect((1, 2), "tool", None)
     told = forest.index.kind[forest.chain((1, 2))]
-    assert (kinds < uses._UNTOLD).all()
-    assert (told >= uses._UNTOLD).all()
+    assert (kinds < usage._UNTOLD).all()
+    assert (told >= usage._UNTOLD).all()
     forest.ask((1, 2))
-    assert (forest.index.kind[forest.chain((1, 2))] < uses._UNTOLD).all(), "a use begins anew"
+    assert (forest.index.kind[forest.chain((1, 2))] < usage._UNTOLD).all(), "a use begins anew"
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_each_end_of_a_turn_has_kinds_of_its_own(end: int) -> None:
-    kinds = np.arange(uses._UNTOLD, dtype=np.int16)
-    told = uses._told(kinds, end)
-    assert told.min() >= uses._UNTOLD
-    assert told.max() < math.prod(uses._TRAITS)
-    assert ((told // uses._OTHERS - uses._RETURNS) // uses._ENDS == end).all()
-    assert (told % uses._OTHERS == kinds % uses._OTHERS).all()
+    kinds = np.arange(usage._UNTOLD, dtype=np.int16)
+    told = usage._told(kinds, end)
+    assert told.min() >= usage._UNTOLD
+    assert told.max() < math.prod(usage._TRAITS)
+    assert ((told // usage._OTHERS - usage._RETURNS) // usage._ENDS == end).all()
+    assert (told % usage._OTHERS == kinds % usage._OTHERS).all()
 
 
 def test_curves_of_what_is_not_told_yet_are_those_of_what_it_becomes() -> None:
-    kinds = math.prod(uses._TRAITS)
+    kinds = math.prod(usage._TRAITS)
     random = np.random.default_rng(1)
     hits = np.sort(random.random((kinds, 5)), axis=1)
     rates = np.zeros(kinds)
     rates[0] = 1.0
-    tool, end = (int(uses._told(np.zeros(1, np.int16), number)[0]) for number in (0, 1))
+    tool, end = (int(usage._told(np.zeros(1, np.int16), number)[0]) for number in (0, 1))
     rates[tool], rates[end] = 0.25, 0.5
     curves = Curves(hits, hits.copy(), rates)
-    mixed = uses._after_told(curves).hits
+    mixed = usage._after_told(curves).hits
     assert mixed[0] == pytest.approx(0.25 * hits[0] + 0.25 * hits[tool] + 0.5 * hits[end])
     assert (mixed[1:] == hits[1:]).all()
-    cut = uses._until_told(curves).hits
+    cut = usage._until_told(curves).hits
     assert cut[0].max() <= 0.95 * 0.75
     assert (cut[1:] == hits[1:]).all(), "nothing is told of the others"
 
@@ -133,9 +133,9 @@ def test_a_hint_that_comes_before_the_last_blocks_are_written_is_not_lost() -> N
             session.expect(prompt(1, 2, 3), turn="end")
             reservation.seal()
         rows = store.index.rows(session.chain(prompt(1, 2, 3)).keys(b"full"))
-        assert ((store.index.kind[rows] // uses._OTHERS - uses._RETURNS) // uses._ENDS == 1).all()
+        assert ((store.index.kind[rows] // usage._OTHERS - usage._RETURNS) // usage._ENDS == 1).all()
         keep(session, 1, 4)
-        assert store.index.kind[store.index.rows(session.chain(prompt(1, 4)).keys(b"full"))[1]] < uses._UNTOLD
+        assert store.index.kind[store.index.rows(session.chain(prompt(1, 4)).keys(b"full"))[1]] < usage._UNTOLD
 
 
 def tools(rounds: int) -> Iterator[tuple[tuple[int, ...], Turn]]:
@@ -168,7 +168,7 @@ def test_reuse_learns_which_ends_of_a_turn_come_back() -> None:
 
 def test_the_rate_of_uses_is_that_of_the_last_minute() -> None:
     clock = FakeClock()
-    clockwork = Clockwork(clock)
+    clockwork = TickClock(clock)
     assert clockwork.rate(100) == 0, "nobody can tell yet"
     for second in range(600):
         clockwork.note(second)

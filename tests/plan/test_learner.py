@@ -6,7 +6,7 @@ import threading
 from typing import Any, cast
 
 from kvtide.plan.learner import Learner
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
 
 
 class Slow:
@@ -25,7 +25,7 @@ class Slow:
 
 def test_it_ends_though_it_was_about_to_learn_when_it_was_told() -> None:
     uses = Slow()
-    learner = Learner(cast("Uses", cast(Any, uses)))
+    learner = Learner(cast("UsageTracker", cast(Any, uses)))
     uses.due.set()
     assert uses.begun.wait(30)
     closing = threading.Thread(target=learner.close, daemon=True)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvtide import config
 from kvtide.replay.compare import policies
 from kvtide.replay.optimum import optimum
-from kvtide.replay.run import Report, led, replay
-from kvtide.replay.trace import Request, Trace, chains
+from kvtide.replay.run import ReplayReport, led, replay
+from kvtide.replay.trace import Trace, TraceRequest, chains
 
 BLOCK = 64 << 10
 MIB = 1 << 20
@@ -24,12 +24,14 @@ prompts = st.tuples(st.integers(0, 5), st.integers(1, 24), st.integers(0, 24), s
 
 def trace_of(found: list[tuple[int, int, int, str]]) -> Trace:
     return chains(
-        Request(float(i), (*(100 * head + n for n in range(length)), *(10_000 * i + n for n in range(more))), tenant)
+        TraceRequest(
+            float(i), (*(100 * head + n for n in range(length)), *(10_000 * i + n for n in range(more))), tenant
+        )
         for i, (head, length, more, tenant) in enumerate(found)
     )
 
 
-def check(report: Report, trace: Trace) -> None:
+def check(report: ReplayReport, trace: Trace) -> None:
     counted = trace.blocks[report.warming :]
     assert report.blocks == sum(len(blocks) for blocks in counted)
     assert report.hits + report.misses == report.blocks

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bench.policies import lru_hits
 from kvtide import config
 from kvtide.errors import ConfigError, TraceError
-from kvtide.plan import uses
+from kvtide.plan import usage
 from kvtide.replay.optimum import optimum
 from kvtide.replay.plot import svg, sweep_svg
-from kvtide.replay.run import Report, led, replay
-from kvtide.replay.speeds import Speeds
+from kvtide.replay.run import ReplayReport, led, replay
+from kvtide.replay.speeds import TierSpeeds
 from kvtide.replay.sweep import sweep
-from kvtide.replay.trace import Request, Trace, chains
+from kvtide.replay.trace import Trace, TraceRequest, chains
 
 BLOCK = 64 << 10
 MIB = 1 << 20
@@ -35,15 +35,15 @@ def conversations(users: int, turns: int, seed: int = 1) -> Trace:
     for number in range(users * turns):
         user = chance.randrange(users)
         lengths[user] = 1 if lengths[user] > 12 else lengths[user] + chance.randint(1, 2)
-        found.append(Request(float(number), (0, *(1000 * user + i for i in range(lengths[user])))))
+        found.append(TraceRequest(float(number), (0, *(1000 * user + i for i in range(lengths[user])))))
     return chains(found)
 
 
-def run(trace: Trace, dram: int, **nvme: Any) -> Report:
+def run(trace: Trace, dram: int, **nvme: Any) -> ReplayReport:
     tiers: dict[str, Any] = {"dram": {"budget": dram * MIB, "segment": MIB, "policy": nvme.pop("dram_policy", "lru")}}
     if nvme:
         tiers["nvme"] = {"path": "replayed", "segment": MIB, **nvme, "budget": nvme["budget"] * MIB}
-    return replay(trace, config.read(env={}, **tiers), BLOCK, warm=0.25, speeds=Speeds(1e9, 1e8, 1e7))
+    return replay(trace, config.read(env={}, **tiers), BLOCK, warm=0.25, speeds=TierSpeeds(1e9, 1e8, 1e7))
 
 
 def test_lru_is_lru() -> None:
@@ -77,9 +77,9 @@ def test_what_each_admission_writes() -> None:
 
 def test_what_never_comes_back_is_not_written_once_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten documents asked for in turn, and between them prompts that nobody asks for again."""
-    monkeypatch.setattr(uses, "_BATCH", 1000)
+    monkeypatch.setattr(usage, "_BATCH", 1000)
     prompts = [p for n in range(500) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
-    trace = chains(Request(float(i), p) for i, p in enumerate(prompts))
+    trace = chains(TraceRequest(float(i), p) for i, p in enumerate(prompts))
     through, ghost = (run(trace, dram=5, budget=16, store=store) for store in ("through", "ghost"))
     assert ghost.tiers[1].bytes_written < through.tiers[1].bytes_written / 2
     assert ghost.hit_rate == through.hit_rate
@@ -102,10 +102,10 @@ def test_real_bytes_are_found_as_often_as_those_that_are_not_there(tmp_path: Pat
         "nvme": {"path": str(tmp_path / "kv"), "budget": 64 * MIB, "segment": MIB, "store": store},
     }
     real = replay(trace, config.read(env={}, **tiers), BLOCK, real=True)
-    hollow = replay(trace, config.read(env={}, **tiers), BLOCK)
-    assert real.hit_rate == hollow.hit_rate
-    assert [t.hits for t in real.tiers] == [t.hits for t in hollow.tiers]
-    assert real.tiers[1].bytes_written == hollow.tiers[1].bytes_written
+    simulated_tier = replay(trace, config.read(env={}, **tiers), BLOCK)
+    assert real.hit_rate == simulated_tier.hit_rate
+    assert [t.hits for t in real.tiers] == [t.hits for t in simulated_tier.tiers]
+    assert real.tiers[1].bytes_written == simulated_tier.tiers[1].bytes_written
     for tier in real.tiers:
         assert tier.held_before + tier.bytes_written // BLOCK - tier.evicted == tier.held
 
@@ -117,9 +117,9 @@ def test_an_empty_trace_is_an_error() -> None:
 
 def test_who_led_is_told_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """One document between many that nobody asks for again: what was learnt does better than LRU."""
-    monkeypatch.setattr(uses, "_BATCH", 500)
+    monkeypatch.setattr(usage, "_BATCH", 500)
     prompts = [p for n in range(400) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
-    trace = chains(Request(float(i), p) for i, p in enumerate(prompts))
+    trace = chains(TraceRequest(float(i), p) for i, p in enumerate(prompts))
     report = run(trace, dram=5, dram_policy="auto")
     assert report.in_charge[0] == (0, "lru")
     assert [name for _, name in report.in_charge][:2] == ["lru", "reuse"]
@@ -135,7 +135,7 @@ def test_who_led_is_told_from_request_to_request(monkeypatch: pytest.MonkeyPatch
 
 
 def test_requests_of_tenants_find_only_their_own() -> None:
-    requests = [Request(float(i), (1, 2, 3), tenant) for i, tenant in enumerate("aabbab")]
+    requests = [TraceRequest(float(i), (1, 2, 3), tenant) for i, tenant in enumerate("aabbab")]
     report = replay(chains(requests), config.read(env={}), BLOCK, warm=0.0)
     assert (report.hits, report.misses, report.unique) == (12, 6, 6)
 
@@ -192,12 +192,12 @@ def most_hits(trace: Trace, capacity: int) -> int:
     st.integers(0, 4),
 )
 def test_no_cache_of_that_size_finds_more(prompts: list[list[int]], capacity: int) -> None:
-    trace = chains(Request(float(i), tuple(p)) for i, p in enumerate(prompts))
+    trace = chains(TraceRequest(float(i), tuple(p)) for i, p in enumerate(prompts))
     assert optimum(trace, capacity).hits == most_hits(trace, capacity)
 
 
 def test_the_optimum_counts_only_what_it_is_asked_to() -> None:
-    trace = chains(Request(float(i), (1, 2, 3)) for i in range(5))
+    trace = chains(TraceRequest(float(i), (1, 2, 3)) for i in range(5))
     assert [optimum(trace, 3, start).hits for start in range(5)] == [12, 12, 9, 6, 3]
     assert optimum(trace, 3).kept == 3
     assert optimum(trace, 1).hits == 4

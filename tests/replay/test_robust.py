@@ -9,7 +9,7 @@ import pytest
 
 from kvtide import config
 from kvtide.replay.run import replay
-from kvtide.replay.trace import Request, Trace, chains
+from kvtide.replay.trace import Trace, TraceRequest, chains
 
 BLOCK = 64 << 10
 
@@ -21,7 +21,7 @@ def hits(trace: Trace, blocks: int, policy: str) -> int:
 
 
 def trace(prompts: Iterator[tuple[int, ...]]) -> Trace:
-    return chains(Request(float(number), path) for number, path in enumerate(prompts))
+    return chains(TraceRequest(float(number), path) for number, path in enumerate(prompts))
 
 
 def by_chance(seed: int) -> Iterator[tuple[int, ...]]:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import TraceError
-from kvtide.replay.block_tokens import Sizes, full_blocks
-from kvtide.replay.trace import Request, chains, load, read
+from kvtide.replay.block_tokens import BlockTokenSizes, full_blocks
+from kvtide.replay.trace import TraceRequest, chains, load, read
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]},
@@ -31,7 +31,7 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def plain(found: Iterable[Request]) -> list[tuple[float, tuple[Any, ...]]]:
+def plain(found: Iterable[TraceRequest]) -> list[tuple[float, tuple[Any, ...]]]:
     """Times and blocks alone."""
     return [(request.seconds, request.blocks) for request in found]
 
@@ -131,7 +131,7 @@ def test_the_size_of_blocks_is_found_from_the_lengths_of_prompts(tmp_path: Path)
 
 @given(st.integers(4, 11), st.lists(st.tuples(st.integers(1, 200_000), st.booleans()), min_size=1, max_size=20))
 def test_no_full_block_is_lost_and_none_is_invented(power: int, prompts: list[tuple[int, bool]]) -> None:
-    size, sizes = 1 << power, Sizes()
+    size, sizes = 1 << power, BlockTokenSizes()
     for tokens, up in prompts:
         named = -(-tokens // size) if up else tokens // size
         sizes.see("here", tokens, named)

@@ -14,7 +14,7 @@ import kvtide
 from kvtide import cli, config
 from kvtide.errors import AuditError, ConfigError, HeldError, KvtideError, TierError
 from kvtide.security.audit import verify
-from kvtide.security.keyfile import KeyFile
+from kvtide.security.key_file import KeyFile
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.tiers.disk import Disk
 from tests.node.serving import Served, Thread

@@ -22,12 +22,12 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers import drops
-from kvtide.tiers.blobs import ROOT
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.drops import DropLog
-from kvtide.tiers.files import Files
-from kvtide.tiers.sealing import OPEN
+from kvtide.tiers.format.encryption import OPEN
+from kvtide.tiers.shared import drop_log
+from kvtide.tiers.shared.blobs import ROOT
+from kvtide.tiers.shared.drop_log import DropLog
+from kvtide.tiers.shared.files import Files
 
 TOKENS = prompt(1, 2, 3)
 OTHERS = prompt(7, 8)
@@ -59,7 +59,7 @@ def blocks(folder: Path) -> int:
 
 def there(session: Session, tokens: list[int] = TOKENS) -> int:
     """How many tokens are found, and are right, when nobody remembers that they were not there a moment ago."""
-    ((_, tier),) = session.desk.store.shared_tiers  # type: ignore[attr-defined]
+    ((_, tier),) = session.backend.store.shared_tiers  # type: ignore[attr-defined]
     tier._absent.clear()
     return length(session, tokens)
 
@@ -78,7 +78,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Session, Session]]:
 
 
 def store_of(session: Session) -> Store:
-    store: Store = session.desk.store  # type: ignore[attr-defined]
+    store: Store = session.backend.store  # type: ignore[attr-defined]
     return store
 
 
@@ -202,7 +202,7 @@ def test_nobody_need_tell_them_to_hear(tmp_path: Path) -> None:
 def test_one_that_was_away_for_longer_than_pages_are_kept_drops_all_that_it_has(
     tmp_path: Path, pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drops, "_KEPT", 2)
+    monkeypatch.setattr(drop_log, "_KEPT", 2)
     one, two = pair
     put(two, OTHERS)
     one.drop(TOKENS)
@@ -223,7 +223,7 @@ def test_one_that_was_away_for_longer_than_pages_are_kept_drops_all_that_it_has(
 def test_one_that_was_closed_for_longer_than_pages_are_kept_drops_what_its_own_disk_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
-    monkeypatch.setattr(drops, "_KEPT", 2)
+    monkeypatch.setattr(drop_log, "_KEPT", 2)
     disk = {"path": str(tmp_path / "disk"), "budget": "32MiB", "segment": "1MiB", "store": "through"}
 
     def reopened() -> int:
@@ -254,7 +254,7 @@ def test_a_page_leaves_after_what_it_names_has(tmp_path: Path, monkeypatch: pyte
         one.drop(TOKENS)
         put(two)  # has not heard, and never will
         assert b.flush(60)
-        monkeypatch.setattr(drops, "_KEPT", 1)
+        monkeypatch.setattr(drop_log, "_KEPT", 1)
         one.drop(OTHERS)
         log_of(a)._trim()
         assert blocks(tmp_path) == 0
@@ -268,7 +268,7 @@ def test_pages_are_kept_for_a_time_and_never_all_removed(tmp_path: Path, monkeyp
             one.drop(prompt(n))
         log_of(a)._trim()
         assert len(list((tmp_path / "shared").rglob("dropped.*"))) == 3
-        monkeypatch.setattr(drops, "_KEPT_SECONDS", -1.0)
+        monkeypatch.setattr(drop_log, "_KEPT_SECONDS", -1.0)
         log_of(a)._trim()
         assert len(list((tmp_path / "shared").rglob("dropped.*"))) == 1
 
@@ -362,7 +362,7 @@ def test_garbage_in_the_log_is_at_worst_a_miss(tmp_path: Path) -> None:
             blobs.create(f"dropped.{n:018d}", b"KVDROP\r\n" + secrets.token_bytes(48 * 20), 10.0)
         for log in map(log_of, (a, b)):
             log._hear(look=True)
-            assert len(log._pages) <= 2 * drops._KEPT
+            assert len(log._pages) <= 2 * drop_log._KEPT
         put(one)
         assert a.flush(60)
         assert there(two) == len(TOKENS)
@@ -371,15 +371,15 @@ def test_garbage_in_the_log_is_at_worst_a_miss(tmp_path: Path) -> None:
 
 
 def test_memory_for_what_was_dropped_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drops, "_REMEMBERED", 5000)
+    monkeypatch.setattr(drop_log, "_REMEMBERED", 5000)
     log = DropLog(Files(tmp_path), 10.0, OPEN)
     for _ in range(10):
-        log.announce([BlockKey(secrets.token_bytes(32) + b"full") for _ in range(drops.PAGE)])
-    assert len(log._keys) <= 5000 + drops.PAGE
+        log.announce([BlockKey(secrets.token_bytes(32) + b"full") for _ in range(drop_log.PAGE)])
+    assert len(log._keys) <= 5000 + drop_log.PAGE
     other = DropLog(Files(tmp_path), 10.0, OPEN)
     other.hear()
     assert other.number == log.number == 10
-    assert len(other._keys) <= 5000 + drops.PAGE
+    assert len(other._keys) <= 5000 + drop_log.PAGE
 
 
 def test_a_storage_that_was_emptied_makes_nobody_drop_anything(tmp_path: Path) -> None:

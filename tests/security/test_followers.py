@@ -10,11 +10,11 @@ import kvtide
 from kvtide import Tenant
 from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
-from kvtide.node.trust import Trust, Trusted
+from kvtide.node.server.access import Access, AccessList
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
-from kvtide.tiers.journal import Journal, replay
+from kvtide.tiers.nvme.journal import Journal, replay
 from tests.node.serving import Served, eventually
 
 VICTIM = Tenant("victim", b"the naming secret of the victim.")
@@ -25,7 +25,7 @@ DRAM = {"budget": "16MiB", "segment": "2MiB"}
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a node listens at which everybody is a user of one trust domain, and no administrator."""
-    monkeypatch.setattr(Trusted, "of", lambda *_: Trust(Role.WRITE, 1, b"\0blue"))
+    monkeypatch.setattr(AccessList, "of", lambda *_: Access(Role.WRITE, 1, b"\0blue"))
     return tmp_path / "node.sock"
 
 
@@ -54,7 +54,7 @@ def test_a_tag_alone_is_no_secret(node: Path) -> None:
     heard: list[Event] = []
     with Served(node, dram=DRAM) as victim, Client(node) as other:
         other.follow(heard.append)
-        other.line.ask_one(p.Open(p.describe(PLAIN), PLAIN.block_tokens, b"guess".ljust(32), VICTIM.tag))
+        other.link.ask_one(p.Open(p.describe(PLAIN), PLAIN.block_tokens, b"guess".ljust(32), VICTIM.tag))
         with victim.session(MODEL, VICTIM) as theirs, other.session(MODEL, OTHER) as mine:
             theirs.store(prompt(1), data(PLAIN, prompt(1)))
             mine.store(prompt(3), data(PLAIN, prompt(3)))
@@ -105,7 +105,7 @@ def test_of_blocks_of_which_nobody_knows_whose_they_are_administrators_alone_hea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     """A journal of an older version does not say it, and they leave before anybody has read them."""
-    monkeypatch.setattr(Trusted, "of", lambda *_: Trust(role))
+    monkeypatch.setattr(AccessList, "of", lambda *_: Access(role))
     disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "2MiB", "store": "through"}
     how = {"dram": DRAM, "nvme": disk}
     with Served(tmp_path / "node.sock", **how) as victim, victim.session(MODEL, VICTIM) as theirs:
@@ -113,8 +113,8 @@ def test_of_blocks_of_which_nobody_knows_whose_they_are_administrators_alone_hea
         assert victim.flush(60)
         gone = theirs.chain(prompt(1)).keys(b"full")
     with kvtide.open(None, **how) as home:
-        shelves = home.colds[0].tier._shelves  # type: ignore[attr-defined]
-        real, boot = shelves._disk, shelves._journal.boot
+        volume = home.colds[0].tier._volume  # type: ignore[attr-defined]
+        real, boot = volume._disk, volume._journal.boot
     (path,) = (tmp_path / "tier").glob("journal*")
     records, doubt = replay(path, boot)
     assert (doubt, len(records)) == ("", 1)

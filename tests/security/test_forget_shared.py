@@ -12,13 +12,13 @@ from kvtide import Forgotten, Store, Tenant
 from kvtide import config as configuration
 from kvtide.errors import TierError, UnknownTenantError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.security.acts import destroy
-from kvtide.security.keyfile import KeyFile
+from kvtide.security.key_admin import destroy
+from kvtide.security.key_file import KeyFile
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers import drops
 from kvtide.tiers.disk import Disk
+from kvtide.tiers.shared import drop_log
 from tests.node.serving import Served
 
 GONE = Tenant("gone", b"7" * 32)
@@ -99,7 +99,7 @@ def test_one_that_never_hears_writes_in_vain_and_so_for_good(tmp_path: Path, mon
             monkeypatch.setattr(tier.drops, "hear", lambda: None)
             monkeypatch.setattr(tier.drops, "step", lambda: None)
         assert blocks(tmp_path) == 3, "it has written them"
-        monkeypatch.setattr(drops, "_KEPT", 1)
+        monkeypatch.setattr(drop_log, "_KEPT", 1)
         ((_, tier),) = a.shared_tiers
         with a.session(MODEL) as session:
             session.drop(prompt(9))

@@ -13,9 +13,9 @@ from kvtide import Tenant, cli
 from kvtide.config import Node
 from kvtide.errors import AccessError, UnknownTenantError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node.afar import Afar
-from kvtide.node.client import Client
-from kvtide.security.keyfile import KeyFile
+from kvtide.node.client.admin import HttpAdminClient
+from kvtide.node.client.client import Client
+from kvtide.security.key_file import KeyFile
 from tests.node.serving import Served, Thread
 from tests.node.test_http import Watched
 from tests.test_forget import OTHER, blocks, environment, settings, store
@@ -109,11 +109,11 @@ def test_over_http_it_is_the_same_error_and_changes_nothing(tmp_path: Path, monk
         with Client(node.path) as client:
             store(client, OTHER)
             with pytest.raises(UnknownTenantError, match=f"{address} refused: there is no tenant {NOBODY.hex()}"):
-                Afar(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(NOBODY)
+                HttpAdminClient(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(NOBODY)
             answers = set()
             for tag in (NOBODY, OTHER.tag):
                 with pytest.raises(AccessError, match="forget needs the role admin") as refused:
-                    Afar(address, Node(), {"KVTIDE_TOKEN": "r" * 32}).forget(tag)
+                    HttpAdminClient(address, Node(), {"KVTIDE_TOKEN": "r" * 32}).forget(tag)
                 answers.add(str(refused.value))
             assert len(answers) == 1
             assert (blocks(client, OTHER), entries(tmp_path, NOBODY)) == (6, 0)
@@ -122,7 +122,7 @@ def test_over_http_it_is_the_same_error_and_changes_nothing(tmp_path: Path, monk
             assert isinstance(done.exception, UnknownTenantError)
             assert done.output == f"{address}: has no such tenant\n"
             assert (blocks(client, OTHER), entries(tmp_path, NOBODY)) == (6, 0)
-            assert Afar(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(OTHER.tag).blocks == 6
+            assert HttpAdminClient(address, Node(), {"KVTIDE_TOKEN": "o" * 32}).forget(OTHER.tag).blocks == 6
             assert blocks(client, OTHER) == 0
     finally:
         node.stop()

@@ -12,8 +12,8 @@ import kvtide
 from kvtide import config
 from kvtide.block import Layout
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
-from kvtide.security.acts import destroy
-from kvtide.security.keyfile import KeyFile
+from kvtide.security.key_admin import destroy
+from kvtide.security.key_file import KeyFile
 from kvtide.testing.keys import WRAPPING
 
 MODEL = Model(Layout.attention(layers=1, heads=1, head_dim=64, block_tokens=16), "forgotten")

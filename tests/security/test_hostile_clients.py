@@ -11,42 +11,42 @@ import pytest
 from kvtide.errors import AccessError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
-from kvtide.node.trust import Trust, Trusted
+from kvtide.node.server.access import Access, AccessList
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
 from tests.node.serving import Thread, eventually
 
-OWN = Trust(Role.ADMIN)
+OWN = Access(Role.ADMIN)
 OPEN = p.Open(p.describe(PLAIN), PLAIN.block_tokens, MODEL.namespace(), DEFAULT_TENANT.tag)
 PROMPTS = [prompt(number) for number in range(8)]
 
 
-class Users(Trusted):
+class Users(AccessList):
     """Whoever connects next is the user that the test says: only root could come as several."""
 
     def __init__(self) -> None:
         super().__init__("")
-        self.next: Trust | None = OWN
+        self.next: Access | None = OWN
 
     def __bool__(self) -> bool:
         return True
 
-    def of(self, *_: object) -> Trust | None:
+    def of(self, *_: object) -> Access | None:
         return self.next
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Thread]:
     thread = Thread(tmp_path / "node.sock", dram={"budget": "16MiB", "segment": "4MiB"})
-    thread.node._trusted = Users()
+    thread.node._access_list = Users()
     yield thread
     thread.close()
 
 
-def come_as(node: Thread, trust: Trust | None) -> None:
-    users = node.node._trusted
+def come_as(node: Thread, trust: Access | None) -> None:
+    users = node.node._access_list
     assert isinstance(users, Users)
     users.next = trust
 
@@ -85,7 +85,7 @@ def test_a_user_of_another_domain_finds_nothing_by_the_same_names_and_changes_no
     node: Thread, victim: Client
 ) -> None:
     """The names of the default tenant's blocks are known to everybody."""
-    come_as(node, Trust(Role.WRITE, 1, b"\0blue"))
+    come_as(node, Access(Role.WRITE, 1, b"\0blue"))
     with Client(node.path) as other, other.session(MODEL) as session:
         assert [length(session, tokens) for tokens in PROMPTS] == [0] * len(PROMPTS)
         assert [session.find(tokens) for tokens in PROMPTS] == [[False]] * len(PROMPTS)
@@ -103,7 +103,7 @@ def test_a_user_of_another_domain_finds_nothing_by_the_same_names_and_changes_no
 
 
 def test_a_reader_of_the_same_domain_cannot_change_what_others_have(node: Thread, victim: Client) -> None:
-    come_as(node, Trust(Role.READ))
+    come_as(node, Access(Role.READ))
     with Client(node.path) as reader, reader.session(MODEL) as session:
         assert sum(length(session, tokens) == SIZE for tokens in PROMPTS) == len(PROMPTS), "that is what it may do"
         for change in (

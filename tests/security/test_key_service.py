@@ -13,8 +13,8 @@ import pytest
 
 from kvtide import Store, Unwritten, config
 from kvtide.security import wrapping
-from kvtide.security.keyfile import KeyFile
-from kvtide.security.ring import Ring
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import KeyRing
 from kvtide.security.wrapping import Away, Unavailable, VaultWrapper
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt, until
@@ -168,16 +168,16 @@ def test_one_dripping_answer_is_waited_for_by_all_tenants_together_and_the_other
     tenants = [bytes([n]) * 16 for n in range(1, 6)]
     with Dripper(HEAD, b" ", 0.02) as slow, serving() as vault:
         good = VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN})
-        ring = Ring(file, good)
-        kept = [ring.of(tenant) for tenant in tenants[:2]]
-        ring._wrapper = VaultWrapper(f"http://127.0.0.1:{slow.port}/transit/kvtide", {"VAULT_TOKEN": TOKEN})
+        key_ring = KeyRing(file, good)
+        kept = [key_ring.of(tenant) for tenant in tenants[:2]]
+        key_ring._wrapper = VaultWrapper(f"http://127.0.0.1:{slow.port}/transit/kvtide", {"VAULT_TOKEN": TOKEN})
         for tenant in tenants[2:]:
             with pytest.raises(Unavailable, match="does not answer within"):
-                ring.of(tenant)
+                key_ring.of(tenant)
         assert slow.asked == 1, "the next tenants are told at once"
-        assert [ring.of(tenant) for tenant in tenants[:2]] == kept
-        assert [ring.find(key.id) for key in kept] == kept
-        ring.close()
+        assert [key_ring.of(tenant) for tenant in tenants[:2]] == kept
+        assert [key_ring.find(key.id) for key in kept] == kept
+        key_ring.close()
 
 
 def test_a_store_goes_on_without_its_key_service_and_no_request_fails_or_asks_it(
@@ -207,13 +207,13 @@ def test_a_store_goes_on_without_its_key_service_and_no_request_fails_or_asks_it
             for some in tokens:
                 session.store(some, data(PLAIN, some))
             assert home.flush(60)
-            assert home.ring is not None
+            assert home.key_ring is not None
             vault.sealed = True
             clock.advance(31)
-            home.ring.tend()
+            home.key_ring.tend()
             assert hits() == 20
             clock.advance(30)
-            home.ring.tend()
+            home.key_ring.tend()
             until(lambda: home.statistics().tiers["dram"].blocks == 0)
             asked = len(vault.asked)
             assert hits() == 0

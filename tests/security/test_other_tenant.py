@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from kvtide import Session, Store, Tenant, config
-from kvtide.desk import LocalDesk
 from kvtide.errors import TierError
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import Chain
 from kvtide.node import protocol as p
+from kvtide.store.backend import LocalBackend
 from kvtide.testing import interface
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import until
-from kvtide.tiers.journal import RECORD, Journal, replay
+from kvtide.tiers.nvme.journal import RECORD, Journal, replay
 from tests.books import agree
 from tests.node.serving import Served
 from tests.plan.small import LAYOUT, MODEL, SLOTS, keep, length, open_store, prompt, right
@@ -41,9 +41,9 @@ class World:
         return self.victim.chain(prompt(*PATH))
 
     @property
-    def other(self) -> LocalDesk:
+    def other(self) -> LocalBackend:
         """What a node makes of a session of the other tenant."""
-        return LocalDesk(self.store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+        return LocalBackend(self.store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
 
     def column(self, name: str) -> list[Any]:
         """What the index says of the victim's blocks."""
@@ -128,7 +128,7 @@ def test_what_another_drops_stays_in_storage_that_this_store_has_not_looked_at(t
         keep(session, *PATH)
         assert first.flush(30)
         with open_store(None, **how) as store:
-            other = LocalDesk(store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+            other = LocalBackend(store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
             chain = session.chain(prompt(*PATH))
             assert other.drop(chain, 0, 30) == 0
             ((_, tier),) = store.shared_tiers
@@ -182,7 +182,7 @@ def test_a_journal_without_identities_opens_and_each_is_known_after_its_first_re
         assert store.flush(30)
     (path,) = folder.glob("journal*")
     with open_store(folder) as store:
-        disk, boot = store.colds[0].tier._shelves._disk, store.colds[0].tier._shelves._journal.boot  # type: ignore[attr-defined]
+        disk, boot = store.colds[0].tier._volume._disk, store.colds[0].tier._volume._journal.boot  # type: ignore[attr-defined]
     records, doubt = replay(path, boot)
     assert not doubt
     assert len(records) == 3
@@ -217,12 +217,12 @@ def test_a_node_answers_word_for_word_as_if_nobody_had_the_block(tmp_path: Path,
 
     def ask(client: Served) -> None:
         opening = p.Open(p.describe(layout), layout.block_tokens, model.namespace(OTHER), OTHER.tag)
-        number = client.line.ask_one(opening)
+        number = client.link.ask_one(opening)
         assert isinstance(number, int)
 
         def answers(prompt: list[int]) -> list[Any]:
             digests = b"".join(model.namer(VICTIM).chain(prompt).digests)
-            match, find, pin = client.line.ask(
+            match, find, pin = client.link.ask(
                 [p.Match(number, digests, 0), p.Find(number, digests), p.Pin(number, digests, None, 1)]
             )
             assert isinstance(match, p.Matched)

@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from kvtide.node.client import Client
-from kvtide.node.hosts import Hosts
+from kvtide.node.client.client import Client
+from kvtide.node.host_names import HostNames
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.test_http import Watched
 from tests.serve.serving import Served
@@ -81,7 +81,7 @@ def test_a_stranger_sees_sums_and_nobody(node: Watched) -> None:
 
 
 def test_addresses_have_one_spelling() -> None:
-    hosts = Hosts(["[2001:DB8::1]:80", "10.0.0.7:9"])
+    hosts = HostNames(["[2001:DB8::1]:80", "10.0.0.7:9"])
     assert all(map(hosts.knows, ("[2001:db8:0:0::1]", "10.0.0.7", "[0:0:0:0:0:0:0:1]:9410")))
     assert not any(
         map(hosts.knows, ("", "[", ":80", "10.0.0.70", "a localhost", "localhost@evil.example", "[::1")[:-1])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import HeldError, KeyFileError
-from kvtide.security.acts import destroy, hold, release, rotate
-from kvtide.security.keyfile import KeyFile
-from kvtide.security.ring import OWN, Ring
+from kvtide.security.key_admin import destroy, hold, release, rotate
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import OWN, KeyRing
 from kvtide.security.wrapping import LocalWrapper, Unavailable, VaultWrapper
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import WRAPPING, ring_in
@@ -46,58 +46,58 @@ def test_a_tenant_has_one_key_for_all_who_ask(tmp_path: Path) -> None:
 
 def test_a_key_is_confirmed_while_it_lives(tmp_path: Path) -> None:
     clock = FakeClock()
-    ring = ring_in(tmp_path, 60.0, clock)
-    key, gone = ring.of(ONE), list[bytes]()
-    ring.on_gone(gone.append)
+    key_ring = ring_in(tmp_path, 60.0, clock)
+    key, gone = key_ring.of(ONE), list[bytes]()
+    key_ring.on_gone(gone.append)
     for _ in range(20):
         clock.advance(31)
-        ring.tend()
-        assert ring.find(key.id) is key
+        key_ring.tend()
+        assert key_ring.find(key.id) is key
     assert gone == []
 
 
 def test_a_destroyed_key_is_gone_when_it_is_next_looked_for_and_its_tenant_is_told_of(tmp_path: Path) -> None:
     clock = FakeClock()
-    ring, gone = ring_in(tmp_path, 60.0, clock), list[bytes]()
-    ring.on_gone(gone.append)
-    one, other = ring.of(ONE), ring.of(OTHER)
+    key_ring, gone = ring_in(tmp_path, 60.0, clock), list[bytes]()
+    key_ring.on_gone(gone.append)
+    one, other = key_ring.of(ONE), key_ring.of(OTHER)
     assert destroy(file_in(tmp_path), ONE, clock) == 1
-    assert ring.find(one.id) is one  # under its lease
+    assert key_ring.find(one.id) is one  # under its lease
     clock.advance(31)
-    ring.tend()
+    key_ring.tend()
     assert gone == [ONE]
     with pytest.raises(Unavailable, match="its key was destroyed"):
-        ring.find(one.id)
-    assert ring.find(other.id) is other
-    assert ring.of(ONE).id != one.id
+        key_ring.find(one.id)
+    assert key_ring.find(other.id) is other
+    assert key_ring.of(ONE).id != one.id
     assert one.id.hex() in (tmp_path / "keys.json").read_text()
     assert destroy(file_in(tmp_path), ONE) == 1
 
 
 def test_a_lapsed_lease_ends_a_key_even_if_nobody_tends_it(tmp_path: Path) -> None:
     clock = FakeClock()
-    ring = ring_in(tmp_path, 60.0, clock)
-    key = ring.of(ONE)
+    key_ring = ring_in(tmp_path, 60.0, clock)
+    key = key_ring.of(ONE)
     destroy(file_in(tmp_path), ONE, clock)
     clock.advance(60)
     with pytest.raises(Unavailable, match="destroyed"):
-        ring.find(key.id)
+        key_ring.find(key.id)
 
 
 def test_revoked_keys_are_gone_at_once(tmp_path: Path) -> None:
-    ring, gone = ring_in(tmp_path), list[bytes]()
-    ring.on_gone(gone.append)
-    key = ring.of(ONE)
+    key_ring, gone = ring_in(tmp_path), list[bytes]()
+    key_ring.on_gone(gone.append)
+    key = key_ring.of(ONE)
     destroy(file_in(tmp_path), ONE)
-    ring.revoke(ONE)
+    key_ring.revoke(ONE)
     with pytest.raises(Unavailable, match="destroyed"):
-        ring.find(key.id)
+        key_ring.find(key.id)
     with pytest.raises(Unavailable, match="destroyed"):
-        ring.of(ONE)
-    ring.forgotten(ONE, file_in(tmp_path).read())
-    ring.tend()
+        key_ring.of(ONE)
+    key_ring.forgotten(ONE, file_in(tmp_path).read())
+    key_ring.tend()
     assert gone == []  # whoever revokes knows
-    assert ring.of(ONE).id != key.id
+    assert key_ring.of(ONE).id != key.id
 
 
 @pytest.mark.parametrize("renewed", [False, True], ids=["nobody has a new key", "another process has made a new key"])
@@ -105,8 +105,8 @@ def test_revoked_keys_are_gone_at_once(tmp_path: Path) -> None:
 def test_what_is_in_memory_is_not_sealed_after_its_key_was_destroyed(tmp_path: Path, renewed: bool, had: bool) -> None:
     """Neither with the old key once its lease is over, nor with a new one: until those who have blocks were told."""
     clock = FakeClock()
-    ring, dropped = ring_in(tmp_path, 60.0, clock), list[bytes]()
-    before = ring.of(ONE).id if had else b""
+    key_ring, dropped = ring_in(tmp_path, 60.0, clock), list[bytes]()
+    before = key_ring.of(ONE).id if had else b""
     destroy(file_in(tmp_path), ONE, clock)
     if renewed:
         ring_in(tmp_path, 60.0, clock).of(ONE)
@@ -114,43 +114,43 @@ def test_what_is_in_memory_is_not_sealed_after_its_key_was_destroyed(tmp_path: P
 
     def drop(tenant: bytes) -> None:
         with pytest.raises(Unavailable, match="destroyed"):
-            ring.of(tenant)
+            key_ring.of(tenant)
         dropped.append(tenant)
 
     with pytest.raises(Unavailable, match="destroyed"):
-        ring.of(ONE)
-    ring.of(OTHER)  # nobody else waits
-    ring.on_gone(drop)
-    ring.tend()
+        key_ring.of(ONE)
+    key_ring.of(OTHER)  # nobody else waits
+    key_ring.on_gone(drop)
+    key_ring.tend()
     assert dropped == [ONE]
-    assert ring.of(ONE).id != before
+    assert key_ring.of(ONE).id != before
     living = [e for e in file_in(tmp_path).read().keys if e.tenant == ONE.hex() and e.destroyed is None]
-    assert [e.id for e in living] == [ring.of(ONE).id.hex()]
+    assert [e.id for e in living] == [key_ring.of(ONE).id.hex()]
 
 
 def test_a_key_service_that_goes_away_is_forgiven_within_the_lease_and_not_beyond(tmp_path: Path) -> None:
     clock = FakeClock()
     with serving() as vault:
-        ring = Ring(file_in(tmp_path), VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN}), 60.0, clock)
+        key_ring = KeyRing(file_in(tmp_path), VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN}), 60.0, clock)
         gone: list[bytes] = []
-        ring.on_gone(gone.append)
-        key = ring.of(ONE)
+        key_ring.on_gone(gone.append)
+        key = key_ring.of(ONE)
         vault.sealed = True
         clock.advance(31)
-        ring.tend()
-        assert ring.find(key.id) is key
+        key_ring.tend()
+        assert key_ring.find(key.id) is key
         clock.advance(30)
-        ring.tend()
+        key_ring.tend()
         assert gone == [ONE]
         with pytest.raises(Unavailable, match="503"):
-            ring.find(key.id)
+            key_ring.find(key.id)
         asked = len(vault.asked)
         with pytest.raises(Unavailable, match="503"):
-            ring.find(key.id)  # not asked again at once
+            key_ring.find(key.id)  # not asked again at once
         assert len(vault.asked) == asked
         vault.sealed = False
         clock.advance(6)
-        assert ring.find(key.id) == key
+        assert key_ring.find(key.id) == key
 
 
 def test_whatever_a_key_service_does_a_lease_ends(tmp_path: Path) -> None:
@@ -163,37 +163,37 @@ def test_whatever_a_key_service_does_a_lease_ends(tmp_path: Path) -> None:
             return super().unwrap(wrapped)
 
     clock, wrapper = FakeClock(), Mad(bytes(32))
-    ring = Ring(file_in(tmp_path), wrapper, 60.0, clock)
+    key_ring = KeyRing(file_in(tmp_path), wrapper, 60.0, clock)
     gone: list[bytes] = []
-    ring.on_gone(gone.append)
-    keys = [ring.of(tenant) for tenant in (ONE, OTHER)]
+    key_ring.on_gone(gone.append)
+    keys = [key_ring.of(tenant) for tenant in (ONE, OTHER)]
     wrapper.error = BadStatusLine("SSH-2.0")
     for _ in range(5):
         clock.advance(15)
-        ring.tend()
+        key_ring.tend()
     assert sorted(gone) == sorted([ONE, OTHER])
     with pytest.raises(Unavailable):
-        ring.find(keys[0].id)
+        key_ring.find(keys[0].id)
 
 
 def test_a_dead_key_service_is_waited_for_once_and_not_for_every_key(tmp_path: Path) -> None:
     clock = FakeClock()
     with serving() as vault:
         made = VaultWrapper(vault.address, {"VAULT_TOKEN": TOKEN})
-        ids = [Ring(file_in(tmp_path), made, 60.0, clock).of(tenant).id for tenant in (ONE, OTHER)]
+        ids = [KeyRing(file_in(tmp_path), made, 60.0, clock).of(tenant).id for tenant in (ONE, OTHER)]
     asked: list[bytes] = []
-    ring = Ring(file_in(tmp_path), made, 60.0, clock)
+    key_ring = KeyRing(file_in(tmp_path), made, 60.0, clock)
     made.unwrap = lambda wrapped: asked.append(wrapped) or VaultWrapper.unwrap(made, wrapped)  # type: ignore[method-assign,func-returns-value]
     for number in ids:
         with pytest.raises(Unavailable, match="does not answer"):
-            ring.find(number)
+            key_ring.find(number)
     assert len(asked) == 1
 
 
 def test_a_moved_entry_is_found_out(tmp_path: Path) -> None:
     """Somebody who may write the key file gives one tenant the key of another."""
-    ring = ring_in(tmp_path)
-    one, other = ring.of(ONE), ring.of(OTHER)
+    key_ring = ring_in(tmp_path)
+    one, other = key_ring.of(ONE), key_ring.of(OTHER)
     with file_in(tmp_path).change() as keys:
         wrapped = {e.id: e.wrapped for e in keys.keys}
         keys.keys = [type(e)(e.id, e.tenant, e.created, wrapped[other.id.hex()]) for e in keys.keys]
@@ -202,18 +202,18 @@ def test_a_moved_entry_is_found_out(tmp_path: Path) -> None:
 
 
 def test_rotation_keeps_the_keys_and_leaves_nothing_to_the_old_wrapper(tmp_path: Path) -> None:
-    ring = ring_in(tmp_path)
-    key, own = ring.of(ONE), ring.of(OWN)
+    key_ring = ring_in(tmp_path)
+    key, own = key_ring.of(ONE), key_ring.of(OWN)
     fresh = LocalWrapper(bytes(32))
     assert rotate(file_in(tmp_path), LocalWrapper(WRAPPING), fresh) == 2
-    assert [Ring(file_in(tmp_path), fresh).find(k.id) for k in (key, own)] == [key, own]
+    assert [KeyRing(file_in(tmp_path), fresh).find(k.id) for k in (key, own)] == [key, own]
     with pytest.raises(Unavailable, match="wrapped with another key"):
         ring_in(tmp_path).find(key.id)
 
 
 def test_a_rotation_that_cannot_be_whole_changes_nothing(tmp_path: Path) -> None:
-    ring = ring_in(tmp_path)
-    ring.of(ONE)
+    key_ring = ring_in(tmp_path)
+    key_ring.of(ONE)
     before = (tmp_path / "keys.json").read_bytes()
     with pytest.raises(Unavailable):
         rotate(file_in(tmp_path), LocalWrapper(bytes(32)), LocalWrapper(WRAPPING))
@@ -221,8 +221,8 @@ def test_a_rotation_that_cannot_be_whole_changes_nothing(tmp_path: Path) -> None
 
 
 def test_a_legal_hold_refuses_until_it_ends(tmp_path: Path) -> None:
-    ring, file = ring_in(tmp_path), file_in(tmp_path)
-    key = ring.of(ONE)
+    key_ring, file = ring_in(tmp_path), file_in(tmp_path)
+    key = key_ring.of(ONE)
     hold(file, ONE, "case 17")
     with pytest.raises(HeldError, match="case 17"):
         destroy(file, ONE)
@@ -250,7 +250,7 @@ def test_a_damaged_key_file_is_never_misread(tmp_path: Path, change: int) -> Non
 
 
 def test_a_newer_key_file_is_refused_and_not_touched(tmp_path: Path) -> None:
-    from kvtide.security.keyfile import _check
+    from kvtide.security.key_file import _check
 
     ring_in(tmp_path).of(ONE)
     path = tmp_path / "keys.json"

@@ -11,10 +11,10 @@ import pytest
 import kvtide
 from kvtide.config import Node
 from kvtide.errors import ConfigError
-from kvtide.node.passes import Passes
 from kvtide.node.roles import Role
+from kvtide.node.server.auth import HttpAuth
 from kvtide.security.wrapping import LocalWrapper, wrapper
-from kvtide.tiers.valkey import Valkey
+from kvtide.tiers.shared.valkey import Valkey
 
 KEY = bytes(range(32))
 TOKEN = "t" * 32
@@ -28,7 +28,7 @@ def wrapping_key(file: str) -> None:
 
 
 def tokens(file: str) -> None:
-    caller = Passes(Node(tokens=f"file:{file}")).of(f"Bearer {TOKEN}", None)
+    caller = HttpAuth(Node(tokens=f"file:{file}")).of(f"Bearer {TOKEN}", None)
     assert caller is not None
     assert (caller.name, caller.role) == ("ops", Role.ADMIN)
 

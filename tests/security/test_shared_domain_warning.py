@@ -15,9 +15,9 @@ from kvtide import cli, config
 from kvtide.cli.status import frame
 from kvtide.doctor import node as doctor
 from kvtide.doctor.finding import Level
-from kvtide.node.afar import Afar
-from kvtide.node.statistics import least
-from kvtide.node.trust import Trusted
+from kvtide.node.client.admin import HttpAdminClient
+from kvtide.node.server.access import AccessList
+from kvtide.store.node_statistics import least
 from tests.node.serving import Served
 from tests.node.test_http import Watched
 
@@ -32,12 +32,12 @@ def told(text: str) -> bool:
 
 @pytest.mark.parametrize("users", ["", "60001:blue 60002:green", "60001::admin", "60001:blue"])
 def test_there_is_no_warning_where_nobody_shares(users: str) -> None:
-    assert Trusted(users).warnings == []
+    assert AccessList(users).warnings == []
 
 
 @pytest.mark.parametrize("users", ["60001:blue 60002:blue", "@60001:blue", "60001::read"])
 def test_several_users_a_group_and_the_nodes_own_domain_are_warned_of(users: str) -> None:
-    (said,) = Trusted(users).warnings
+    (said,) = AccessList(users).warnings
     assert "60001" in said
 
 
@@ -69,7 +69,7 @@ def test_over_http_those_who_are_known_are_told_and_nobody_else(
     try:
         assert told(node.log)
         address = f"http://127.0.0.1:{node.port}"
-        assert [told(text) for text in Afar(address, config.Node()).status().node.warnings] == [True]
+        assert [told(text) for text in HttpAdminClient(address, config.Node()).status().node.warnings] == [True]
         shown = CliRunner().invoke(cli.app, ["status", address, "--once"], env={"COLUMNS": "200"})
         assert (shown.exit_code, told(shown.output)) == (0, True), shown.output
         assert node.get("/status")[0] == 401

@@ -22,21 +22,21 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey
 from kvtide.errors import TierError
-from kvtide.security.ring import Ring
+from kvtide.security.key_ring import KeyRing
 from kvtide.testing.blocks import keys
-from kvtide.testing.caller import Answer
+from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
-from kvtide.tiers.directory import SegmentHeader
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.files import Files
-from kvtide.tiers.journal import FREED, HOLDS, RECORD, Journal, boot_id, entry
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.sealing import OPEN, Sealing
-from kvtide.tiers.shared import Entry, Shared
-from kvtide.tiers.steward import Papers, Steward
+from kvtide.tiers.format.encryption import OPEN, Encryption
+from kvtide.tiers.nvme.directory import SegmentHeader
+from kvtide.tiers.nvme.journal import FREED, HOLDS, RECORD, Journal, boot_id, entry
+from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
+from kvtide.tiers.shared.files import Files
+from kvtide.tiers.shared.tier import BlobEntry, Shared
 
 WHO = shaped(4, 5000)
 OTHER = shaped(2, 9000)
@@ -95,8 +95,8 @@ def outside(tmp_path: Path) -> Path:
 # -- NVMe -----------------------------------------------------------------------------------------------------
 
 
-def opened(path: Path, sealing: Sealing = OPEN) -> Caller:
-    return ends(lambda: Caller(Nvme(path / "tier", BUDGET, segment=1 << 20, threads=2, sealing=sealing)))
+def opened(path: Path, encryption: Encryption = OPEN) -> Caller:
+    return ends(lambda: Caller(Nvme(path / "tier", BUDGET, segment=1 << 20, threads=2, encryption=encryption)))
 
 
 def found(caller: Caller) -> dict[BlockKey, int]:
@@ -112,8 +112,8 @@ def good(caller: Caller) -> set[BlockKey]:
     return set(places)
 
 
-def fill(path: Path, sealing: Sealing = OPEN) -> None:
-    caller = opened(path, sealing)
+def fill(path: Path, encryption: Encryption = OPEN) -> None:
+    caller = opened(path, encryption)
     assert NOWHERE not in caller.write(keys(10), WHO)
     assert NOWHERE not in caller.write(keys(5, start=50), OTHER)
     caller.close()
@@ -123,9 +123,9 @@ ALL = {*keys(10), *keys(5, start=50)}
 LATER = keys(5, start=100)
 
 
-def goes_on(path: Path, expected: set[BlockKey], sealing: Sealing = OPEN) -> None:
+def goes_on(path: Path, expected: set[BlockKey], encryption: Encryption = OPEN) -> None:
     """These blocks are there, more can be stored, and all are found again, with the journal and without."""
-    caller = opened(path, sealing)
+    caller = opened(path, encryption)
     assert good(caller) == expected
     places = caller.write(LATER, WHO)
     assert NOWHERE not in places
@@ -134,13 +134,13 @@ def goes_on(path: Path, expected: set[BlockKey], sealing: Sealing = OPEN) -> Non
     for journal in (True, False):
         if not journal:
             (path / "tier" / "journal").unlink()
-        caller = opened(path, sealing)
+        caller = opened(path, encryption)
         assert good(caller) == expected | set(LATER)
         caller.close()
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
+def key_ring(tmp_path: Path) -> Iterator[KeyRing]:
     made = ring_in(tmp_path)
     yield made
     made.close()
@@ -155,15 +155,15 @@ def forge_journal(path: Path, records: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [FREED, HOLDS])
-def test_an_open_journal_in_a_sealed_directory_is_not_believed(tmp_path: Path, ring: Ring, kind: int) -> None:
+def test_an_open_journal_in_a_sealed_directory_is_not_believed(tmp_path: Path, key_ring: KeyRing, kind: int) -> None:
     """It says that all is free, or that other blocks are there."""
-    fill(tmp_path, Sealing(ring))
+    fill(tmp_path, Encryption(key_ring))
     forge_journal(tmp_path, b"".join(entry(kind, i, k, 1000 + i) for i, k in enumerate(keys(10, start=900))))
-    goes_on(tmp_path, ALL, Sealing(ring))
+    goes_on(tmp_path, ALL, Encryption(key_ring))
 
 
-def test_open_records_in_a_sealed_directory_are_not_found(tmp_path: Path, ring: Ring) -> None:
-    caller = opened(tmp_path, Sealing(ring))
+def test_open_records_in_a_sealed_directory_are_not_found(tmp_path: Path, key_ring: KeyRing) -> None:
+    caller = opened(tmp_path, Encryption(key_ring))
     caller.write(keys(10), WHO)
     caller.close()
     sealed = (tmp_path / "tier" / "00000.segment").read_bytes()
@@ -172,7 +172,7 @@ def test_open_records_in_a_sealed_directory_are_not_found(tmp_path: Path, ring: 
     stranger.close()
     (tmp_path / "tier" / "00000.segment").write_bytes(sealed)
     (tmp_path / "tier" / "journal").unlink()
-    goes_on(tmp_path, set(keys(10)), Sealing(ring))
+    goes_on(tmp_path, set(keys(10)), Encryption(key_ring))
 
 
 def forge_sequence(path: Path, slot: int, sequence: int) -> None:
@@ -223,18 +223,18 @@ def test_a_journal_with_a_number_that_nobody_reaches_is_not_believed(tmp_path: P
 @pytest.mark.parametrize("journal", [True, False])
 @pytest.mark.parametrize("seals", [True, False])
 def test_a_cut_that_nobody_reaches_costs_its_segment(
-    tmp_path: Path, ring: Ring, cut: int, journal: bool, seals: bool
+    tmp_path: Path, key_ring: KeyRing, cut: int, journal: bool, seals: bool
 ) -> None:
     """Headers of segments are in the open in a sealed directory too."""
-    sealing = Sealing(ring) if seals else OPEN
-    fill(tmp_path, sealing)
+    encryption = Encryption(key_ring) if seals else OPEN
+    fill(tmp_path, encryption)
     file = tmp_path / "tier" / "00000.segment"
     data = file.read_bytes()
     header = SegmentHeader.parse(data[:ALIGN])
     file.write_bytes(SegmentHeader(header.size, header.slots, cut).pack() + data[ALIGN:])
     if not journal:
         (tmp_path / "tier" / "journal").unlink()
-    goes_on(tmp_path, set(keys(5, start=50)), sealing)
+    goes_on(tmp_path, set(keys(5, start=50)), encryption)
 
 
 @pytest.mark.parametrize("name", ["kvtide.json", "lock"])
@@ -336,13 +336,13 @@ def test_the_numbers_of_segments_are_bounded(tmp_path: Path, number: str) -> Non
 # -- shared storage -------------------------------------------------------------------------------------------
 
 
-def shared(root: Path, sealing: Sealing = OPEN, clock: FakeClock | None = None) -> Caller:
-    return Caller(Shared(Files(root), threads=2, timeout=5.0, sealing=sealing, clock=clock), counts=False)
+def shared(root: Path, encryption: Encryption = OPEN, clock: FakeClock | None = None) -> Caller:
+    return Caller(Shared(Files(root), threads=2, timeout=5.0, encryption=encryption, clock=clock), counts=False)
 
 
 def sought(caller: Caller, names: list[BlockKey]) -> list[bool]:
     """Which blocks are found by asking for them, of which each can be read."""
-    answer: Answer[Entry | None] = Answer(len(names))
+    answer: CallerAnswer[BlobEntry | None] = CallerAnswer(len(names))
     assert isinstance(caller.tier, Shared)
     caller.tier.find([(key, WHO) for key in names], answer)
     there = {key: one.place for key, one in zip(names, answer.wait(), strict=True) if one is not None}
@@ -350,8 +350,8 @@ def sought(caller: Caller, names: list[BlockKey]) -> list[bool]:
     return [key in there for key in names]
 
 
-def blob(root: Path, key: BlockKey, sealing: Sealing = OPEN) -> Path:
-    name = sealing.name(key)
+def blob(root: Path, key: BlockKey, encryption: Encryption = OPEN) -> Path:
+    name = encryption.name(key)
     return root / name[:2] / name
 
 
@@ -374,7 +374,7 @@ def test_what_is_no_file_is_no_blob_and_a_store_takes_its_place(
     assert "hangs" not in repr(reader.tier)
     assert reader.tier.statistics().errors_in_a_row == 0
     assert reader.tier._blobs._direct == writer.tier._blobs._direct  # type: ignore[attr-defined]
-    answer: Answer[bool] = Answer(10)
+    answer: CallerAnswer[bool] = CallerAnswer(10)
     reader.tier.sync(list(zip(names, places, strict=True)), answer)
     assert answer.wait() == [False] * 4 + [True] * 6
     assert reader.write(names[:4], WHO) == places[:4]
@@ -419,7 +419,7 @@ def test_a_folder_of_blobs_that_is_a_link_leads_nowhere(
     assert caller.finds(names, WHO, places) == there
     assert [place != NOWHERE for place in caller.write(names, WHO)] == there
     blobs = Files(root)
-    every = [Sealing().name(key) for key in names]
+    every = [Encryption().name(key) for key in names]
     assert blobs.find(every, 5.0) == there
     assert blobs.sync(every, 5.0) == there
     listed = {name for name, _, _ in blobs.list(5.0) if not name.startswith("dropped.")}
@@ -450,14 +450,14 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("forged", ["an unknown key", "a known key"])
 @pytest.mark.parametrize("asked", ["find", "read"])
 def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
-    tmp_path: Path, ring: Ring, forged: str, asked: str
+    tmp_path: Path, key_ring: KeyRing, forged: str, asked: str
 ) -> None:
     """The ids of keys stand in the open, so he can name one that there is."""
-    root, sealing, names, clock = tmp_path / "root", Sealing(ring), keys(10), FakeClock()
-    caller = shared(root, sealing, clock)
+    root, encryption, names, clock = tmp_path / "root", Encryption(key_ring), keys(10), FakeClock()
+    caller = shared(root, encryption, clock)
     places = caller.write(names, WHO)
     for key in names[:3]:
-        data = bytearray((file := blob(root, key, sealing)).read_bytes())
+        data = bytearray((file := blob(root, key, encryption)).read_bytes())
         data[32:48] = bytes(range(16)) if forged == "an unknown key" else data[32:48]
         data[48:80] = bytes(32)
         data[16:32] = bytes(16)
@@ -471,14 +471,14 @@ def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
     clock.advance(10)
     assert sought(caller, names) == [True] * 10
     caller.close()
-    again = shared(root, sealing)
+    again = shared(root, encryption)
     assert sought(again, names) == [True] * 10
     again.close()
 
 
 def test_what_others_say_was_used_is_read_up_to_a_limit(tmp_path: Path) -> None:
     clock = FakeClock()
-    steward = Steward(Papers(Files(tmp_path), 6.0), 1 << 20, clock)
+    steward = BudgetCoordinator(CoordinationBlobs(Files(tmp_path), 6.0), 1 << 20, clock)
     (tmp_path / "us").mkdir()
     (tmp_path / "us" / "used.me.0000000001").touch()
     sparse(tmp_path / "us" / "used.me.0000000001")
@@ -509,10 +509,10 @@ def test_a_paper_that_nobody_can_have_written_is_not_read(tmp_path: Path, name: 
     clock, blobs = FakeClock(), Files(tmp_path)
     (tmp_path / name[:2]).mkdir()
     (tmp_path / name[:2] / name).touch()
-    papers = Papers(blobs, 6.0)
-    steward = Steward(papers, 1 << 20, clock)
+    coordination = CoordinationBlobs(blobs, 6.0)
+    steward = BudgetCoordinator(coordination, 1 << 20, clock)
     steward.step()
-    papers.say("ask", 1, "me", 1, 1000)
+    coordination.say("ask", 1, "me", 1, 1000)
     steward.step()
-    assert [(paper.who, paper.nbytes) for paper in papers.find("grant")] == [("me", 1000)]
+    assert [(paper.who, paper.nbytes) for paper in coordination.find("grant")] == [("me", 1000)]
     assert steward.statistics().term == 1

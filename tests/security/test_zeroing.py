@@ -21,16 +21,16 @@ from kvtide import config
 from kvtide.block import Layout
 from kvtide.errors import UnknownTenantError
 from kvtide.index.keys import Model, Tenant
-from kvtide.node.client import Client
-from kvtide.security.acts import destroy
-from kvtide.security.keyfile import KeyFile
-from kvtide.session import Home
+from kvtide.node.client.client import Client
+from kvtide.security.key_admin import destroy
+from kvtide.security.key_file import KeyFile
+from kvtide.store.session import SessionHost
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers import zeroing
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.zeroing import zero
+from kvtide.tiers.dram import zeroing
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.dram.zeroing import zero
 from tests.node.serving import Thread, eventually
 from tests.test_interrupts import Interrupted, Points
 
@@ -55,13 +55,15 @@ def tokens(value: int, count: int, model: Model = SMALL) -> list[int]:
     return [value] * (count * model.layout.block_tokens)
 
 
-def put(home: Home, tenant: Tenant, value: int, count: int, model: Model = SMALL, ttl: float | None = None) -> None:
+def put(
+    home: SessionHost, tenant: Tenant, value: int, count: int, model: Model = SMALL, ttl: float | None = None
+) -> None:
     block = np.full(model.layout.geometry["full"].nbytes, value, np.uint8)
     with home.session(model, tenant) as session:
         session.store(tokens(value, count, model), [block] * count, ttl=ttl)
 
 
-def has(home: Home, tenant: Tenant, value: int, count: int, model: Model = SMALL) -> int:
+def has(home: SessionHost, tenant: Tenant, value: int, count: int, model: Model = SMALL) -> int:
     """Blocks that can be had, all of whose bytes are right."""
     with home.session(model, tenant) as session, session.match(tokens(value, count, model)) as match:
         loaded = session.load(match).wait()
@@ -212,7 +214,7 @@ def test_the_end_of_a_slot_behind_a_shorter_block() -> None:
         assert has(home, BOB, 2, 6, LONG) == 6
 
 
-def sealing(folder: Path) -> dict[str, Any]:
+def encryption(folder: Path) -> dict[str, Any]:
     (folder / "kek").touch(0o600)
     (folder / "kek").write_bytes(WRAPPING)
     return {
@@ -222,7 +224,7 @@ def sealing(folder: Path) -> dict[str, Any]:
 
 
 def test_memory_in_which_blocks_were_packed_and_sealed_goes_too(tmp_path: Path) -> None:
-    with opened(**sealing(tmp_path)) as home:
+    with opened(**encryption(tmp_path)) as home:
         put(home, ANN, 1, 8)
         put(home, BOB, 2, 8)
         assert home.flush(60)
@@ -251,12 +253,12 @@ def test_headers_with_token_ids_go_too(tmp_path: Path) -> None:
 
 
 def test_a_process_that_hears_of_it_later_zeroes_too(tmp_path: Path) -> None:
-    with opened(**sealing(tmp_path)) as home:
+    with opened(**encryption(tmp_path)) as home:
         put(home, ANN, 1, 4)
         put(home, BOB, 2, 4)
         destroy(KeyFile(tmp_path / "keys.json"), ANN.tag)
-        assert home.ring is not None
-        home.ring.tend()
+        assert home.key_ring is not None
+        home.key_ring.tend()
         eventually(lambda: left(home, 1) == 0)
         assert has(home, BOB, 2, 4) == 4
 

@@ -13,11 +13,11 @@ import openai
 import uvicorn
 
 import kvtide
-from kvtide.engines.loading import Loaded, load
 from kvtide.engines.transformers import attach
+from kvtide.engines.transformers.loading import LoadedModel, load
 from kvtide.serve.app import Service
 from kvtide.serve.connections import Limits, configuration
-from kvtide.serve.generation import Answered, Ask, Engine
+from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.run import listen
 from tests.node.serving import eventually
 
@@ -33,11 +33,11 @@ LIMITS = Limits()
 
 
 @functools.cache
-def smollm2() -> Loaded:
+def smollm2() -> LoadedModel:
     return load(NAME, "float32")
 
 
-class Recorded(Engine):
+class Recorded(GenerationEngine):
     """Remembers what it answered, and fails when it is told to."""
 
     def __init__(self, *args: Any) -> None:

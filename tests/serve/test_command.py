@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtide import cli
-from kvtide.engines.loading import load
+from kvtide.engines.transformers.loading import load
 from kvtide.errors import ConfigError
 from kvtide.serve.run import listen
 from tests.engines.models import tiny

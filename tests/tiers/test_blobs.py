@@ -8,10 +8,10 @@ import pytest
 
 from kvtide.testing.blobs import BlobsContract
 from kvtide.testing.servers import S3Server, ValkeyServer
-from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.files import Files
-from kvtide.tiers.objects import Objects
-from kvtide.tiers.valkey import Valkey
+from kvtide.tiers.shared.blobs import Blobs
+from kvtide.tiers.shared.files import Files
+from kvtide.tiers.shared.objects import Objects
+from kvtide.tiers.shared.valkey import Valkey
 
 
 class TestFiles(BlobsContract):

@@ -22,10 +22,10 @@ from kvtide.errors import ConfigError, TierError
 from kvtide.testing.blobs import TIME, cut, names, value
 from kvtide.testing.blocks import aligned
 from kvtide.testing.servers import S3Server, Server, ValkeyServer
-from kvtide.tiers.blobs import Blobs
-from kvtide.tiers.objects import Objects
-from kvtide.tiers.resp import Connection, command
-from kvtide.tiers.valkey import Valkey
+from kvtide.tiers.shared.blobs import Blobs
+from kvtide.tiers.shared.objects import Objects
+from kvtide.tiers.shared.resp import ValkeyConnection, command
+from kvtide.tiers.shared.valkey import Valkey
 
 SHORT = 0.5
 """Seconds for a call that is to run out of them."""
@@ -128,8 +128,8 @@ def test_a_server_that_dies_under_traffic(tmp_path: Path) -> None:
                 room = [aligned(300_000) for _ in mine]
                 with suppress(OSError):
                     blobs.write([(name, [value(name, 300_000)]) for name in mine], TIME)
-                    wishes = [(name, [span]) for name, span in zip(mine, room, strict=True)]
-                    for name, span, count in zip(mine, room, blobs.read(wishes, TIME), strict=True):
+                    options = [(name, [span]) for name, span in zip(mine, room, strict=True)]
+                    for name, span, count in zip(mine, room, blobs.read(options, TIME), strict=True):
                         assert count in (-1, 300_000)
                         assert count == -1 or span == value(name, 300_000)
                     rounds += 1
@@ -211,7 +211,7 @@ def test_closing_ends_what_is_under_way(s3: S3Server) -> None:
 def say(server: ValkeyServer, *words: bytes) -> object:
     """What a server replies to a command."""
     end = time.monotonic() + TIME
-    with closing(Connection(("127.0.0.1", server.port), None, end)) as connection:
+    with closing(ValkeyConnection(("127.0.0.1", server.port), None, end)) as connection:
         connection.send(command(*words), end)
         return connection.reply(end)
 
@@ -328,7 +328,7 @@ def test_what_does_not_speak_the_protocol() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         for _ in replies:
-            connection = Connection(listener.getsockname(), None, time.monotonic() + TIME)
+            connection = ValkeyConnection(listener.getsockname(), None, time.monotonic() + TIME)
             connection.send(command(b"PING"), time.monotonic() + TIME)
             with pytest.raises(OSError, match="does not speak the protocol"):
                 connection.reply(time.monotonic() + TIME)

@@ -14,9 +14,9 @@ from kvtide.block import ALIGN, BlockKey, Geometry, padded
 from kvtide.errors import ConfigError
 from kvtide.testing.blocks import aligned, content, fill, floats, holds, keys
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers import codec
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.record import Header, Rejected, verify
+from kvtide.tiers.format import codec
+from kvtide.tiers.format.record import Header, Rejected, verify
+from kvtide.tiers.nvme.tier import Nvme
 
 ZSTD = codec.Zstd()
 HEADER = 2 * ALIGN

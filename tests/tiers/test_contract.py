@@ -11,18 +11,18 @@ import pytest
 from kvtide.testing.any_tier import AnyTierContract
 from kvtide.testing.blocks import Bytes, floats
 from kvtide.testing.keys import ring_in
+from kvtide.testing.noop import Noop
 from kvtide.testing.servers import S3Server, ValkeyServer
 from kvtide.testing.tier import TierContract
 from kvtide.tiers.base import Tier
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.files import Files
-from kvtide.tiers.noop import Noop
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.objects import Objects
-from kvtide.tiers.sealing import Sealing
-from kvtide.tiers.shared import Permit, Shared
-from kvtide.tiers.steward import StewardStatistics
-from kvtide.tiers.valkey import Valkey
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.format.encryption import Encryption
+from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
+from kvtide.tiers.shared.files import Files
+from kvtide.tiers.shared.objects import Objects
+from kvtide.tiers.shared.tier import Permit, Shared
+from kvtide.tiers.shared.valkey import Valkey
 
 
 class TestNoop(TierContract):
@@ -105,8 +105,8 @@ class Limit:
 
     def used(self, names: Sequence[str]) -> None: ...
 
-    def told(self) -> StewardStatistics:
-        return StewardStatistics()
+    def told(self) -> BudgetCoordinatorStatistics:
+        return BudgetCoordinatorStatistics()
 
 
 class TestFiles(AnyTierContract):
@@ -141,7 +141,7 @@ class TestFilesSealed(AnyTierContract):
     counts = False
 
     def make(self, where: Path, budget: int) -> Tier:
-        return Shared(Files(where), sealing=Sealing(ring_in(where.parent)), credit=Limit(budget))
+        return Shared(Files(where), encryption=Encryption(ring_in(where.parent)), credit=Limit(budget))
 
 
 class TestS3(TestFiles):
@@ -166,15 +166,15 @@ class TestNvmeSealed(TierContract):
     persistent = True
 
     def make(self, where: Path, budget: int) -> Tier:
-        return Nvme(where, budget, segment=512 << 10, sealing=Sealing(ring_in(where.parent)))
+        return Nvme(where, budget, segment=512 << 10, encryption=Encryption(ring_in(where.parent)))
 
 
 class TestNvmeSealedAndCompressed(TierContract):
     persistent = True
 
     def make(self, where: Path, budget: int) -> Tier:
-        sealing = Sealing(ring_in(where.parent))
-        return Nvme(where, budget, segment=512 << 10, compression="zstd", sealing=sealing)
+        encryption = Encryption(ring_in(where.parent))
+        return Nvme(where, budget, segment=512 << 10, compression="zstd", encryption=encryption)
 
     def content(self, key: bytes, nbytes: int) -> Bytes:
         return floats(key, nbytes)

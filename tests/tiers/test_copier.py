@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvtide.tiers import copier as copier_module
-from kvtide.tiers.copier import Bytes, Copier
+from kvtide.tiers.dram import copy as copier_module
+from kvtide.tiers.dram.copy import Bytes, Copier
 
 
 def pair(seed: int, *shape: int) -> tuple[Bytes, Bytes]:

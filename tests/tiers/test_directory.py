@@ -17,10 +17,10 @@ from kvtide.block import ALIGN
 from kvtide.errors import ConfigError, TierError, TierLockedError, TierVersionError
 from kvtide.testing.blocks import keys
 from kvtide.testing.tier import GEOMETRIES, Caller, shaped
-from kvtide.tiers.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.record import Header, Rejected
+from kvtide.tiers.format.record import Header, Rejected
+from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
+from kvtide.tiers.nvme.tier import Nvme
 
 BUDGET = 4 << 20
 WHO = GEOMETRIES["padded sections"]
@@ -65,7 +65,7 @@ def test_opened_twice_in_one_process(path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.nvme.tier import Nvme
 tier = Nvme(Path(sys.argv[1]), int(sys.argv[2]), segment=512 << 10)
 print("open", flush=True)
 sys.stdin.read()

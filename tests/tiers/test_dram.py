@@ -23,10 +23,10 @@ import pytest
 from kvtide.testing.blocks import content, fill, holds, keys
 from kvtide.testing.interface import until
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers import memory
 from kvtide.tiers.base import NOWHERE, Identity
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.memory import Memory
+from kvtide.tiers.dram import memory
+from kvtide.tiers.dram.memory import Memory
+from kvtide.tiers.dram.tier import Dram
 
 MIB = 1 << 20
 SMALL, LARGE = shaped(4, 16 << 10), shaped(5, 100 << 10)

@@ -16,9 +16,9 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
 from kvtide.tiers.disk import AnyPath, Disk
-from kvtide.tiers.files import Files
-from kvtide.tiers.shared import Permit, Shared
-from kvtide.tiers.steward import StewardStatistics
+from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
+from kvtide.tiers.shared.files import Files
+from kvtide.tiers.shared.tier import Permit, Shared
 
 
 class Until:
@@ -38,8 +38,8 @@ class Until:
 
     def used(self, names: Sequence[str]) -> None: ...
 
-    def told(self) -> StewardStatistics:
-        return StewardStatistics()
+    def told(self) -> BudgetCoordinatorStatistics:
+        return BudgetCoordinatorStatistics()
 
 
 class Crowded(Disk):
@@ -140,7 +140,7 @@ def test_what_is_cached_is_sent_when_its_file_is_closed(tmp_path: Path, direct: 
 
 def test_waiting_for_a_turn_is_not_time_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    monkeypatch.setattr("kvtide.tiers.files.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("kvtide.tiers.shared.files.time.monotonic", clock.monotonic)
 
     @contextmanager
     def turn() -> Iterator[None]:

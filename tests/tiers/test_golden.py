@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvtide.block import BlockKey
-from kvtide.security.keyfile import KeyFile
-from kvtide.security.ring import Ring
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import KeyRing
 from kvtide.security.wrapping import LocalWrapper
 from kvtide.testing.blocks import content, floats, keys
 from kvtide.testing.keys import WRAPPING
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.sealing import Sealing
+from kvtide.tiers.format.encryption import Encryption
+from kvtide.tiers.nvme.tier import Nvme
 
 GOLDEN = Path(__file__).with_name("golden")
 TINY = shaped(2, 8200)
@@ -24,8 +24,8 @@ MANY = keys(2)
 
 def opened(path: Path, compression: str, sealed: bool) -> Caller:
     """A tier in ``path``, sealed with the golden keys, or in the open."""
-    ring = Ring(KeyFile(path.parent / "keys.json"), LocalWrapper(WRAPPING)) if sealed else None
-    tier = Nvme(path, 16 << 20, segment=64 << 10, threads=1, compression=compression, sealing=Sealing(ring))
+    key_ring = KeyRing(KeyFile(path.parent / "keys.json"), LocalWrapper(WRAPPING)) if sealed else None
+    tier = Nvme(path, 16 << 20, segment=64 << 10, threads=1, compression=compression, encryption=Encryption(key_ring))
     return Caller(tier, floats if compression == "zstd" else content)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvtide.clock import SystemClock
-from kvtide.testing.caller import Answer
+from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.interface import until
-from kvtide.tiers.jobs import Batch, Jobs, Trickle
+from kvtide.tiers.shared.jobs import Batch, Jobs, Trickle
 
 TIMEOUT = 0.2
 
@@ -41,13 +41,13 @@ def jobs(refused: list[tuple[str, int]]) -> Iterator[Jobs[int]]:
 
 
 def test_items_keep_their_order(jobs: Jobs[int]) -> None:
-    answer = Answer[int](50)
+    answer = CallerAnswer[int](50)
     jobs.submit(Batch("read", range(50), lambda items, _: [2 * n for n in items], -1, answer))
     assert answer.wait() == [2 * n for n in range(50)]
 
 
 def test_a_job_that_hangs_and_uses_no_memory_fails(jobs: Jobs[int], refused: list[tuple[str, int]]) -> None:
-    hanging, answer = Hanging(), Answer[bool](1)
+    hanging, answer = Hanging(), CallerAnswer[bool](1)
     jobs.submit(Batch("find", [1], hanging, False, answer))
     assert answer.wait() == [False]
     assert refused == [("find", 1)]
@@ -55,7 +55,7 @@ def test_a_job_that_hangs_and_uses_no_memory_fails(jobs: Jobs[int], refused: lis
 
 
 def test_a_job_that_hangs_with_memory_is_late_and_answered_when_it_ends(jobs: Jobs[int]) -> None:
-    hanging, answer = Hanging(), Answer[bool](1)
+    hanging, answer = Hanging(), CallerAnswer[bool](1)
     late: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
     jobs.submit(Batch("read", [7], hanging, False, answer, late.put))
     assert late.get(timeout=30) == [7]
@@ -67,7 +67,7 @@ def test_a_job_that_hangs_with_memory_is_late_and_answered_when_it_ends(jobs: Jo
 
 def test_when_one_of_a_batch_hangs_all_of_it_is_late(jobs: Jobs[int]) -> None:
     """They are answered together: whoever waits for another of them would wait as long."""
-    go, answer = threading.Event(), Answer[bool](2)
+    go, answer = threading.Event(), CallerAnswer[bool](2)
     late: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
 
     def run(items: Sequence[int], worker: int) -> list[bool]:
@@ -81,7 +81,7 @@ def test_when_one_of_a_batch_hangs_all_of_it_is_late(jobs: Jobs[int]) -> None:
 
 
 def test_while_one_is_late_everything_else_fails_at_once(jobs: Jobs[int]) -> None:
-    hanging, first, second, third = Hanging(), Answer[bool](1), Answer[bool](8), Answer[bool](1)
+    hanging, first, second, third = Hanging(), CallerAnswer[bool](1), CallerAnswer[bool](8), CallerAnswer[bool](1)
     told = threading.Event()
     jobs.submit(Batch("read", [1], hanging, False, first, lambda _: told.set()))
     jobs.submit(Batch("read", range(8), hanging, False, second, lambda _: None))  # some of them are never begun
@@ -92,13 +92,13 @@ def test_while_one_is_late_everything_else_fails_at_once(jobs: Jobs[int]) -> Non
     assert first.wait() == [True]
     assert len(second.wait()) == 8
     until(lambda: not jobs.hangs)
-    again = Answer[bool](1)
+    again = CallerAnswer[bool](1)
     jobs.submit(Batch("read", [1], hanging, False, again, lambda _: None))
     assert again.wait() == [True]
 
 
 def test_closing_does_not_wait_for_what_hangs_nor_answer_it_later() -> None:
-    hanging, answer = Hanging(), Answer[bool](1)
+    hanging, answer = Hanging(), CallerAnswer[bool](1)
     jobs = Jobs("test", [1], TIMEOUT, lambda verb, count: None, SystemClock())
     jobs.submit(Batch("write", [1], hanging, False, answer, lambda _: None))
     assert hanging.begun.acquire(timeout=30)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtide.testing.blocks import keys
 from kvtide.testing.faults import FaultyDisk
 from kvtide.tiers.disk import AnyPath, Disk
-from kvtide.tiers.journal import (
+from kvtide.tiers.nvme.journal import (
     FREED,
     HOLDS,
     PER_SLOT,

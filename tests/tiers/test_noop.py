@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtide.testing.blocks import aligned, keys
+from kvtide.testing.noop import Noop
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import Read
-from kvtide.tiers.noop import Noop
 
 
 def test_it_moves_no_bytes_and_answers_before_the_call_returns() -> None:

@@ -25,13 +25,13 @@ from kvtide.errors import TierError
 from kvtide.testing.blocks import aligned, keys
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
-from kvtide.testing.tier import Answer, Caller, shaped
+from kvtide.testing.tier import Caller, CallerAnswer, shaped
 from kvtide.tiers.base import NOWHERE, Identity
-from kvtide.tiers.directory import Directory
 from kvtide.tiers.disk import AnyPath, Disk
-from kvtide.tiers.journal import HOLDS, RECORD
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.record import MAGIC
+from kvtide.tiers.format.record import MAGIC
+from kvtide.tiers.nvme.directory import Directory
+from kvtide.tiers.nvme.journal import HOLDS, RECORD
+from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.segments import segment_of, slot_of
 
 BUDGET = 4 << 20
@@ -978,7 +978,7 @@ def test_an_answer_does_not_wait_for_other_batches(path: Path) -> None:
     with disk.gate("write", "*.segment") as gate:
         slow = caller.start_write([caller.block(k, SMALL) for k in keys(1, start=10)])
         assert gate.wait_for(1)
-        queued: list[Answer[int]] = []
+        queued: list[CallerAnswer[int]] = []
         assert caller.finds(keys(1), SMALL, [place]) == [True]
         queued += [caller.start_write([caller.block(k, SMALL)]) for k in keys(20, start=20)]
         caller.tier.evict(keys(1)[0], place)
@@ -1017,19 +1017,19 @@ def test_what_is_shredded_is_not_what_another_has_just_written(tmp_path: Path) -
     old, new = keys(2)
     (place,) = caller.write([old], SMALL)
     tier.evict(old, place)
-    shelves = tier._shelves
-    size = shelves.find([place])[0][2] or shelves.segments[segment_of(place)].size
-    assert list(shelves.take(size, [1], None)) == [place]
-    ((fd, offset, _),) = shelves.begin([new], [place])
+    volume = tier._volume
+    size = volume.find([place])[0][2] or volume.segments[segment_of(place)].size
+    assert list(volume.take(size, [1], None)) == [place]
+    ((fd, offset, _),) = volume.begin([new], [place])
     payload = aligned(ALIGN)
     payload[:] = b"new!" * (ALIGN // 4)
-    shelves.write(fd, [payload], offset + ALIGN)
+    volume.write(fd, [payload], offset + ALIGN)
     assert tier.shred(lambda page: bytes(page[:8]) == MAGIC) == ([], [])
     found = aligned(2 * ALIGN)
-    assert shelves.read(fd, [found], offset) == 2 * ALIGN
+    assert volume.read(fd, [found], offset) == 2 * ALIGN
     assert bytes(found[:ALIGN]) == bytes(ALIGN), "the old one is named no more"
     assert found[ALIGN:] == payload
-    shelves.failed(place)
+    volume.failed(place)
     (place,) = caller.write([old], SMALL)
     assert tier.shred(lambda page: bytes(page[:8]) == MAGIC) == ([place], [])
     caller.close()

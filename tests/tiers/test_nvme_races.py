@@ -14,7 +14,7 @@ from kvtide.testing.blocks import keys
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.nvme.tier import Nvme
 
 WHO = shaped(1, 60 << 10)
 OTHER = shaped(1, 100 << 10)

@@ -14,7 +14,7 @@ from kvtide.block import ALIGN, Span
 from kvtide.testing.blocks import keys
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.nvme.tier import Nvme
 
 FOUR = shaped(4, 4100)
 COUNT = 12
@@ -128,14 +128,14 @@ WISHES = st.lists(
 
 
 @settings(deadline=None)
-@given(wishes=WISHES, gone=st.sets(st.integers(0, COUNT - 1)))
+@given(options=WISHES, gone=st.sets(st.integers(0, COUNT - 1)))
 def test_any_batch_is_answered_block_by_block(
-    tmp_path_factory: pytest.TempPathFactory, wishes: list[tuple[int, range | None]], gone: set[int]
+    tmp_path_factory: pytest.TempPathFactory, options: list[tuple[int, range | None]], gone: set[int]
 ) -> None:
     """In any order, with repetitions, whole or in part, with holes."""
     caller = Caller(Nvme(tmp_path_factory.mktemp("tier"), 4 << 20, segment=1 << 20, threads=1))
     places = caller.write(keys(COUNT), FOUR)
     caller.evict([keys(COUNT)[i] for i in gone], [places[i] for i in gone])
-    batch = [caller.wish(keys(COUNT)[i], FOUR, places[i], sections) for i, sections in wishes]
-    assert caller.read(batch) == [i not in gone for i, _ in wishes]
+    batch = [caller.wish(keys(COUNT)[i], FOUR, places[i], sections) for i, sections in options]
+    assert caller.read(batch) == [i not in gone for i, _ in options]
     caller.close()

@@ -13,7 +13,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, padded
 from kvtide.testing.blocks import content, keys
-from kvtide.tiers.record import (
+from kvtide.tiers.format.record import (
     MAGIC,
     SECTION,
     VERSION,

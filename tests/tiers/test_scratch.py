@@ -12,10 +12,10 @@ import pytest
 import kvtide
 from kvtide.block import Layout
 from kvtide.index.keys import Model
-from kvtide.tiers import codec
-from kvtide.tiers.parcel import Packer
-from kvtide.tiers.scratch import Pool, Scratch, Workspace
-from kvtide.tiers.sealing import OPEN
+from kvtide.tiers.format import codec
+from kvtide.tiers.format.encryption import OPEN
+from kvtide.tiers.format.packer import Packer
+from kvtide.tiers.format.scratch import Pool, Scratch, Workspace
 
 MIB = 1 << 20
 

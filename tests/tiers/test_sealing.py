@@ -21,18 +21,18 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Layout, Span
 from kvtide.index.keys import DEFAULT_TENANT, Tenant
-from kvtide.security.acts import destroy
-from kvtide.security.keyfile import KeyFile
-from kvtide.security.ring import Ring
+from kvtide.security.key_admin import destroy
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import KeyRing
 from kvtide.testing.blocks import aligned, content, fill, floats, holds, identity, keys
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import Identity, Read, Write
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.parcel import Packer
-from kvtide.tiers.record import Rejected
-from kvtide.tiers.sealing import OPEN, Seal, Sealing
+from kvtide.tiers.format.encryption import OPEN, Encryption, RecordCipher
+from kvtide.tiers.format.packer import Packer
+from kvtide.tiers.format.record import Rejected
+from kvtide.tiers.nvme.tier import Nvme
 
 FOUR = shaped(4, 5000)
 EVEN = shaped(4, 8192)
@@ -40,9 +40,9 @@ EVEN = shaped(4, 8192)
 BUDGET = 4 << 20
 
 
-def opened(path: Path, ring: Ring | None, *, seals: bool = True, accept_open: bool = False) -> Caller:
-    sealing = Sealing(ring, seals=seals, accept_open=accept_open)
-    return Caller(Nvme(path / "tier", BUDGET, segment=1 << 20, threads=2, sealing=sealing))
+def opened(path: Path, key_ring: KeyRing | None, *, seals: bool = True, accept_open: bool = False) -> Caller:
+    encryption = Encryption(key_ring, seals=seals, accept_open=accept_open)
+    return Caller(Nvme(path / "tier", BUDGET, segment=1 << 20, threads=2, encryption=encryption))
 
 
 def found(caller: Caller) -> dict[BlockKey, int]:
@@ -63,14 +63,16 @@ def on_disk(path: Path) -> bytes:
 class Record:
     """A record in memory, made by one packer and read by another."""
 
-    def __init__(self, ring: Ring, who: Identity, compression: str = "raw", tokens: bytes = b"") -> None:
-        self.ring, self.who = ring, who
+    def __init__(self, key_ring: KeyRing, who: Identity, compression: str = "raw", tokens: bytes = b"") -> None:
+        self.key_ring, self.who = key_ring, who
         (self.key,) = keys(1)
         make = floats if compression == "zstd" else content
         self.data = make(self.key, who.geometry.nbytes)
         span = aligned(who.geometry.footprint)
         fill(span, who.geometry, self.data)
-        packed = Packer(compression, Sealing(ring)).pack(Write(self.key, who, span, bytes(32), 0, 1, tokens=tokens))
+        packed = Packer(compression, Encryption(key_ring)).pack(
+            Write(self.key, who, span, bytes(32), 0, 1, tokens=tokens)
+        )
         page = aligned(packed.header)
         packed.name(page, 7, 1.0)
         self.header = packed.header
@@ -79,7 +81,7 @@ class Record:
         self.meant = [*range(self.header), *(i for offset, size in cuts for i in range(offset, offset + size))]
         """All its bytes but padding."""
 
-    def read(self, sections: range | None = None, sealing: Sealing | None = None, changed: bytes = b"") -> bool:
+    def read(self, sections: range | None = None, encryption: Encryption | None = None, changed: bytes = b"") -> bool:
         """Whether it is read; what is must be right. ``changed``: what it is after its start was read."""
         geometry = self.who.geometry
         span = aligned((geometry.sections if sections is None else len(sections)) * geometry.stride)
@@ -94,7 +96,7 @@ class Record:
                 got += size
             return got
 
-        room, packer = len(self.bytes), Packer("raw", sealing or Sealing(self.ring))
+        room, packer = len(self.bytes), Packer("raw", encryption or Encryption(self.key_ring))
         number = 0 if sections is None and room == ALIGN + geometry.footprint else None
         if number is None:
             into: Sequence[Span] = [span[: max(0, room - ALIGN) if sections is None else 0]]
@@ -107,7 +109,7 @@ class Record:
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+def key_ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyRing]:
     made = ring_in(tmp_path_factory.mktemp("keys"))
     yield made
     made.close()
@@ -117,9 +119,9 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 @pytest.mark.parametrize("tokens", [b"", b"token ids!!!" * 500])
 def test_a_record_and_each_of_its_sections_can_be_read(
-    ring: Ring, who: Identity, compression: str, tokens: bytes
+    key_ring: KeyRing, who: Identity, compression: str, tokens: bytes
 ) -> None:
-    record = Record(ring, who, compression, tokens)
+    record = Record(key_ring, who, compression, tokens)
     assert record.read()
     for first in range(4):
         for last in range(first + 1, 5):
@@ -128,9 +130,9 @@ def test_a_record_and_each_of_its_sections_can_be_read(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_no_change_of_a_record_passes(ring: Ring, data: st.DataObject) -> None:
+def test_no_change_of_a_record_passes(key_ring: KeyRing, data: st.DataObject) -> None:
     """Whatever byte of it is changed; with a checksum that is right again too."""
-    record = Record(ring, data.draw(st.sampled_from([FOUR, EVEN])), data.draw(st.sampled_from(["raw", "zstd"])))
+    record = Record(key_ring, data.draw(st.sampled_from([FOUR, EVEN])), data.draw(st.sampled_from(["raw", "zstd"])))
     at = data.draw(st.sampled_from(record.meant))
     record.bytes[at] ^= data.draw(st.integers(1, 255))
     if at < record.header and at not in range(16, 32) and data.draw(st.booleans()):
@@ -140,27 +142,27 @@ def test_no_change_of_a_record_passes(ring: Ring, data: st.DataObject) -> None:
         record.read()
 
 
-def test_a_record_that_changes_while_it_is_read_is_looked_at_again(ring: Ring) -> None:
+def test_a_record_that_changes_while_it_is_read_is_looked_at_again(key_ring: KeyRing) -> None:
     """A storage may give another answer when the rest of a long header is fetched: one in the open, say."""
     tokens = b"token ids!!!" * 500
-    record, again = Record(ring, FOUR, tokens=tokens), Record(ring, FOUR, tokens=tokens)
+    record, again = Record(key_ring, FOUR, tokens=tokens), Record(key_ring, FOUR, tokens=tokens)
     span = aligned(FOUR.geometry.footprint)
     fill(span, FOUR.geometry, record.data)
     packed = Packer("raw", OPEN).pack(Write(record.key, FOUR, span, bytes(32), 0, 1, tokens=tokens))
     page = aligned(packed.header)
     packed.name(page, 7, 1.0)
     forged = bytes(page) + bytes(packed.payload)
-    assert record.read(sealing=Sealing(ring, accept_open=True), changed=forged)
+    assert record.read(encryption=Encryption(key_ring, accept_open=True), changed=forged)
     with pytest.raises(Rejected, match="not sealed"):
         again.read(changed=forged)
 
 
 @pytest.mark.parametrize("who", [FOUR, EVEN])
-def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring, who: Identity) -> None:
-    record, again = Record(ring, who), Record(ring, who)
+def test_sections_cannot_change_places_nor_come_from_another_time(key_ring: KeyRing, who: Identity) -> None:
+    record, again = Record(key_ring, who), Record(key_ring, who)
     assert record.bytes[record.header :] != again.bytes[record.header :]  # the same block, sealed twice
     stride, first = who.geometry.stride, record.header
-    swapped = Record(ring, who)
+    swapped = Record(key_ring, who)
     swapped.bytes[first : first + stride], swapped.bytes[first + stride : first + 2 * stride] = (
         swapped.bytes[first + stride : first + 2 * stride],
         swapped.bytes[first : first + stride],
@@ -171,10 +173,10 @@ def test_sections_cannot_change_places_nor_come_from_another_time(ring: Ring, wh
             forged.read()
 
 
-def test_a_second_implementation_opens_a_record_with_the_tenants_key_and_aes_256_gcm(ring: Ring) -> None:
+def test_a_second_implementation_opens_a_record_with_the_tenants_key_and_aes_256_gcm(key_ring: KeyRing) -> None:
     """From the description of the format alone: so it says what is done, and nothing weaker is."""
-    record = Record(ring, FOUR)
-    head, own = bytes(record.bytes[: record.header]), ring.of(FOUR.tenant)
+    record = Record(key_ring, FOUR)
+    head, own = bytes(record.bytes[: record.header]), key_ring.of(FOUR.tenant)
     assert (own.id, len(own.secret)) == (head[32:48], 32)
 
     def cipher(info: bytes) -> AESGCM:
@@ -188,17 +190,17 @@ def test_a_second_implementation_opens_a_record_with_the_tenants_key_and_aes_256
         offset, stored, _, tag = struct.unpack_from("<QII16s", body, 320 - 96 + 32 * i)
         found += sections.decrypt(i.to_bytes(12, "little"), bytes(record.bytes[offset : offset + stored]) + tag, None)
     assert found == record.data.tobytes()
-    own = ring.of(bytes(range(16)))
+    own = key_ring.of(bytes(range(16)))
     with pytest.raises(InvalidTag):
         cipher(b"kvtide 1 header").decrypt(b"\xff" * 12, head[96:] + head[80:96], head[:16] + head[32:80])
 
 
-def test_without_the_key_a_record_is_a_miss_with_a_reason(ring: Ring, tmp_path: Path) -> None:
-    record = Record(ring, FOUR)
+def test_without_the_key_a_record_is_a_miss_with_a_reason(key_ring: KeyRing, tmp_path: Path) -> None:
+    record = Record(key_ring, FOUR)
     with pytest.raises(Rejected, match="its key is not here"):
-        record.read(sealing=OPEN)
+        record.read(encryption=OPEN)
     with pytest.raises(Rejected, match="its key is not known here"):
-        record.read(sealing=Sealing(ring_in(tmp_path)))
+        record.read(encryption=Encryption(ring_in(tmp_path)))
 
 
 # -- a directory ----------------------------------------------------------------------------------------------
@@ -288,8 +290,8 @@ def test_encryption_can_be_turned_on_and_off_over_the_same_directory(tmp_path: P
 
 def test_a_block_of_more_sections_than_one_call_reads_into_is_read(tmp_path: Path) -> None:
     wide, many = shaped(1100, ALIGN), shaped(64, ALIGN)
-    sealing = Sealing(ring_in(tmp_path))
-    caller = Caller(Nvme(tmp_path / "tier", 64 << 20, segment=16 << 20, threads=2, sealing=sealing))
+    encryption = Encryption(ring_in(tmp_path))
+    caller = Caller(Nvme(tmp_path / "tier", 64 << 20, segment=16 << 20, threads=2, encryption=encryption))
     for who, count in ((wide, 2), (many, 80)):
         places = caller.write(keys(count), who)
         assert all(caller.finds(keys(count), who, places))
@@ -301,13 +303,13 @@ def test_a_block_of_more_sections_than_one_call_reads_into_is_read(tmp_path: Pat
 @pytest.mark.parametrize("known", [True, False])
 def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path, known: bool) -> None:
     """Few threads open records with short sections at a time: none of them asks a key service meanwhile, nor again."""
-    ring, asked, fetched = ring_in(tmp_path), threading.Semaphore(0), threading.Event()
+    key_ring, asked, fetched = ring_in(tmp_path), threading.Semaphore(0), threading.Event()
     other = replace(EVEN, tenant=bytes(range(16)))
-    slow, fast = Record(ring, other), Record(ring, EVEN)
+    slow, fast = Record(key_ring, other), Record(key_ring, EVEN)
 
-    class Slow(Sealing):
-        def old(self, number: bytes, salt: bytes) -> Seal:
-            if number == ring.of(other.tenant).id:
+    class Slow(Encryption):
+        def old(self, number: bytes, salt: bytes) -> RecordCipher:
+            if number == key_ring.of(other.tenant).id:
                 asked.release()
                 fetched.wait()
                 if not known:
@@ -316,7 +318,7 @@ def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path, known: bo
 
     def wait() -> None:
         with nullcontext() if known else pytest.raises(Rejected, match="its key"):
-            assert slow.read(sealing=Slow(ring))
+            assert slow.read(encryption=Slow(key_ring))
 
     waiting = [threading.Thread(target=wait) for _ in range(4)]
     for thread in waiting:
@@ -324,12 +326,12 @@ def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path, known: bo
     for _ in waiting:
         asked.acquire()
     for _ in range(4):
-        assert fast.read(sealing=Slow(ring))
+        assert fast.read(encryption=Slow(key_ring))
     fetched.set()
     for thread in waiting:
         thread.join()
     assert not asked.acquire(blocking=False), "once for each record"
-    ring.close()
+    key_ring.close()
 
 
 def test_neighbours_of_a_spoilt_block_are_read(tmp_path: Path) -> None:
@@ -369,8 +371,8 @@ def test_where_records_are_sealed_one_in_the_open_is_a_miss_and_is_written_anew(
 
 def test_a_destroyed_key_is_a_miss_when_its_lease_ends(tmp_path: Path) -> None:
     clock = FakeClock()
-    ring = ring_in(tmp_path, 60.0, clock)
-    caller = opened(tmp_path, ring)
+    key_ring = ring_in(tmp_path, 60.0, clock)
+    caller = opened(tmp_path, key_ring)
     places = caller.write(keys(2), FOUR)
     destroy(KeyFile(tmp_path / "keys.json"), DEFAULT_TENANT.tag, clock)
     assert all(caller.finds(keys(2), FOUR, places))
@@ -379,7 +381,7 @@ def test_a_destroyed_key_is_a_miss_when_its_lease_ends(tmp_path: Path) -> None:
     assert reasons(caller) == {"its key was destroyed": 2}
     refused = caller.write(keys(2, start=5), FOUR)  # this process has not dropped the tenant's blocks yet
     assert refused == [-1, -1]
-    ring.tend()
+    key_ring.tend()
     again = caller.write(keys(2, start=7), FOUR)  # what comes after that gets a new key
     assert all(caller.finds(keys(2, start=7), FOUR, again))
     caller.close()

@@ -16,9 +16,9 @@ import pytest
 
 from kvtide.block import Span
 from kvtide.testing.clock import FakeClock
-from kvtide.tiers.blobs import Turn
-from kvtide.tiers.purse import Purse
-from kvtide.tiers.steward import Papers, Steward, StewardStatistics, is_block
+from kvtide.tiers.shared.blobs import Turn
+from kvtide.tiers.shared.budget import BudgetCoordinator, BudgetCoordinatorStatistics, CoordinationBlobs, is_block
+from kvtide.tiers.shared.credits import WriteCredits
 
 BUDGET = 1 << 20
 LEASE = 6.0
@@ -113,10 +113,10 @@ class Process:
 
     def __init__(self, storage: Storage, budget: int = BUDGET, seed: int = 0) -> None:
         self.view = View(storage)
-        papers = Papers(self.view, LEASE)
-        self.steward = Steward(papers, budget, storage.clock)
-        self.purse = Purse(
-            papers,
+        coordination = CoordinationBlobs(self.view, LEASE)
+        self.steward = BudgetCoordinator(coordination, budget, storage.clock)
+        self.write_credits = WriteCredits(
+            coordination,
             budget,
             filled=self.write_what_waits,
             removed=self.hear,
@@ -140,7 +140,7 @@ class Process:
         self.heard.update(names or ())
 
     def step(self) -> None:
-        self.purse.step()
+        self.write_credits.step()
         self.steward.step()
 
     def write(self, nbytes: int) -> str | None:
@@ -149,23 +149,23 @@ class Process:
         self.names.append(name)
         if self.try_to_write(name, nbytes):
             return name
-        if nbytes <= self.purse.largest:
+        if nbytes <= self.write_credits.largest:
             self.waiting[name] = nbytes
             if len(self.waiting) > MEMORY:
                 del self.waiting[next(iter(self.waiting))]
         return None
 
     def try_to_write(self, name: str, nbytes: int) -> bool:
-        permit = self.purse.take(name, nbytes) if nbytes <= self.purse.largest else None
+        permit = self.write_credits.take(name, nbytes) if nbytes <= self.write_credits.largest else None
         if permit is None:
             return False
         self.waiting.pop(name, None)
         if not self.fails:
             self.storage.put(name, bytes(nbytes))
-            self.purse.used([name])
+            self.write_credits.used([name])
             self.written += 1
             self.bytes_written += nbytes
-        self.purse.end(permit, failed=self.fails)
+        self.write_credits.end(permit, failed=self.fails)
         return True
 
     def write_what_waits(self) -> None:
@@ -228,7 +228,7 @@ def test_one_is_elected_and_the_others_write(storage: Storage, clock: FakeClock)
 def test_without_a_steward_nothing_is_written(storage: Storage, clock: FakeClock) -> None:
     process = Process(storage)
     assert process.write(1) is None
-    process.purse.step()
+    process.write_credits.step()
     assert process.write(1) is None
 
 
@@ -253,7 +253,7 @@ def test_what_was_used_longest_ago_goes(storage: Storage, clock: FakeClock) -> N
     process = Process(storage)
     fill(clock, process, 80)
     old = set(process.names[:10])
-    process.purse.used(list(old))
+    process.write_credits.used(list(old))
     fill(clock, process, 50)
     names = process.names
     assert old <= storage.blocks, "written first, and read since"
@@ -266,7 +266,7 @@ def test_a_successor_knows_what_was_used(storage: Storage, clock: FakeClock) -> 
     later(clock, [first], 3)
     fill(clock, first, 80)
     names = first.names
-    first.purse.used(names[:5])
+    first.write_credits.used(names[:5])
     later(clock, [first], 2)
     fill(clock, second, 40)  # the first is dead
     assert set(names[:5]) <= storage.blocks
@@ -291,23 +291,23 @@ def test_everybody_knows_how_the_budget_stands(storage: Storage, clock: FakeCloc
     writer, reader = Process(storage), Process(storage, seed=1)
     fill(clock, writer, 150, [reader])
     later(clock, [writer, reader], 10 * LEASE)
-    told = reader.purse.told()
+    told = reader.write_credits.told()
     assert told.who
     assert (told.term, told.budget, told.blocks) == (1, BUDGET, writer.steward.statistics().blocks)
     assert told.blocks_removed == len(storage.removed) > 0
     assert 0 < told.bytes_used + told.bytes_granted <= BUDGET
-    assert reader.purse.silence < LEASE
+    assert reader.write_credits.silence < LEASE
     writer.steward.resign()
     later(clock, [reader], 1)
-    assert reader.purse.told().who == ""
+    assert reader.write_credits.told().who == ""
 
 
 def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: FakeClock) -> None:
     reader = Process(storage)
     for n, rubbish in enumerate((b"", b"\xff" * 5000, b'{"who": 3}', b"[]")):
         storage.put(f"evictor.0000000001.{n:010d}", rubbish)
-        reader.purse.step()
-    assert reader.purse.told() == StewardStatistics()
+        reader.write_credits.step()
+    assert reader.write_credits.told() == BudgetCoordinatorStatistics()
 
 
 def test_who_was_away_for_too_long_is_told_so(storage: Storage, clock: FakeClock) -> None:
@@ -331,7 +331,7 @@ def test_a_storage_that_takes_no_page_is_emptied_all_the_same(storage: Storage, 
                 raise OSError(errno.ENOSPC, "full")
             return super().create(name, data, timeout)
 
-    steward = Steward(Papers(Full(storage), LEASE), 300_000, clock)
+    steward = BudgetCoordinator(CoordinationBlobs(Full(storage), LEASE), 300_000, clock)
     for _ in range(3):
         clock.advance(1.0)
         steward.step()
@@ -350,7 +350,7 @@ def test_slow_deletes_cost_nobody_his_office(storage: Storage, clock: FakeClock)
                 super().delete([name], timeout)
             watcher.step()
 
-    steward = Steward(Papers(Slow(storage), LEASE), 200_000, clock)
+    steward = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), 200_000, clock)
     for _ in range(3):
         clock.advance(1.0)
         steward.step()
@@ -376,7 +376,7 @@ def test_much_to_read_and_many_who_ask_cost_nobody_his_office(storage: Storage, 
                 watcher.step()
             return super().create(name, data, timeout)
 
-    steward = Steward(Papers(Slow(storage), LEASE), BUDGET, clock)
+    steward = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), BUDGET, clock)
     steward.step()
     steward.step()
     asking = [Process(storage, seed=2 + n) for n in range(100)]
@@ -384,7 +384,7 @@ def test_much_to_read_and_many_who_ask_cost_nobody_his_office(storage: Storage, 
         clock.advance(1.0)
         for process in asking:
             process.write(100)
-            process.purse.step()
+            process.write_credits.step()
         steward.step()
     assert sum(name.startswith("grant") for name in storage.ever) >= 100
     assert terms([watcher]) == [0]
@@ -429,7 +429,7 @@ def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int
     go_on(60)
     for process in processes:
         process.view.stop = lambda: None
-        process.purse.step()
+        process.write_credits.step()
     assert storage.most <= BUDGET
     for process in processes:
         assert process.times_missed or storage.removed <= process.heard, "nothing goes untold"
@@ -443,8 +443,8 @@ def test_papers_do_not_pile_up(storage: Storage, clock: FakeClock) -> None:
         later(clock, processes, 1)
         for process in processes:
             process.write(BUDGET // 200)
-    papers = [name.partition(".")[0] for name in storage.held if not is_block(name)]
-    counts = dict(zip(*np.unique(papers, return_counts=True), strict=True))
+    coordination = [name.partition(".")[0] for name in storage.held if not is_block(name)]
+    counts = dict(zip(*np.unique(coordination, return_counts=True), strict=True))
     assert counts.pop("used") <= 300
     assert 10 < counts.pop("evicted") <= 64
     assert sum(counts.values()) <= 12, counts
@@ -481,11 +481,11 @@ def test_nodes_that_have_stored_and_are_idle_remove_nothing(storage: Storage, cl
     removed = storage.removed
     later(clock, nodes, 20 * LEASE)
     assert storage.removed == removed
-    assert [node.purse.credit for node in nodes] == [0] * 8
-    (keeper,) = [node for node in nodes if node.steward.statistics().term]
-    keeper.write(1)
+    assert [node.write_credits.credit for node in nodes] == [0] * 8
+    (budget_thread,) = [node for node in nodes if node.steward.statistics().term]
+    budget_thread.write(1)
     later(clock, nodes, 3 * LEASE)
-    assert keeper.steward.statistics().bytes_granted <= BATCH
+    assert budget_thread.steward.statistics().bytes_granted <= BATCH
 
 
 @pytest.mark.parametrize("writers", [1, 3])
@@ -533,7 +533,7 @@ def test_the_credit_of_the_dead_counts_until_it_is_over_and_is_then_used(storage
     for node in dying:
         for _ in range(MEMORY):
             node.write(BATCH // MEMORY)
-        node.purse.step()
+        node.write_credits.step()
     steward.step()
     granted = steward.steward.statistics().bytes_granted
     assert granted > 7 * BATCH
@@ -553,9 +553,9 @@ def test_the_ask_of_a_dead_node_is_forgotten(storage: Storage, clock: FakeClock)
     later(clock, [steward], 2)
     assert terms([steward]) == [2]
     dead = Process(storage, seed=1)
-    dead.purse.step()
+    dead.write_credits.step()
     dead.write(BUDGET // 100)
-    dead.purse.step()
+    dead.write_credits.step()
     assert [name for name in storage.held if name.startswith("ask.")]
     later(clock, [steward], 3 * LEASE)  # it gives nothing for two leases
     assert not [name for name in storage.held if name.startswith("ask.")]
@@ -569,13 +569,13 @@ def test_nodes_that_come_and_go_remove_only_what_they_replace(storage: Storage, 
     written = 0
     for n in range(40):
         node = Process(storage, seed=n + 1)
-        node.purse.step()
+        node.write_credits.step()
         node.write(BUDGET // 1000)
         later(clock, [steward, node], 3)
         assert node.written == 1
         written += node.bytes_written
         if n % 2:
-            node.purse.close()  # the others are killed
+            node.write_credits.close()  # the others are killed
     later(clock, [steward], 3 * LEASE)
     assert storage.bytes_removed <= written + BATCH
     assert storage.most <= BUDGET
@@ -588,7 +588,7 @@ def test_a_block_that_can_never_fit_removes_nothing(storage: Storage, clock: Fak
     later(clock, [node], 2)
     for _ in range(10):
         assert node.write(nbytes) is None
-        assert node.purse.take("f" * 64, nbytes) is None
+        assert node.write_credits.take("f" * 64, nbytes) is None
         later(clock, [node], 2)
     storage.put(f"ask.0000000001.{'a' * 12}.0000000001.{nbytes}", b"")  # of a node with another budget
     later(clock, [node], 2 * LEASE)
@@ -625,11 +625,11 @@ def test_who_wants_nothing_any_more_takes_its_ask_back(storage: Storage, clock: 
     steward, node = Process(storage), Process(storage, seed=1)
     later(clock, [steward, node], 2)
     node.write(BUDGET // 100)
-    node.purse.step()
+    node.write_credits.step()
     assert [name for name in storage.held if name.startswith("ask.")]
     node.waiting.clear()
     clock.advance(3.0)
-    node.purse.step()
+    node.write_credits.step()
     assert not [name for name in storage.held if name.startswith("ask.")]
     later(clock, [steward, node], LEASE)
     assert storage.removed == set()
@@ -638,12 +638,12 @@ def test_who_wants_nothing_any_more_takes_its_ask_back(storage: Storage, clock: 
 def test_a_steward_that_knows_nothing_of_giving_back_is_not_left_with_papers(
     storage: Storage, clock: FakeClock
 ) -> None:
-    class Earlier(Steward):
+    class Earlier(BudgetCoordinator):
         def _take_back(self) -> None:
             """It did not know."""
 
     node = Process(storage)
-    node.steward = Earlier(Papers(node.view, LEASE), BUDGET, clock)
+    node.steward = Earlier(CoordinationBlobs(node.view, LEASE), BUDGET, clock)
     fill(clock, node, 30)
     assert [name for name in storage.ever if name.startswith("back.")]
     later(clock, [node], 4 * LEASE)

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvtide import config, inspection
+from kvtide import config
 from kvtide.block import ALIGN, Layout
 from kvtide.clock import Clock
 from kvtide.index.index import SEALED
 from kvtide.index.keys import Model
-from kvtide.session import Session
-from kvtide.store import NVME, Store
+from kvtide.store.session import Session
+from kvtide.store.store import NVME, Store
 from kvtide.testing.clock import FakeClock
-from kvtide.tiers import directory, record
-from kvtide.tiers.directory import FORMAT
-from kvtide.tiers.nvme import Nvme
+from kvtide.tiers.format import record
+from kvtide.tiers.nvme import directory, inspect
+from kvtide.tiers.nvme.directory import FORMAT
+from kvtide.tiers.nvme.tier import Nvme
 
 MODEL = Model(Layout.attention(layers=1, heads=1, head_dim=1024, block_tokens=16), "versions")
 OTHER = Model(Layout.attention(layers=1, heads=1, head_dim=1536, block_tokens=16), "versions")
@@ -152,7 +153,7 @@ def test_an_older_segment_is_read_and_not_written_to(tmp_path: Path, blocks: ran
             put(session, 500, 501)
             store.flush()
         assert {name: segments(tmp_path)[name] for name in before} == before
-    assert any(part.version == 0 for part in inspection.look(tmp_path / "tier").segments)
+    assert any(part.version == 0 for part in inspect.look(tmp_path / "tier").segments)
     with opened(tmp_path) as store, store.session(MODEL) as session:
         assert all(got(session, seed) for seed in (*blocks, 500, 501))
 
@@ -229,10 +230,10 @@ def test_a_newer_record_is_not_overwritten(
             fill(store, session if turn % 2 else other)
             assert taken(tmp_path) <= 16 << 20
         assert kept(tmp_path, where, before), turn
-        report = inspection.look(tmp_path / "tier")
+        report = inspect.look(tmp_path / "tier")
         assert len(report.kept) == hidden
         assert not report.damaged
-        assert any("another version" in line for line in inspection.advice(report))
+        assert any("another version" in line for line in inspect.advice(report))
 
 
 @pytest.mark.parametrize(("name", "journal"), NAMES)

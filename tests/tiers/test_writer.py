@@ -12,8 +12,8 @@ from kvtide.testing.blocks import keys
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.sealing import OPEN, Sealing
+from kvtide.tiers.format.encryption import OPEN, Encryption
+from kvtide.tiers.nvme.tier import Nvme
 
 FOUR = shaped(4, 4100)
 SLOT = ALIGN + FOUR.geometry.footprint
@@ -44,21 +44,21 @@ class Watched(FaultyDisk):
 
 
 @pytest.fixture(params=["open", "sealed"])
-def sealing(request: pytest.FixtureRequest, tmp_path: Path) -> Sealing:
-    return OPEN if request.param == "open" else Sealing(ring_in(tmp_path))
+def encryption(request: pytest.FixtureRequest, tmp_path: Path) -> Encryption:
+    return OPEN if request.param == "open" else Encryption(ring_in(tmp_path))
 
 
-def opened(path: Path, disk: FaultyDisk, sealing: Sealing, threads: int = 2) -> Caller:
-    return Caller(Nvme(path, 4 << 20, segment=1 << 20, threads=threads, disk=disk, sealing=sealing))
+def opened(path: Path, disk: FaultyDisk, encryption: Encryption, threads: int = 2) -> Caller:
+    return Caller(Nvme(path, 4 << 20, segment=1 << 20, threads=threads, disk=disk, encryption=encryption))
 
 
 def found(caller: Caller) -> dict[BlockKey, int]:
     return {k: p for held in caller.tier.scan() for k, p in zip(held.keys, held.places.tolist(), strict=True)}
 
 
-def test_no_header_is_written_before_its_payload(tmp_path: Path, sealing: Sealing) -> None:
+def test_no_header_is_written_before_its_payload(tmp_path: Path, encryption: Encryption) -> None:
     disk = Watched()
-    caller = opened(tmp_path / "tier", disk, sealing)
+    caller = opened(tmp_path / "tier", disk, encryption)
     caller.write(keys(1, start=50), FOUR)  # makes the segment
     disk.forget()
     places = caller.write(keys(COUNT), FOUR)
@@ -75,14 +75,14 @@ def test_no_header_is_written_before_its_payload(tmp_path: Path, sealing: Sealin
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("calls", range(CALLS + 1))
 def test_a_power_loss_after_any_call_leaves_blocks_or_misses(
-    tmp_path: Path, sealing: Sealing, calls: int, seed: int
+    tmp_path: Path, encryption: Encryption, calls: int, seed: int
 ) -> None:
     """In slots that held others before, whose headers and payloads may come back piece by piece."""
     disk, path = FaultyDisk(seed), tmp_path / "tier"
-    caller = opened(path, disk, sealing)
+    caller = opened(path, disk, encryption)
     old = caller.write(keys(COUNT, start=50), FOUR)
     caller.close()  # by now they are on the medium
-    caller = opened(path, disk, sealing)
+    caller = opened(path, disk, encryption)
     found(caller)
     caller.evict(keys(COUNT, start=50), old)
     disk.arm(Fault("write", files="*.segment", after=calls, times=1000))
@@ -92,7 +92,7 @@ def test_a_power_loss_after_any_call_leaves_blocks_or_misses(
     disk.die()
     caller.close()
     disk.power_loss()
-    again = opened(path, disk, sealing)
+    again = opened(path, disk, encryption)
     held = found(again)
     again.finds(list(held), FOUR, list(held.values()))  # each that is read has its own bytes, or it fails here
     everybody = [*keys(COUNT), *keys(COUNT, start=50)]
@@ -103,9 +103,9 @@ def test_a_power_loss_after_any_call_leaves_blocks_or_misses(
 
 @pytest.mark.parametrize("how", [How.FAIL, How.TORN, How.SHORT])
 @pytest.mark.parametrize("after", range(CALLS))
-def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, sealing: Sealing, after: int, how: How) -> None:
+def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, encryption: Encryption, after: int, how: How) -> None:
     disk = FaultyDisk(seed=after)
-    caller = Caller(Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, direct=False, disk=disk, sealing=sealing))
+    caller = Caller(Nvme(tmp_path / "tier", 4 << 20, segment=1 << 20, direct=False, disk=disk, encryption=encryption))
     caller.write(keys(1, start=50), FOUR)
     disk.arm(Fault("write", how, files="*.segment", after=after))
     places = caller.write(keys(COUNT), FOUR)
@@ -115,7 +115,7 @@ def test_a_call_that_fails_once_costs_no_block(tmp_path: Path, sealing: Sealing,
     caller.close()
 
 
-def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path, sealing: Sealing) -> None:
+def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path, encryption: Encryption) -> None:
     class Scratched(FaultyDisk):
         """One page is bad for good."""
 
@@ -129,7 +129,7 @@ def test_a_page_that_cannot_be_written_costs_its_block_alone(tmp_path: Path, sea
     for bad in range(COUNT):
         for page in range(SLOT // ALIGN):
             disk = Scratched()
-            caller = opened(tmp_path / f"{bad}-{page}", disk, sealing, threads=1)
+            caller = opened(tmp_path / f"{bad}-{page}", disk, encryption, threads=1)
             caller.write(keys(1, start=50), FOUR)
             disk.page = 1 + (1 + bad) * SLOT // ALIGN + page
             places = caller.write(keys(COUNT), FOUR)

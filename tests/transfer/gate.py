@@ -18,7 +18,7 @@ from kvtide.block import BlockKey
 from kvtide.plan import admit
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Miss, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.disk import Disk
-from kvtide.transfer.cold import Cold
+from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
 from tests.plan.small import Clock
 
@@ -156,10 +156,10 @@ class GatedStore(Store):
             tree.setdefault(section, {}).update(values)
         super().__init__(config.read(env={}, **tree), clock=clock)
 
-    def _open_nvme(self, disk: Disk | None) -> Cold:
+    def _open_nvme(self, disk: Disk | None) -> ColdTier:
         lane = Lane(self._gated, self.clock, self._queue, self._depth)
         sync = self._gated.sync if self._durable else None
-        return Cold(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None, sync=sync)
+        return ColdTier(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None, sync=sync)
 
     def close(self) -> None:
         self._gated.inline = True

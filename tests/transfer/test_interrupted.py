@@ -59,7 +59,7 @@ def test_pins_of_a_block_whose_drop_was_interrupted_end_with_it(monkeypatch: pyt
         interrupt(monkeypatch, Pins, "end")
         with pytest.raises(KeyboardInterrupt):
             session.drop(prompt(1, 2))
-        assert [one.desk.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
+        assert [one.backend.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
         session.store(prompt(3, 4), data(PLAIN, prompt(3, 4)))
         assert store.statistics().pinned == 0, "another's blocks took the rows, and not the pins"
         assert session.unpin(prompt(3, 4)) == 0
@@ -77,7 +77,7 @@ def test_pins_that_were_being_moved_to_another_row_are_charged_once_or_not_at_al
             second.seal()
         first.abort()
         second.abort()
-        assert [one.desk.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
+        assert [one.backend.pins.nbytes for one in (session, other)] == [0, 0]  # type: ignore[attr-defined]
         session.store(prompt(3), data(PLAIN, prompt(3)))
         assert store.statistics().pinned == 0
 
@@ -89,7 +89,7 @@ def test_who_waits_for_a_writer_is_told_though_the_writer_is_interrupted_while_i
         first, second = session.reserve(prompt(1)), session.reserve(prompt(1))
         waiting = session.store(prompt(1), data(PLAIN, prompt(1)), durable=True)
         assert waiting.pending
-        interrupt(monkeypatch, store.pipeline._ascent, "landed", after=True)
+        interrupt(monkeypatch, store.pipeline._promotion, "landed", after=True)
         with pytest.raises(KeyboardInterrupt):
             first.seal()
         second.abort()
@@ -149,8 +149,8 @@ def test_nobody_waits_for_a_durable_store_that_was_interrupted(
             "lane": (cold.lane, "write"),
             "sync": (tier, "sync"),
             "hold": (pipeline.persister, "_follow"),
-            "on request": (pipeline._descent, "_write_requested"),
-            "told": (pipeline._descent, "tell"),
+            "on request": (pipeline._demotion, "_write_requested"),
+            "told": (pipeline._demotion, "tell"),
         }
         interrupt(monkeypatch, *places[where], after=where not in ("lane", "sync"))
         with pytest.raises(KeyboardInterrupt):
@@ -161,8 +161,8 @@ def test_nobody_waits_for_a_durable_store_that_was_interrupted(
         found = store.statistics()
         assert (found.held, found.pipeline.leases, found.lanes["nvme"].write_bytes_waiting) == (0, 0, 0)
         assert len(pipeline.persister) == 0
-        assert not pipeline._descent._under_way[cold.number]
-        assert not pipeline._descent._watchers
+        assert not pipeline._demotion._under_way[cold.number]
+        assert not pipeline._demotion._watchers
 
 
 def test_others_who_watch_a_write_that_is_given_up_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

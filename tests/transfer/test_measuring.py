@@ -17,10 +17,10 @@ from kvtide.clock import SystemClock
 from kvtide.errors import TierError
 from kvtide.plan.cost import SpeedStatistics
 from kvtide.testing.clock import FakeClock
-from kvtide.tiers import measure
 from kvtide.tiers.disk import Disk
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.speeds import Speeds, recall, remember
+from kvtide.tiers.nvme import measure
+from kvtide.tiers.nvme.speeds import DiskSpeeds, recall, remember
+from kvtide.tiers.nvme.tier import Nvme
 from kvtide.transfer import measuring
 from tests.plan.small import MODEL, Clock, keep, length, open_store, prompt
 
@@ -32,7 +32,7 @@ NOW = SystemClock().time
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores of a few megabytes are measured too, with less."""
     monkeypatch.setattr(measuring, "LEAST", 16 * MIB)
-    for module in ("kvtide.tiers.measure", "kvtide.tiers.shelves", "kvtide.transfer.measuring"):
+    for module in ("kvtide.tiers.nvme.measure", "kvtide.tiers.nvme.volume", "kvtide.transfer.measuring"):
         monkeypatch.setattr(f"{module}.FILE", 4 * MIB)
 
 
@@ -142,7 +142,7 @@ def test_what_work_has_taught_is_remembered_too(tmp_path: Path) -> None:
 def test_an_old_record_stands_until_it_is_measured_anew(tmp_path: Path, age: float) -> None:
     with opened(tmp_path / "kv", Watched()) as store:
         ended(store)
-    remember(tmp_path / "kv", Speeds(123e6, None, NOW() - age))
+    remember(tmp_path / "kv", DiskSpeeds(123e6, None, NOW() - age))
     with opened(tmp_path / "kv") as store:
         ended(store)
         assert speeds(store)[0].measured == 1
@@ -173,7 +173,7 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "1e300", "1e-300", "Infinity", "NaN", "true", '"1e9"', "{}"])
 def test_a_speed_that_cannot_be_is_not_believed(tmp_path: Path, value: str) -> None:
     (tmp_path / "speeds").write_text(f'{{"read": {value}, "write": 2e9, "time": 1000}}')
-    assert recall(tmp_path) == Speeds(None, 2e9, 1000.0)
+    assert recall(tmp_path) == DiskSpeeds(None, 2e9, 1000.0)
 
 
 def test_a_record_that_is_a_link_or_a_folder_is_neither_read_nor_followed(tmp_path: Path) -> None:
@@ -181,12 +181,12 @@ def test_a_record_that_is_a_link_or_a_folder_is_neither_read_nor_followed(tmp_pa
     (tmp_path / "speeds").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "speeds.new").symlink_to(tmp_path / "victim")
     assert recall(tmp_path) is None
-    remember(tmp_path, Speeds(5e6, None, 1.0))
-    assert recall(tmp_path) == Speeds(5e6, None, 1.0)
+    remember(tmp_path, DiskSpeeds(5e6, None, 1.0))
+    assert recall(tmp_path) == DiskSpeeds(5e6, None, 1.0)
     assert not (tmp_path / "victim").exists()
     (tmp_path / "speeds").unlink()
     (tmp_path / "speeds").mkdir()
-    remember(tmp_path, Speeds(5e6, None, 1.0))
+    remember(tmp_path, DiskSpeeds(5e6, None, 1.0))
     assert recall(tmp_path) is None
 
 
@@ -194,7 +194,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     with open_store(tmp_path / "kv"):
         pass
     (tmp_path / "kv" / "measuring").write_bytes(bytes(MIB))
-    remember(tmp_path / "kv", Speeds(1e9, 1e9, NOW()))
+    remember(tmp_path / "kv", DiskSpeeds(1e9, 1e9, NOW()))
     with opened(tmp_path / "kv"):
         assert not (tmp_path / "kv" / "measuring").exists()
 
@@ -311,7 +311,7 @@ def test_a_directory_that_cannot_be_opened_leaves_no_thread(tmp_path: Path) -> N
 def test_a_disk_that_is_wrongly_believed_slow_is_loaded_from_within_a_few_prompts(tmp_path: Path) -> None:
     with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
         keep(mine, *range(8))
-    remember(tmp_path / "kv", Speeds(1e3, 1e3, NOW()))  # a kilobyte a second
+    remember(tmp_path / "kv", DiskSpeeds(1e3, 1e3, NOW()))  # a kilobyte a second
     with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
         prompts = 0
         while prompts < 10:
@@ -329,7 +329,7 @@ def test_a_disk_that_is_wrongly_believed_slow_is_loaded_from_within_a_few_prompt
 def test_a_trial_may_take_as_long_as_computing_and_no_longer_than_its_caller_wants(tmp_path: Path) -> None:
     with open_store(tmp_path / "kv") as store, store.session(MODEL) as mine:
         keep(mine, *range(8))
-    remember(tmp_path / "kv", Speeds(1e3, 1e3, 1000.0))
+    remember(tmp_path / "kv", DiskSpeeds(1e3, 1e3, 1000.0))
     clock = Clock()
     for given, seconds in [(None, 1.28), (100.0, 1.28), (0.5, 0.5)]:
         with (

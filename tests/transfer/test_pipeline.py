@@ -17,7 +17,7 @@ from kvtide import BlockRemoved, BlockStored, Session
 from kvtide.errors import TierError
 from kvtide.events import Event
 from kvtide.tiers.base import NOWHERE
-from kvtide.transfer import ascent
+from kvtide.transfer import promotion
 from tests.plan.small import LAYOUT, MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 from tests.transfer.gate import Gated, GatedStore
 
@@ -76,7 +76,7 @@ def world(tier: Gated | None = None, **options: Any) -> Iterator[World]:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is read by a job of its own."""
-    monkeypatch.setattr(ascent, "_CHUNK", NBYTES)
+    monkeypatch.setattr(promotion, "_CHUNK", NBYTES)
 
 
 def check(session: Session, views: list[memoryview], *path: int) -> None:
@@ -385,7 +385,7 @@ def test_in_eviction_mode_a_block_that_was_dropped_while_held_is_not_saved() -> 
 def test_in_eviction_mode_a_chain_longer_than_dram_is_saved_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own blocks are held while it is stored, and yet they are written down to make room for its end."""
     with world(Gated(inline=True), mode="eviction") as w:
-        monkeypatch.setattr(w.session.desk, "first_part", 1)
+        monkeypatch.setattr(w.session.backend, "first_part", 1)
         path = range(2 * SLOTS)
         assert w.session.store(prompt(*path), content(w.session, prompt(*path))).stored == 2 * SLOTS
         with w.session.match(prompt(*path), have=SLOTS * TOKENS) as match:

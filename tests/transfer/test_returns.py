@@ -150,10 +150,10 @@ class Desk:
 
 
 def made(clock: FakeClock, count: int = 0) -> tuple[Returns, Desk]:
-    found, desk = Returns(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), Desk(clock)
+    found, backend = Returns(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), Desk(clock)
     for number in range(count):
-        found.expect(desk, name(number), 1, 10.0 + number)
-    return found, desk
+        found.expect(backend, name(number), 1, 10.0 + number)
+    return found, backend
 
 
 def name(number: int, blocks: int = 1) -> bytes:
@@ -163,39 +163,39 @@ def name(number: int, blocks: int = 1) -> bytes:
 def test_a_flood_is_bounded_and_what_is_due_last_gives_way(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(returns, "_PROMPTS", 10)
     monkeypatch.setattr(returns, "_BLOCKS", 100)
-    found, desk = made(clock, 50)
+    found, backend = made(clock, 50)
     assert len(found) == 10
-    found.expect(desk, name(99), 1, 5.0)
+    found.expect(backend, name(99), 1, 5.0)
     clock.advance(4.6)
     found.step()
-    assert desk.brought == [name(99)]
+    assert backend.brought == [name(99)]
     assert len(found) == 9
-    found.expect(desk, name(7, 200), 1, 1e6)
+    found.expect(backend, name(7, 200), 1, 1e6)
     assert len(found) == 9, "one that is too long is not remembered"
 
 
 def test_few_are_under_way_at_a_time_and_a_closed_session_ends_its_own(clock: FakeClock) -> None:
-    found, desk = made(clock, 5)
+    found, backend = made(clock, 5)
     clock.advance(8.6)
     for _ in range(5):
         clock.advance(1)
         found.step()
-    assert len(desk.begun) == 2
+    assert len(backend.begun) == 2
     assert found.due() == float("inf"), "it wakes somebody when one has ended"
-    desk.begun[0].cancel()
+    backend.begun[0].cancel()
     assert found.due() == 0
-    found.forget(desk)
+    found.forget(backend)
     assert len(found) == 0
-    assert all(transfer.ended for transfer in desk.begun)
+    assert all(transfer.ended for transfer in backend.begun)
     assert repr(found) == "<Returns 0 expected, 0 under way>"
     assert not found._known
 
 
 def test_whoever_looks_too_late_brings_nothing(clock: FakeClock) -> None:
-    found, desk = made(clock, 2)
+    found, backend = made(clock, 2)
     clock.advance(1000)
     found.step()
     found.step()
-    assert not desk.brought
+    assert not backend.brought
     assert len(found) == 0
     assert not found._known

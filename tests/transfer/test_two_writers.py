@@ -17,7 +17,7 @@ from kvtide import config as configuration
 from kvtide.index.lease import Reservation
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, check, data, prompt
-from kvtide.tiers.copier import same_shape
+from kvtide.tiers.dram.copy import same_shape
 
 TOKENS = prompt(1, 2, 3)
 BLOCKS = 3

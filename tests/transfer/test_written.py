@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvtide import Flushed, Unwritten
-from kvtide.transfer import descent
+from kvtide.transfer import demotion
 from tests.plan.small import MODEL, NBYTES, SLOTS, content, keep, length, open_store, prompt
 from tests.transfer.gate import Gated
 from tests.transfer.test_pipeline import world
@@ -281,8 +281,8 @@ def test_it_can_be_cancelled_and_lets_go() -> None:
 
 
 def test_what_was_cancelled_before_its_turn_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
-    monkeypatch.setattr(descent, "_ENOUGH", NBYTES)
+    monkeypatch.setattr(demotion, "_CHUNK", NBYTES)
+    monkeypatch.setattr(demotion, "_ENOUGH", NBYTES)
     with world(mode="second-touch") as w:
         tokens = prompt(1, 2, 3, 4)
         persisted = w.session.store(tokens, content(w.session, tokens), durable=True)
@@ -303,7 +303,7 @@ def test_what_was_cancelled_before_its_turn_is_not_written(monkeypatch: pytest.M
 def test_a_request_that_is_cancelled_while_it_is_written_leaves_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(descent, "_CHUNK", NBYTES)
+    monkeypatch.setattr(demotion, "_CHUNK", NBYTES)
     with world(mode="second-touch") as w:
         w.session.store(prompt(1), content(w.session, prompt(1)), durable=True).cancel()
         w.tier.let_all()

@@ -11,7 +11,7 @@ from kvtide.benchmarks.files import files
 from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
 from kvtide.benchmarks.probe import probe
-from kvtide.benchmarks.record import Record
+from kvtide.benchmarks.record import BenchRecord
 from kvtide.benchmarks.scheduler import scheduler
 from kvtide.benchmarks.sealed import sealed
 from kvtide.benchmarks.settings import MIB, Settings, chosen
@@ -20,7 +20,7 @@ from kvtide.errors import ConfigError
 
 __all__ = ["FIGURES", "run"]
 
-FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
+FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "match": match,
     "dram": dram,
     "nvme": nvme,
@@ -39,7 +39,7 @@ STORAGES = ("objects", "valkey")
 """These are measured only where they are asked for by name: they write to a storage that others may use."""
 
 
-def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
+def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[BenchRecord]:
     """Measure everything, or only the parts that are named."""
     figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES])
     free = shutil.disk_usage(settings.folder).free

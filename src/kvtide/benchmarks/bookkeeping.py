@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvtide
-from kvtide.benchmarks.record import Record, figure, timed
+from kvtide.benchmarks.record import BenchRecord, figure, timed
 from kvtide.benchmarks.settings import MIB, TINY, Settings, into, own_store
 from kvtide.clock import SystemClock
 from kvtide.events import Feed
@@ -22,15 +22,15 @@ from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.admit import Through
 from kvtide.plan.policy import Lru
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
+from kvtide.testing.noop import Noop
 from kvtide.tiers.base import Identity, Read, Write
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.noop import Noop
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.scratch import Scratch
-from kvtide.transfer.cold import Cold
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.format.scratch import Scratch
+from kvtide.tiers.nvme.tier import Nvme
+from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Pipeline, Pledge
+from kvtide.transfer.pipeline import Pipeline, WriteRequest
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["opening", "pipeline", "scale"]
@@ -38,7 +38,7 @@ __all__ = ["opening", "pipeline", "scale"]
 CHAIN = 64
 
 
-def scale(settings: Settings) -> Iterator[Record]:
+def scale(settings: Settings) -> Iterator[BenchRecord]:
     """What a key costs when many blocks are resident: found, stored, evicted."""
     sizes = (10_000, 100_000) if settings.quick else (10_000, 100_000, 1_000_000)
     costs: dict[str, list[list[float]]] = {"find": [], "store": [], "evict": []}
@@ -132,7 +132,7 @@ def _identity(model: kvtide.Model) -> Identity:
     return Identity(model.namespace(), tag, layout.digest, b"full", layout.block_tokens, geometry, 1)
 
 
-def opening(settings: Settings) -> Iterator[Record]:
+def opening(settings: Settings) -> Iterator[BenchRecord]:
     """A tier with a million small blocks: with its journal, and from the headers alone."""
     blocks = 50_000 if settings.quick else 1_000_000
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
@@ -186,7 +186,7 @@ def _fill(path: Path, budget: int, layout: kvtide.Layout, blocks: int, progress:
     tier.close()
 
 
-def pipeline(settings: Settings) -> Iterator[Record]:
+def pipeline(settings: Settings) -> Iterator[BenchRecord]:
     """What a batch and a key cost around a tier that itself costs nothing.
 
     ``tier``: submit and completion through the lane, as the contract has it. ``load``: all of a load, that is also the
@@ -198,13 +198,13 @@ def pipeline(settings: Settings) -> Iterator[Record]:
     index, clock, tier = Index(tiers=2), SystemClock(), Noop()
     lane = Lane(tier, clock, limit=1 << 40, depth=8)
     memory = Dram(64 * MIB, 16 * MIB)
-    cold = Cold(1, "noop", tier, lane, Through(), None)
-    line = Pipeline(index, memory, [cold], Lru(index), Uses(index), Feed())
+    cold = ColdTier(1, "noop", tier, lane, Through(), None)
+    line = Pipeline(index, memory, [cold], Lru(index), UsageTracker(index), Feed())
     costs: dict[str, dict[int, list[float]]] = {"tier": {1: [], 513: []}, "load": {1: [], 513: []}}
     for count in (1, 513):
         chain = model.namer().chain(np.arange(count * TINY.block_tokens, dtype=np.uint32) + count)
         keys = chain.keys(b"full")
-        line.reserve([Pledge(identity, keys, [chain.parent(i) for i in range(count)], range(count))]).seal()
+        line.reserve([WriteRequest(identity, keys, [chain.parent(i) for i in range(count)], range(count))]).seal()
         rows = index.rows(keys)
         span = Scratch().get(slot)
         for _ in range(settings.rounds(201, 51)):

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from kvtide.benchmarks.reader import Reading, readings
-from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import Settings
 from kvtide.block import BLOCK_TOKENS, BlockKey, Layout
-from kvtide.engines.forms import FORMS, Form
-from kvtide.tiers import codec as lossless
-from kvtide.tiers.record import Header
-from kvtide.tiers.scratch import Scratch
+from kvtide.engines.paged.lossy import FORMS, Form
+from kvtide.tiers.format import codec as lossless
+from kvtide.tiers.format.record import Header
+from kvtide.tiers.format.scratch import Scratch
 
 __all__ = ["codec"]
 
 
-def codec(settings: Settings) -> Iterator[Record]:
+def codec(settings: Settings) -> Iterator[BenchRecord]:
     """Bytes, error and speed of every form."""
     settings.progress("the model reads")
     texts = list(readings(*((2048, 128) if settings.quick else (4096, 512))))
@@ -65,7 +65,7 @@ def _through(form: Form, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return back
 
 
-def _errors(settings: Settings, texts: Sequence[Reading]) -> Iterator[Record]:
+def _errors(settings: Settings, texts: Sequence[Reading]) -> Iterator[BenchRecord]:
     for name, form in {"bf16": None, **FORMS}.items():
         found = []
         for text in texts:
@@ -84,12 +84,12 @@ def _error(
     texts: Sequence[Reading],
     values: Sequence[float],
     better: Literal["higher", "lower"],
-) -> Record:
+) -> BenchRecord:
     note = ", ".join(f"{text.name} {value:.3g}" for text, value in zip(texts, values, strict=True))
     return figure(name, unit, values, better=better, command=settings.command, note=note)
 
 
-def _lossy(settings: Settings, keys: Tensor, values: Tensor) -> Iterator[Record]:
+def _lossy(settings: Settings, keys: Tensor, values: Tensor) -> Iterator[BenchRecord]:
     nbytes, tokens = 2 * keys.nbytes, keys.shape[0] * BLOCK_TOKENS
     stored = {name: _room(form, keys) for name, form in FORMS.items()}
     back = torch.empty_like(keys), torch.empty_like(values)
@@ -130,7 +130,7 @@ def _lossy(settings: Settings, keys: Tensor, values: Tensor) -> Iterator[Record]
             )
 
 
-def _size(settings: Settings, name: str, ours: float, raw: float, dtype: str = "bfloat16") -> Record:
+def _size(settings: Settings, name: str, ours: float, raw: float, dtype: str = "bfloat16") -> BenchRecord:
     return figure(
         f"codec-{name}-bytes",
         "bytes/token",
@@ -145,7 +145,7 @@ def _size(settings: Settings, name: str, ours: float, raw: float, dtype: str = "
 # -- the lossless codec -------------------------------------------------------------------------------------
 
 
-def _lossless(settings: Settings, kv: Tensor) -> Iterator[Record]:
+def _lossless(settings: Settings, kv: Tensor) -> Iterator[BenchRecord]:
     """``kv``: ``[block, layer, K|V, head, token, dim]``. As a tier does it: with checksums, by one thread."""
     blocks, layers, _, heads, tokens, dim = kv.shape
     dtype = str(kv.dtype).removeprefix("torch.")

@@ -17,18 +17,18 @@ import torch
 import kvtide
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.pages import bus
-from kvtide.benchmarks.record import Record, Sample, compare, figure
+from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure
 from kvtide.benchmarks.settings import Settings
 from kvtide.block import BLOCK_TOKENS, Layout
-from kvtide.engines.halves.orders import Orders
-from kvtide.engines.halves.request import Cut, Prompt, Work
-from kvtide.engines.halves.scheduler import Scheduler
-from kvtide.engines.halves.tenancy import Tenancies
-from kvtide.engines.halves.wishes import Wishes
-from kvtide.engines.halves.worker import WorkerHalf
-from kvtide.engines.paged import Pages, mover
+from kvtide.engines.connector.orders import Orders
+from kvtide.engines.connector.request import PageGeometry, Prompt, Work
+from kvtide.engines.connector.request_options import RequestOptions
+from kvtide.engines.connector.scheduler import Scheduler
+from kvtide.engines.connector.sessions import SessionPool
+from kvtide.engines.connector.worker import ConnectorWorker
+from kvtide.engines.paged.pages import Pages, mover
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 
 __all__ = ["connector"]
 
@@ -48,7 +48,9 @@ class _Engine:
         self._layout = layout
         group = layout.group("full")
         model = kvtide.Model(layout, "bench")
-        self.scheduler = Scheduler(Tenancies(dial, [model], 1), Cut(["full"], [_PAGE], layout.block_tokens, [0]))
+        self.scheduler = Scheduler(
+            SessionPool(dial, [model], 1), PageGeometry(["full"], [_PAGE], layout.block_tokens, [0])
+        )
         shape = (pages, group.heads, _PAGE, 2 * group.head_dim)
         self.caches = [
             torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
@@ -62,12 +64,12 @@ class _Engine:
             halves = [half for cache in self.caches for half in cache.split(group.head_dim, -1)]
             return {"full": Pages(one, "full", halves)}
 
-        self.worker = WorkerHalf(dial, 0, see, {"full": _PAGE}, mover(device))
+        self.worker = ConnectorWorker(dial, 0, see, {"full": _PAGE}, mover(device))
 
     def new(self, tokens: list[int]) -> str:
         self._requests += 1
         name = str(self._requests)
-        self.scheduler.arrived(Prompt(name, tokens, list, DEFAULT_TENANT, Wishes()))
+        self.scheduler.arrived(Prompt(name, tokens, list, DEFAULT_TENANT, RequestOptions()))
         return name
 
     def offered(self, request: str) -> int:
@@ -132,7 +134,7 @@ class _Engine:
         self.scheduler.close()
 
 
-def connector(settings: Settings) -> Iterator[Record]:
+def connector(settings: Settings) -> Iterator[BenchRecord]:
     """The worker's half with pages of a GPU: what vLLM's worker would wait for."""
     device = torch.device("cuda")
     layout = kvtide.Layout.attention(layers=32, heads=8, head_dim=128)

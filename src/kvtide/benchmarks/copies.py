@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 import kvtide
-from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Contestant, Rounds, Sample, figure, timed
 from kvtide.benchmarks.settings import Settings, block_sources, layout_of
 from kvtide.block import BLOCK_TOKENS
 
@@ -106,7 +106,7 @@ def together(moments: list[Moment], nbytes: int) -> Sample:
 
 def records(
     settings: Settings, name: str, rounds: Rounds, limit: str, bar: float, peer_bar: float, note: str = ""
-) -> Iterator[Record]:
+) -> Iterator[BenchRecord]:
     """The figures of "store" and "load": against memcpy and, where there are peers, against the best of them."""
     peers = {n: t for n, t in rounds.items() if n not in ("kvtide", "memcpy")}
     for task in ("store", "load"):

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 import torch
 from torch.nn import functional as f
 
-from kvtide.benchmarks.pages import Engine, Shape
-from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.pages import PagedEngine, PagesShape
+from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import Settings
 
 __all__ = ["decode"]
@@ -79,7 +79,7 @@ class _Decoder:
 class _Feeder:
     """Stores at ``pace`` GB/s, or without a pause, while it is told to."""
 
-    def __init__(self, engine: Engine, pace: float | None) -> None:
+    def __init__(self, engine: PagedEngine, pace: float | None) -> None:
         self._engine = engine
         self._each = engine.nbytes / pace / 1e9 if pace else 0.0
         self._on, self._ended = threading.Event(), threading.Event()
@@ -102,11 +102,11 @@ class _Feeder:
         self._thread.join()
 
 
-def decode(settings: Settings) -> Iterator[Record]:
+def decode(settings: Settings) -> Iterator[BenchRecord]:
     """How much slower a decode loop is while blocks are stored."""
     pairs = settings.rounds(80, 30)
     with ExitStack() as stack, torch.inference_mode():
-        engine = Engine(Shape("llama-3-8b", 32, 8, 8, 16, 0, ""), stack)
+        engine = PagedEngine(PagesShape("llama-3-8b", 32, 8, 8, 16, 0, ""), stack)
         decoder = _Decoder()
         loops: list[tuple[str, Callable[[], object], float | None]] = [
             ("graph", decoder.graph(), None),

@@ -21,7 +21,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 import kvtide
-from kvtide.benchmarks.record import Contestant, Record, Rounds, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Contestant, Rounds, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, block_sources, into, layout_of, own_store, size_name
 from kvtide.block import BLOCK_TOKENS, Span
 from kvtide.index.index import DRAM
@@ -130,7 +130,7 @@ class Below:
         self._store.close()
 
 
-def nvme(settings: Settings) -> Iterator[Record]:
+def nvme(settings: Settings) -> Iterator[BenchRecord]:
     """Store to and load from the disk, verified, beside raw direct I/O at the same depth."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes
@@ -164,7 +164,7 @@ def rehearsed(contestant: Contestant) -> Contestant:
     return turn
 
 
-def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[Record]:
+def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[BenchRecord]:
     size = size_name(nbytes)
     peers = {n: t for n, t in rounds.items() if n not in ("raw", "kvtide", SHARED)}
     # Into the page cache is not onto the disk.
@@ -217,7 +217,7 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[R
         )
 
 
-def _shared_records(settings: Settings, size: str, task: str, rounds: Rounds) -> Iterator[Record]:
+def _shared_records(settings: Settings, size: str, task: str, rounds: Rounds) -> Iterator[BenchRecord]:
     """What the memory of a node, which others map, costs against that of an embedded store."""
     ours, private = rounds[SHARED][task], rounds["kvtide"][task]
     note = "in the memory of a node, in ordinary pages where the system gives no huge ones to it"

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvtide.benchmarks.disk import THREADS, Below, filled, rehearsed
-from kvtide.benchmarks.record import Record, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, size_name
 from kvtide.block import Span
 
@@ -64,7 +64,7 @@ class RawFiles:
         self._readers.shutdown()
 
 
-def files(settings: Settings) -> Iterator[Record]:
+def files(settings: Settings) -> Iterator[BenchRecord]:
     """Store to and load from a filesystem that others use too, verified, beside plain file I/O at the same depth."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes

@@ -21,9 +21,9 @@ from transformers.cache_utils import DynamicLayer
 import kvtide
 from kvtide.benchmarks.disk import RawDisk
 from kvtide.benchmarks.pages import bus
-from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import MIB, Settings, own_store
-from kvtide.engines.transformers import Attached, attach
+from kvtide.engines.transformers.attach import Attached, attach
 from kvtide.index.index import DRAM
 
 __all__ = ["first_token", "first_token_nvme", "llama_8b"]
@@ -35,12 +35,12 @@ _FORMS = {"raw": ("raw", "exact"), "zstd": ("zstd", "exact"), "r4": ("raw", "r4"
 """What is on the disk: the tier's codec, and the fidelity."""
 
 
-def first_token(settings: Settings) -> Iterator[Record]:
+def first_token(settings: Settings) -> Iterator[BenchRecord]:
     """Time to first token from DRAM, against computing the prompt."""
     yield from from_dram(settings, llama_8b(settings), _LENGTHS)
 
 
-def first_token_nvme(settings: Settings) -> Iterator[Record]:
+def first_token_nvme(settings: Settings) -> Iterator[BenchRecord]:
     """Time to first token from NVMe, by what is stored there, against computing the prompt."""
     yield from from_nvme(settings, llama_8b(settings), {name: n for name, n in _LENGTHS.items() if name != "8k"})
 
@@ -124,7 +124,7 @@ def _attached(stack: ExitStack, model: LlamaForCausalLM, most: int, nvme: dict[s
     return attached
 
 
-def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[Record]:
+def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[BenchRecord]:
     """The figures of one model, from DRAM."""
     with ExitStack() as stack:
         most = _Prompt(model, max(lengths.values())).nbytes
@@ -158,7 +158,7 @@ def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
             yield _against_computing(settings, f"{name}", warm, cold, _FASTER.get(name), f"from DRAM; {prompt.note}")
 
 
-def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[Record]:
+def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[BenchRecord]:
     """The figures of one model, from NVMe, by what is stored there."""
     most = _Prompt(model, max(lengths.values())).nbytes
     for form, (codec, fidelity) in _FORMS.items():
@@ -212,7 +212,7 @@ def _against_computing(
     note: str,
     moved: list[int] | None = None,
     least: int = 1,
-) -> Record:
+) -> BenchRecord:
     return figure(
         f"gpu-first-token-{name}-against-computing",
         "s",

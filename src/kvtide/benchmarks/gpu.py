@@ -10,13 +10,13 @@ from kvtide.benchmarks.connector import connector
 from kvtide.benchmarks.decode import decode
 from kvtide.benchmarks.first_token import first_token, first_token_nvme
 from kvtide.benchmarks.pages import pages
-from kvtide.benchmarks.record import Record
+from kvtide.benchmarks.record import BenchRecord
 from kvtide.benchmarks.settings import Settings, chosen
 from kvtide.errors import ConfigError
 
 __all__ = ["GPU_FIGURES", "gpu"]
 
-GPU_FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
+GPU_FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "pages": pages,
     "decode": decode,
     "first-token": first_token,
@@ -25,7 +25,7 @@ GPU_FIGURES: dict[str, Callable[[Settings], Iterator[Record]]] = {
 }
 
 
-def gpu(settings: Settings, only: Sequence[str] = ()) -> Iterator[Record]:
+def gpu(settings: Settings, only: Sequence[str] = ()) -> Iterator[BenchRecord]:
     """Measure everything, or only the parts that are named."""
     if not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU that torch can use")

@@ -10,14 +10,14 @@ import numpy as np
 
 import kvtide
 from kvtide.benchmarks.copies import Copies, memcpy, records, through
-from kvtide.benchmarks.record import Record, Rounds, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Rounds, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, into, own_store, size_name
 from kvtide.block import BLOCK_TOKENS
 
 __all__ = ["dram", "match"]
 
 
-def match(settings: Settings) -> Iterator[Record]:
+def match(settings: Settings) -> Iterator[BenchRecord]:
     """A prompt of 131,072 tokens whose 512 blocks are all in DRAM: name, find and lease them."""
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
     as_list = tokens.tolist()
@@ -59,7 +59,7 @@ def match(settings: Settings) -> Iterator[Record]:
         )
 
 
-def dram(settings: Settings) -> Iterator[Record]:
+def dram(settings: Settings) -> Iterator[BenchRecord]:
     """Store from and load into callers' buffers, and load as views."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = (settings.rounds(1024, 512) * MIB) // nbytes

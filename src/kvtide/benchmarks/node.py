@@ -22,7 +22,7 @@ import numpy.typing as npt
 import kvtide
 from kvtide.benchmarks.copies import Copies, Memcpy, Moment, memcpy, moment, records, through, together
 from kvtide.benchmarks.crowd import Crowd
-from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure
+from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, figure
 from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, environment
 from kvtide.block import BLOCK_TOKENS
 from kvtide.config import Dram
@@ -65,7 +65,7 @@ def _cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def node(settings: Settings) -> Iterator[Record]:
+def node(settings: Settings) -> Iterator[BenchRecord]:
     """Match, store and load through a node, and the round trip of a step."""
     nbytes = 32 * MIB
     with running(64 * MIB) as (path, pid):
@@ -77,7 +77,7 @@ def node(settings: Settings) -> Iterator[Record]:
         yield from _steps(settings, clients)
 
 
-def _match(settings: Settings, path: Path, pid: int) -> Iterator[Record]:
+def _match(settings: Settings, path: Path, pid: int) -> Iterator[BenchRecord]:
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
     block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
     repeats = settings.rounds(50, 20)
@@ -137,7 +137,7 @@ def _copying(number: int, nbytes: int, count: int) -> Iterator[Mapping[str, Call
     yield {"store": lambda: moment(work.copy)}
 
 
-def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterator[Record]:
+def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterator[BenchRecord]:
     total = clients * count * nbytes
     with ExitStack() as stack:
         path, _ = stack.enter_context(running(total + 512 * MIB))
@@ -242,7 +242,7 @@ def _each(work: Callable[[int], None], repeats: int) -> tuple[npt.NDArray[np.flo
     return found, time.process_time() - cpu
 
 
-def _steps(settings: Settings, clients: int) -> Iterator[Record]:
+def _steps(settings: Settings, clients: int) -> Iterator[BenchRecord]:
     """A step asks for 64 blocks and gives back those of the step before, in one message.
 
     With processes of its own every few rounds: on which cores they happen to be makes some of them slower by a third,

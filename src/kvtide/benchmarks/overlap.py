@@ -27,18 +27,18 @@ from transformers import PreTrainedModel
 
 import kvtide
 from kvtide.benchmarks.first_token import llama_8b
-from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.block import Span
-from kvtide.engines.dynamic_cache import KvMemory
-from kvtide.engines.loading import SMALL, load
-from kvtide.engines.overlap import Overlap, Sizes, sizes
-from kvtide.engines.paged import mover
-from kvtide.engines.transformers import Attached, attach
+from kvtide.engines.paged.pages import mover
+from kvtide.engines.transformers.attach import Attached, attach
+from kvtide.engines.transformers.dynamic_cache import KvMemory
+from kvtide.engines.transformers.loading import SMALL, load
+from kvtide.engines.transformers.overlap import ChunkSizes, Overlap, sizes
 from kvtide.errors import ConfigError
 from kvtide.index.index import DRAM
 from kvtide.plan.prefill import PrefillCost
-from kvtide.session import Session
+from kvtide.store.session import Session
 from kvtide.tiers.disk import Disk
 
 __all__ = ["crossing", "measure", "overlap"]
@@ -65,7 +65,7 @@ class _LimitedDisk(Disk):
         return count
 
 
-def overlap(settings: Settings, tokens: int | None = None, speed: float | None = None) -> Iterator[Record]:
+def overlap(settings: Settings, tokens: int | None = None, speed: float | None = None) -> Iterator[BenchRecord]:
     """Measure it for a prompt of so many tokens, with a disk of that many bytes a second at most."""
     if torch.cuda.is_available():
         yield from measure(settings, llama_8b(settings), tokens or 131_072, 256, speed)
@@ -87,7 +87,9 @@ def crossing(computed: Curve, loaded: Curve, tokens: int) -> tuple[float, int]:
     return met, round(float(np.interp(met, times, front)))
 
 
-def measure(settings: Settings, model: Any, tokens: int, block_tokens: int, speed: float | None) -> Iterator[Record]:
+def measure(
+    settings: Settings, model: Any, tokens: int, block_tokens: int, speed: float | None
+) -> Iterator[BenchRecord]:
     """The figures of one model (its own types say that generate cannot be called).
 
     Raises ConfigError where a run did not do what it is to measure.
@@ -215,7 +217,7 @@ class _Run:
                 raise ConfigError(f"{match.held_tokens} tokens are still in memory: a load would not read them")
             self.load_seconds = match.plan.load_seconds
 
-    def _steps(self) -> Sizes:
+    def _steps(self) -> ChunkSizes:
         """Those of both at once."""
         nbytes = self.nbytes // self.blocks
         return sizes(self.blocks, self._block, nbytes, self.load_seconds, self.load_seconds)

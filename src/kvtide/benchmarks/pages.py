@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 import kvtide
-from kvtide.benchmarks.record import Contestant, Record, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.block import BLOCK_TOKENS, Slice
-from kvtide.engines.paged import Copy, Pages, mover
+from kvtide.engines.paged.pages import Copy, Pages, mover
 
-__all__ = ["Engine", "Shape", "bus", "pages"]
+__all__ = ["PagedEngine", "PagesShape", "bus", "pages"]
 
 _PAGE = 16
 _BUFFER = 128 * MIB
@@ -30,7 +30,7 @@ _BUFFER = 128 * MIB
 
 
 @dataclass(frozen=True)
-class Shape:
+class PagesShape:
     """A model, and how much of it."""
 
     name: str
@@ -49,18 +49,20 @@ class Shape:
 
 
 _SHAPES = [
-    Shape("llama-3-8b", 32, 8, 8, 64, 52, "Llama-3-8B: 32 layers of 8 heads of 128, in blocks of 32 MiB", both=80),
-    Shape(
+    PagesShape("llama-3-8b", 32, 8, 8, 64, 52, "Llama-3-8B: 32 layers of 8 heads of 128, in blocks of 32 MiB", both=80),
+    PagesShape(
         "tp8",
         *(32, 8, 1, 256, 45),
         "Llama-3-8B at tensor parallelism 8: one head of each block of 32 MiB",
         pieces="rows of 64 KiB, 512 KiB apart",
     ),
-    Shape("small", *(2, 1, 1, 4096, 45), "2 layers with pages of 4 KiB: blocks of 256 KiB", pieces="32 to 512 blocks"),
+    PagesShape(
+        "small", *(2, 1, 1, 4096, 45), "2 layers with pages of 4 KiB: blocks of 256 KiB", pieces="32 to 512 blocks"
+    ),
 ]
 
 
-def pages(settings: Settings) -> Iterator[Record]:
+def pages(settings: Settings) -> Iterator[BenchRecord]:
     """Scattered pages to the arena and back."""
     for shape in _SHAPES:
         yield from _pages(settings, shape)
@@ -75,10 +77,10 @@ class _Piece(NamedTuple):
     rows: int
 
 
-class Engine:
+class PagedEngine:
     """Pages as vLLM has them, in a random order, and blocks to put them into."""
 
-    def __init__(self, shape: Shape, stack: ExitStack) -> None:
+    def __init__(self, shape: PagesShape, stack: ExitStack) -> None:
         device = torch.device("cuda")
         layout = kvtide.Layout.attention(layers=shape.layers, heads=shape.heads, head_dim=128)
         footprint = layout.geometry["full"].footprint
@@ -127,8 +129,8 @@ class Engine:
     # -- the limit: the parts of a move, each alone
 
     def _pieces(self, copies: list[Copy]) -> list[_Piece]:
-        from kvtide.engines.driver import REGISTRY
-        from kvtide.engines.gpu import AT_ONCE, neighbours, parts
+        from kvtide.engines.paged.cuda import REGISTRY
+        from kvtide.engines.paged.gpu import AT_ONCE, neighbours, parts
 
         geometry, sections = self._pages.geometry, len(self._pages.sections)
         width = self._pages.heads * self._pages.each * self._pages.atom
@@ -143,7 +145,7 @@ class Engine:
 
     def alone(self) -> Contestant:
         """The DMA of the same blocks, without their pages."""
-        from kvtide.engines import driver
+        from kvtide.engines.paged import cuda
 
         ways = [(True, self._pieces(self._first)), (False, self._pieces(self._second))]
         memory = [torch.empty(_BUFFER, dtype=torch.uint8, device="cuda") for _ in ways]
@@ -158,7 +160,7 @@ class Engine:
                         if width == pitch:  # without gaps
                             width, pitch, rows = width * rows, pitch * rows, 1
                         here, stream = memory[way].data_ptr(), streams[way].cuda_stream
-                        driver.copy_rows(host, pitch, here, width, rows, stream, to_host=to_host)
+                        cuda.copy_rows(host, pitch, here, width, rows, stream, to_host=to_host)
             torch.cuda.synchronize()
 
         return lambda: {
@@ -169,7 +171,7 @@ class Engine:
 
     def gather(self) -> float:
         """GB/s of the kernel alone, with as many blocks as a buffer takes."""
-        from kvtide.engines.gpu import AT_ONCE, launch, word_of
+        from kvtide.engines.paged.gpu import AT_ONCE, launch, word_of
 
         pages, staging = self._pages, torch.empty(_BUFFER, dtype=torch.uint8, device="cuda")
         block = len(pages.sections) * pages.heads * pages.each * pages.atom
@@ -212,9 +214,9 @@ def bus(nbytes: int) -> Contestant:
     return contestant
 
 
-def _pages(settings: Settings, shape: Shape) -> Iterator[Record]:
+def _pages(settings: Settings, shape: PagesShape) -> Iterator[BenchRecord]:
     with ExitStack() as stack:
-        engine = Engine(shape, stack)
+        engine = PagedEngine(shape, stack)
 
         def ours() -> Mapping[str, Sample]:
             return {

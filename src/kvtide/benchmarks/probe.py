@@ -24,7 +24,7 @@ import kvtide
 from kvtide import Chain, Client, Session, Store, Tenant
 from kvtide.benchmarks.difference import difference
 from kvtide.benchmarks.node import running
-from kvtide.benchmarks.record import Record, machine
+from kvtide.benchmarks.record import BenchRecord, machine
 from kvtide.benchmarks.settings import MIB, TINY, Settings, own_store
 
 __all__ = ["NOBODY", "OTHER", "OWN", "probe", "verdicts"]
@@ -46,14 +46,14 @@ _VERDICTS: dict[str, tuple[str, float, Literal["higher", "lower"]]] = {
 """Who has cached it, and what p must be at least, to be chance, or at most, to be none."""
 
 
-def probe(settings: Settings) -> Iterator[Record]:
+def probe(settings: Settings) -> Iterator[BenchRecord]:
     """Matches of prompts that another tenant has cached, and that nobody has."""
     yield from _at_node(settings, "dram", {})
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as folder:
         yield from _at_node(settings, "files", {"path": folder})
 
 
-def _at_node(settings: Settings, where: str, storage: dict[str, str]) -> Iterator[Record]:
+def _at_node(settings: Settings, where: str, storage: dict[str, str]) -> Iterator[BenchRecord]:
     """With ``storage``, what who asks has itself was written by others there, so that the node has to look for it."""
     count = settings.rounds(10_000, 500)
     budget = 4 * count * _BLOCKS * TINY.geometry["full"].footprint + 64 * MIB
@@ -106,12 +106,12 @@ def _ask(session: Session, probes: Sequence[tuple[str, Chain]]) -> dict[str, Tim
     return {kind: np.array(times) for kind, times in found.items()}
 
 
-def verdicts(name: str, unit: str, times: Mapping[str, Times], command: str) -> Iterator[Record]:
+def verdicts(name: str, unit: str, times: Mapping[str, Times], command: str) -> Iterator[BenchRecord]:
     """What the times of probes tell: nothing of others, and very well what is one's own."""
     for kind, (whose, bar, better) in _VERDICTS.items():
         found = difference(times[NOBODY], times[kind])
         lowest, highest = sorted(float(f"{p:.3g}") for p in (found.larger, found.other))
-        yield Record(
+        yield BenchRecord(
             name=f"{name}-{kind}",
             unit="p",
             better=better,

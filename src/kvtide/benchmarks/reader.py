@@ -79,7 +79,7 @@ def _load() -> tuple[Any, Any]:
     try:
         from transformers import logging
 
-        from kvtide.engines.loading import SMALL, load
+        from kvtide.engines.transformers.loading import SMALL, load
 
         logging.set_verbosity_error()
         small = load(SMALL, "float32")

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Contestant", "Record", "Rounds", "Sample", "compare", "figure", "machine"]
+__all__ = ["BenchRecord", "Contestant", "Rounds", "Sample", "compare", "figure", "machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ Rounds = dict[str, dict[str, list[Sample]]]
 """Samples by contestant and task."""
 
 
-class Record(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class BenchRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A figure as it is kept in ``bench/results``."""
 
     name: str
@@ -125,7 +125,7 @@ def figure(
     note: str = "",
     moved: Sequence[int] | None = None,
     least: int = 1,
-) -> Record:
+) -> BenchRecord:
     """A record from rounds. ``reference`` has, round by round, what ``ratio`` is against; ``bar`` what it must reach.
 
     Without a reference the bar is for the figure itself. ``moved`` has the bytes that each round moved, where the
@@ -147,7 +147,7 @@ def figure(
         rounds = ", ".join(map(str, idle))
         what = "nothing" if least == 1 else f"less than {least / 1e9:.2f} GB"
         note = f"not measured: {what} was moved in round {rounds} of {len(values)}" + (f"; {note}" if note else "")
-    return Record(
+    return BenchRecord(
         name=name,
         unit=unit,
         better=better,

@@ -19,16 +19,16 @@ import numpy as np
 
 import kvtide
 from kvtide.benchmarks.node import running
-from kvtide.benchmarks.record import Record, figure
+from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import MIB, SMALL, Settings
-from kvtide.engines.halves.orders import Orders
-from kvtide.engines.halves.request import Cut, Prompt, Work
-from kvtide.engines.halves.scheduler import Scheduler
-from kvtide.engines.halves.tenancy import Tenancies
-from kvtide.engines.halves.wishes import Wishes
+from kvtide.engines.connector.orders import Orders
+from kvtide.engines.connector.request import PageGeometry, Prompt, Work
+from kvtide.engines.connector.request_options import RequestOptions
+from kvtide.engines.connector.scheduler import Scheduler
+from kvtide.engines.connector.sessions import SessionPool
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.node.client import Client
-from kvtide.node.crew import Worker
+from kvtide.node.client.client import Client
+from kvtide.node.client.workers import Worker
 
 __all__ = ["scheduler"]
 
@@ -54,14 +54,14 @@ class _Worker:
         self._client.close()
 
 
-def scheduler(settings: Settings) -> Iterator[Record]:
+def scheduler(settings: Settings) -> Iterator[BenchRecord]:
     """The scheduler's half, for a request of 100 blocks: none of them known, just being written, all known, and with a
     node that hangs."""
     numbers = np.random.default_rng(1)
     table = list(range(16 * _BLOCKS))
     with running(64 * MIB) as (path, pid), ExitStack() as stack:
         half = Scheduler(
-            Tenancies(lambda: Client(path), [kvtide.Model(SMALL, "bench")], 1), Cut(["full"], [16], 256, [0])
+            SessionPool(lambda: Client(path), [kvtide.Model(SMALL, "bench")], 1), PageGeometry(["full"], [16], 256, [0])
         )
         stack.callback(half.close)
         worker = _Worker(path)
@@ -71,7 +71,7 @@ def scheduler(settings: Settings) -> Iterator[Record]:
 
         def one(name: str, tokens: list[int], situation: str, fill: Callable[[Orders], None]) -> None:
             """A request from its arrival to its end. ``fill`` is the worker's part, and not counted."""
-            prompt = Prompt(name, tokens, list, DEFAULT_TENANT, Wishes())
+            prompt = Prompt(name, tokens, list, DEFAULT_TENANT, RequestOptions())
             work = [Work(name, len(tokens), lambda: [table])]
             cpu = 0.0
 

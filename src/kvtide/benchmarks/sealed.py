@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvtide.benchmarks.disk import THREADS, Below, RawDisk, rehearsed
-from kvtide.benchmarks.record import Record, compare, figure
+from kvtide.benchmarks.record import BenchRecord, compare, figure
 from kvtide.benchmarks.settings import MIB, Settings, size_name
 
 __all__ = ["sealed"]
@@ -20,7 +20,7 @@ _BAR = 1 / 1.3
 """Of the speed in the open: 1.3 times the time."""
 
 
-def sealed(settings: Settings) -> Iterator[Record]:
+def sealed(settings: Settings) -> Iterator[BenchRecord]:
     """Store and load with a key for the tenant, verified by its tags."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtide import config as configuration
 from kvtide.benchmarks.disk import Below
-from kvtide.benchmarks.record import Record, Sample, compare, figure, timed
+from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, block_sources, size_name
 from kvtide.errors import ConfigError
 
@@ -38,7 +38,7 @@ Put = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
 Get = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
 
 
-class Plain:
+class PlainClient:
     """The limit: a client of the storage's own, ``row`` values in a call, each into memory of ours."""
 
     def __init__(
@@ -86,7 +86,7 @@ def _given(name: str) -> dict[str, Any]:
     return {field: getattr(section, field) for field in _REACH if field in section.__struct_fields__}
 
 
-def objects(settings: Settings) -> Iterator[Record]:
+def objects(settings: Settings) -> Iterator[BenchRecord]:
     """Store to and load from an object store, verified, beside obstore alone."""
     from obstore.store import from_url
 
@@ -111,14 +111,14 @@ def objects(settings: Settings) -> Iterator[Record]:
     try:
         for nbytes in (32 * MIB, 2 * MIB):
             count = settings.rounds(512, 256) * MIB // nbytes
-            plain = Plain(nbytes, count, THREADS, 1, put, get, store.delete)
+            plain = PlainClient(nbytes, count, THREADS, 1, put, get, store.delete)
             yield from _records(settings, "objects", nbytes, count, given, plain, f"obstore alone, {THREADS} at a time")
     finally:
         for found in store.list():
             store.delete([each["path"] for each in found])
 
 
-def valkey(settings: Settings) -> Iterator[Record]:
+def valkey(settings: Settings) -> Iterator[BenchRecord]:
     """Store to and load from Valkey, verified, beside a plain pipelined client."""
     from valkey import Valkey
 
@@ -142,7 +142,7 @@ def valkey(settings: Settings) -> Iterator[Record]:
     for nbytes in (2 * MIB, MIB // 4):
         count = settings.rounds(256, 64) * MIB // nbytes
         _check_room(client.info("memory"), count * nbytes)
-        plain = Plain(nbytes, count, threads, _ROW, put, get, client.delete)
+        plain = PlainClient(nbytes, count, threads, _ROW, put, get, client.delete)
         against = f"valkey-py with libvalkey, {threads} threads, {_ROW} commands in a row"
         yield from _records(settings, "valkey", nbytes, count, given, plain, against)
 
@@ -158,8 +158,8 @@ def _check_room(memory: Mapping[str, Any], needed: int) -> None:
 
 
 def _records(
-    settings: Settings, name: str, nbytes: int, count: int, given: dict[str, Any], plain: Plain, against: str
-) -> Iterator[Record]:
+    settings: Settings, name: str, nbytes: int, count: int, given: dict[str, Any], plain: PlainClient, against: str
+) -> Iterator[BenchRecord]:
     with contextlib.closing(Below(nbytes, count, name, given)) as ours, contextlib.closing(plain):
         rounds = compare({"kvtide": ours, "plain": plain}, settings.rounds(7, 3), settings.progress)
     for task in ("store", "load"):

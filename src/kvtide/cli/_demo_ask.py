@@ -1,7 +1,7 @@
 """One process of the demonstration: loads the model, asks the questions in one way, and says how long each took.
 
 ``python -m kvtide.cli._demo_ask`` reads a ``Task`` from its standard input and writes a line of JSON for every
-``Step``: the demonstration restarts processes, so what they find was kept by the store and by nobody else.
+``DemoStep``: the demonstration restarts processes, so what they find was kept by the store and by nobody else.
 
 The time to the first token is what a user waits for: from the call of ``generate`` until a streamer gets a token. The
 reference for the answers is the same model with the same tokens cached, but without us: a prefill, split where the
@@ -26,7 +26,7 @@ import kvtide
 from kvtide.cli._demo_text import QUESTIONS, document
 from kvtide.errors import ConfigError
 
-__all__ = ["LEAST", "MODEL", "Step", "Task", "Way", "check_installed"]
+__all__ = ["LEAST", "MODEL", "DemoStep", "Task", "Way", "check_installed"]
 
 MODEL = "SmolLM2-135M-Instruct"
 LEAST = 6144
@@ -50,7 +50,7 @@ class Task(msgspec.Struct):
     new_tokens: int = 16
 
 
-class Step(msgspec.Struct):
+class DemoStep(msgspec.Struct):
     """A question was answered."""
 
     way: Way
@@ -79,7 +79,7 @@ class _Clock:
         pass
 
 
-class Asker:
+class DemoAsker:
     """The model, and the prompts of all questions."""
 
     def __init__(self, task: Task) -> None:
@@ -111,7 +111,7 @@ class Asker:
         long_enough = (some for some in prompts if _common(some) >= self._task.least)
         return min(islice(long_enough, 6), key=lambda some: _common(some) % _BLOCK)
 
-    def run(self) -> Iterator[Step]:
+    def run(self) -> Iterator[DemoStep]:
         """Ask in every way. Computing the document takes long, so that is done for one question only."""
         for way in self._task.ways:
             if way == "reference":
@@ -124,8 +124,8 @@ class Asker:
             else:
                 yield from self._attached(way, self._task.node, [0] if way == "cold" else range(len(self.prompts)))
 
-    def _attached(self, way: Way, store: kvtide.Store | str, questions: Sequence[int]) -> Iterator[Step]:
-        from kvtide.engines.transformers import attach
+    def _attached(self, way: Way, store: kvtide.Store | str, questions: Sequence[int]) -> Iterator[DemoStep]:
+        from kvtide.engines.transformers.attach import attach
 
         with attach(self.model, store) as attached:
             for number in questions:
@@ -142,14 +142,14 @@ class Asker:
             self.model(self.prompts[0][:, :border], past_key_values=cache, use_cache=True, logits_to_keep=1)
         return lambda **kwargs: self.model.generate(past_key_values=copy.deepcopy(cache), **kwargs)
 
-    def _ask(self, way: Way, number: int, generate: Callable[..., Any], prompt: Any) -> Step:
+    def _ask(self, way: Way, number: int, generate: Callable[..., Any], prompt: Any) -> DemoStep:
         inputs = {"input_ids": prompt, "attention_mask": prompt.new_ones(prompt.shape)}
         clock, start = _Clock(), time.perf_counter()
         found = generate(**inputs, streamer=clock, max_new_tokens=self._task.new_tokens, do_sample=False)
         output, cached = (found[0], sum(found[1].cached)) if isinstance(found, tuple) else (found, 0)
         answer = output[0, prompt.shape[1] :].tolist()
         text = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
-        return Step(way, number, clock.first - start, prompt.shape[1], cached, answer, text)
+        return DemoStep(way, number, clock.first - start, prompt.shape[1], cached, answer, text)
 
 
 def _common(prompts: list[Any]) -> int:
@@ -171,7 +171,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     """The model in fp32, in which an answer does not depend on how much of the prompt was cached; and its tokenizer."""
     from transformers import logging
 
-    from kvtide.engines.loading import SMALL, load
+    from kvtide.engines.transformers.loading import SMALL, load
 
     logging.set_verbosity_error()
     if not folder.exists():  # as it is packed it takes half a minute to load, and we need it in several processes
@@ -188,7 +188,7 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
     lines = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # whatever libraries print
-        for step in Asker(task).run():
+        for step in DemoAsker(task).run():
             print(msgspec.json.encode(step).decode(), file=lines, flush=True)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtide.cli._demo_ask import MODEL, Step, Task, Way, check_installed
+from kvtide.cli._demo_ask import MODEL, DemoStep, Task, Way, check_installed
 from kvtide.cli._demo_text import QUESTIONS
 from kvtide.errors import TierError
 
@@ -65,11 +65,11 @@ class Row:
 class Result:
     """What was asked and answered, and how long it took."""
 
-    steps: list[Step]
+    steps: list[DemoStep]
     filesystem: str
     seconds: float
 
-    def of(self, way: Way) -> list[Step]:
+    def of(self, way: Way) -> list[DemoStep]:
         return [step for step in self.steps if step.way == way]
 
     def rows(self) -> list[Row]:
@@ -111,7 +111,7 @@ def play(place: Path, least: int, new_tokens: int, progress: Progress) -> Result
     """Ask all questions in all ways, with a store in a temporary folder in ``place``."""
     check_installed()
     start = time.perf_counter()
-    steps: list[Step] = []
+    steps: list[DemoStep] = []
     with tempfile.TemporaryDirectory(prefix="kvtide-demo-", dir=place) as name:
         folder = Path(name)
         settings = folder / "kvtide.toml"
@@ -158,7 +158,7 @@ def _node(folder: Path, settings: Path) -> Iterator[None]:
             node.wait()
 
 
-def _process(task: Task, folder: Path) -> Iterator[Step]:
+def _process(task: Task, folder: Path) -> Iterator[DemoStep]:
     command = [sys.executable, "-m", "kvtide.cli._demo_ask"]
     errors = folder / "process.log"
     with errors.open("w") as log:
@@ -171,7 +171,7 @@ def _process(task: Task, folder: Path) -> Iterator[Step]:
             child.stdin.write(msgspec.json.encode(task))
             child.stdin.close()
             for line in child.stdout:
-                yield msgspec.json.decode(line, type=Step)
+                yield msgspec.json.decode(line, type=DemoStep)
     if child.returncode:
         raise TierError(f"a process of the demonstration failed: {_tail(errors)}")
 

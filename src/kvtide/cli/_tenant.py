@@ -10,7 +10,7 @@ from kvtide.config import Security
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.security.audit import Audit, audit_of
-from kvtide.security.ring import OWN
+from kvtide.security.key_ring import OWN
 
 __all__ = ["TenantName", "log_of", "tag_of"]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvtide.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtide.benchmarks.record import Record
+    from kvtide.benchmarks.record import BenchRecord
     from kvtide.benchmarks.settings import Settings
 
 __all__ = ["app"]
@@ -24,7 +24,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: ours beside the hardware's own limits.")
 
 
-def _table(title: str, records: list[Record]) -> Table:
+def _table(title: str, records: list[BenchRecord]) -> Table:
     table = Table(title=title)
     for name in ("figure", "ours", "lowest to highest", "limit", "ratio", "asked for"):
         table.add_column(name, justify="left" if name == "figure" else "right")
@@ -140,7 +140,7 @@ def _measure(
     quick: bool,
     json: str,
     path: Path | None,
-    measure: Callable[[Settings], Iterable[Record]],
+    measure: Callable[[Settings], Iterable[BenchRecord]],
 ) -> None:
     """Measure, and show or write the records."""
     import msgspec

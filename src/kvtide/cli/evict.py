@@ -40,10 +40,10 @@ def evict(
         [bold]kvtide evict --path /mnt/shared --budget 10TiB[/bold]
         [bold]KVTIDE_OBJECTS_URL=s3://bucket kvtide evict --budget 10TiB[/bold]
     """
-    from kvtide.storages import open_objects
-    from kvtide.tiers import blobs, files
-    from kvtide.tiers.purse import Keeper
-    from kvtide.tiers.steward import Papers, Steward
+    from kvtide.tiers.shared import blobs, files
+    from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
+    from kvtide.tiers.shared.credits import BudgetThread
+    from kvtide.tiers.shared.open import open_objects
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not lease > 0:
@@ -57,11 +57,11 @@ def evict(
             "files.path of the nodes names, and mount it first if it is on another host"
         )
     storage = open_objects(objects) if path is None else files.Files(path / blobs.ROOT)
-    papers = Papers(storage, lease)
-    keeper = Keeper(papers, Steward(papers, parse_size(budget)))
+    coordination = CoordinationBlobs(storage, lease)
+    budget_thread = BudgetThread(coordination, BudgetCoordinator(coordination, parse_size(budget)))
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in all threads: a handler could wait for what it interrupted
-    keeper.start()
+    budget_thread.start()
     signal.sigwait(ends)
-    keeper.close()
+    budget_thread.close()
     storage.close()

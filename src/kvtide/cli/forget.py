@@ -46,21 +46,21 @@ def forget(
     of such a tenant.
     """
     from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
-    from kvtide.forgetting import unknown
-    from kvtide.node.afar import Afar
-    from kvtide.node.client import Client
-    from kvtide.security.acts import destroy
-    from kvtide.security.keyfile import KeyFile
-    from kvtide.store import Store
+    from kvtide.node.client.admin import HttpAdminClient
+    from kvtide.node.client.client import Client
+    from kvtide.security.key_admin import destroy
+    from kvtide.security.key_file import KeyFile
+    from kvtide.store.forget import unknown
+    from kvtide.store.store import Store
 
     settings = configuration.read(file, overrides={"record.path": ""})  # nothing is asked for here
     tag, log = tag_of(tenant), log_of(settings.security)
-    nodes: list[tuple[str, Callable[[], Client | Afar]]] = [
+    nodes: list[tuple[str, Callable[[], Client | HttpAdminClient]]] = [
         (str(path), partial(Client, path)) for path in sockets or ()
     ]
     for address in addresses or ():  # what is wrong with an address is said before anything is destroyed
-        Afar(address, settings.node)
-        nodes.append((address, partial(Afar, address, settings.node)))
+        HttpAdminClient(address, settings.node)
+        nodes.append((address, partial(HttpAdminClient, address, settings.node)))
     if not nodes:
         if settings.nvme.path and not Path(settings.nvme.path).expanduser().is_dir():
             raise ConfigError(

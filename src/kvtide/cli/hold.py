@@ -29,8 +29,8 @@ def hold(
     It keeps keys from being destroyed, not blocks from expiring or being evicted: this is a cache.
     """
     from kvtide.errors import ConfigError
-    from kvtide.security import acts
-    from kvtide.security.keyfile import KeyFile
+    from kvtide.security import key_admin
+    from kvtide.security.key_file import KeyFile
 
     settings = configuration.read(file).security
     tag, log = tag_of(tenant), log_of(settings)
@@ -40,9 +40,9 @@ def hold(
     what = "end hold" if release else "hold"
     log.record(what, "begun", tenant=tag.hex(), why=why)  # what cannot be written down is not done
     if not release:
-        acts.hold(keys, tag, why)
+        key_admin.hold(keys, tag, why)
         said = "held"
     else:
-        said = "released" if acts.release(keys, tag) else "there was no hold"
+        said = "released" if key_admin.release(keys, tag) else "there was no hold"
     log.record(what, said, tenant=tag.hex(), why=why)
     typer.echo(f"{tag.hex()}: {said}")

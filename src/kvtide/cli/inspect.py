@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvtide.inspection import Report
+    from kvtide.tiers.nvme.inspect import InspectionReport
 
 __all__ = ["app"]
 
@@ -46,9 +46,9 @@ def inspect(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from kvtide import config as configuration
-    from kvtide.inspection import advice, look
-    from kvtide.security.ring import open_ring
-    from kvtide.tiers.sealing import Sealing
+    from kvtide.security.key_ring import open_ring
+    from kvtide.tiers.format.encryption import Encryption
+    from kvtide.tiers.nvme.inspect import advice, look
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
@@ -60,8 +60,8 @@ def inspect(
                 tasks[what] = bars.add_task(what)
             bars.update(tasks[what], completed=done, total=total)
 
-        sealing = Sealing(open_ring(configuration.read(file).security))
-        report = look(directory, verify=verify, newest=blocks, progress=progress, sealing=sealing)
+        encryption = Encryption(open_ring(configuration.read(file).security))
+        report = look(directory, verify=verify, newest=blocks, progress=progress, encryption=encryption)
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(report), "advice": advice(report)}, indent=2))
     else:
@@ -70,11 +70,11 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _damage(report: Report) -> bool:
+def _damage(report: InspectionReport) -> bool:
     return bool(report.damaged or any(s.problem not in ("", "emptied") for s in report.segments))
 
 
-def _show(console: Console, report: Report, said: list[str]) -> None:
+def _show(console: Console, report: InspectionReport, said: list[str]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -86,17 +86,17 @@ def _show(console: Console, report: Report, said: list[str]) -> None:
         console.print(Padding(Text(line), (0, 2)))
 
 
-def _facts(report: Report) -> Table:
+def _facts(report: InspectionReport) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.show import moment, size
+    from kvtide.formatting import moment, size
 
     table = Table(show_header=False, box=None, title=Text(report.path, style="bold"), title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     journal = report.journal
-    if journal.trusted:
+    if journal.access_list:
         trust = f"trusted; {journal.records} records, {size(journal.nbytes)}"
     else:
         trust = f"not trusted: {journal.doubt}; {size(journal.nbytes)}"
@@ -123,12 +123,12 @@ def _ratio(raw: int, stored: int) -> str:
     return f" (1 : {raw / stored:.2f})" if stored else ""
 
 
-def _sizes(report: Report) -> Table | None:
+def _sizes(report: InspectionReport) -> Table | None:
     """Segments by the size of their slots: a terabyte has thousands."""
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.show import share, size
+    from kvtide.formatting import share, size
 
     if not report.segments:
         return None
@@ -145,11 +145,11 @@ def _sizes(report: Report) -> Table | None:
     return table
 
 
-def _kinds(report: Report) -> Table | None:
+def _kinds(report: InspectionReport) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.show import size
+    from kvtide.formatting import size
 
     if not report.kinds:
         return None
@@ -165,7 +165,7 @@ def _kinds(report: Report) -> Table | None:
     return table
 
 
-def _depths(report: Report) -> Table | None:
+def _depths(report: InspectionReport) -> Table | None:
     from rich.table import Table
 
     if not report.depths:
@@ -179,11 +179,11 @@ def _depths(report: Report) -> Table | None:
     return table
 
 
-def _newest(report: Report) -> Table | None:
+def _newest(report: InspectionReport) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtide.show import moment, size
+    from kvtide.formatting import moment, size
 
     if not report.newest_blocks:
         return None
@@ -196,7 +196,7 @@ def _newest(report: Report) -> Table | None:
     return table
 
 
-def _damaged(report: Report) -> Table | None:
+def _damaged(report: InspectionReport) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 

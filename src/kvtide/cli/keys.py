@@ -46,8 +46,8 @@ def make() -> None:
 @app.command(name="list")
 def show(file: _File = None) -> None:
     """List keys, by tenant, with their state, and the tenants that are under a legal hold."""
-    from kvtide.security.keyfile import KeyFile
-    from kvtide.show import moment
+    from kvtide.formatting import moment
+    from kvtide.security.key_file import KeyFile
 
     found = KeyFile(Path(_settings(file).key_file).expanduser()).read()
     for entry in found.keys:
@@ -68,8 +68,8 @@ def rotate(
 
     What they seal stays as it is. Nodes that still have the old security.key_source lose their keys within a lease.
     """
-    from kvtide.security.acts import rotate as rewrap
-    from kvtide.security.keyfile import KeyFile
+    from kvtide.security.key_admin import rotate as rewrap
+    from kvtide.security.key_file import KeyFile
     from kvtide.security.wrapping import Unavailable, wrapper
 
     settings = _settings(file)

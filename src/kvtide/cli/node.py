@@ -62,7 +62,7 @@ def node(
     What it does can be watched: [bold]kvtide status[/bold]
     """
     from kvtide.binding import bind
-    from kvtide.node import run
+    from kvtide.node.server import run
 
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -18,11 +18,11 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from kvtide.errors import ConfigError, TraceError
-from kvtide.show import gib, size
+from kvtide.formatting import gib, size
 
 if TYPE_CHECKING:
     from kvtide.config import Config
-    from kvtide.replay.run import Report
+    from kvtide.replay.run import ReplayReport
     from kvtide.replay.sweep import Sweep
     from kvtide.replay.trace import Trace
 
@@ -210,7 +210,7 @@ def _check_tiers(settings: Config, given: dict[str, Any]) -> None:
             )
 
 
-def _table(report: Report, trace: Path) -> Table:
+def _table(report: ReplayReport, trace: Path) -> Table:
     table = Table(title=f"{trace.name}: {report.requests:,} requests, the first {report.warming:,} to warm up")
     for name in ("tier", "blocks", "policy", "hit rate", "read", "written", "evicted"):
         table.add_column(name, justify="left" if name in ("tier", "policy") else "right")
@@ -234,13 +234,13 @@ def _table(report: Report, trace: Path) -> Table:
     return table
 
 
-def _blocks(report: Report | Sweep) -> str:
+def _blocks(report: ReplayReport | Sweep) -> str:
     tokens = f" and {report.block_tokens} tokens" if report.block_tokens else ""
     different = f"{report.unique:,} different ones in the whole trace"
     return f"{report.blocks:,} blocks of {size(report.block_bytes)}{tokens} asked for; {different}"
 
 
-def _notes(report: Report) -> list[str]:
+def _notes(report: ReplayReport) -> list[str]:
     from kvtide.replay.run import led
 
     notes = [_blocks(report), f"{report.hits:,} found, {report.misses:,} computed"]
@@ -273,7 +273,7 @@ def _sweep_table(found: Sweep, trace: Path) -> Table:
 
 
 class _Result(NamedTuple):
-    report: Report | Sweep
+    report: ReplayReport | Sweep
     table: Table
     notes: list[str]
     picture: str

@@ -81,7 +81,7 @@ def serve(
     from rich.console import Console
     from transformers.utils import logging as noise
 
-    from kvtide.engines.loading import load
+    from kvtide.engines.transformers.loading import load
     from kvtide.serve import run
 
     logging.basicConfig(
@@ -91,7 +91,7 @@ def serve(
     if not sys.stderr.isatty():
         noise.disable_progress_bar()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with run.listen(host, port, bool(api_key)) as at, _home(store, file) as home:
+    with run.listen(host, port, bool(api_key)) as at, _session_host(store, file) as home:
         console.print(f"loading {model} ...", markup=False)
         loaded = load(model, dtype.value)
         place = f"[{host}]" if ":" in host else host
@@ -111,5 +111,5 @@ def serve(
         )
 
 
-def _home(address: str | None, settings: Path | None) -> kvtide.Store | kvtide.Client:
+def _session_host(address: str | None, settings: Path | None) -> kvtide.Store | kvtide.Client:
     return kvtide.connect(address) if address else kvtide.open(settings)

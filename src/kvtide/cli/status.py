@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kvtide.node.statistics import Status
     from kvtide.plan.cost import SpeedStatistics
+    from kvtide.store.node_statistics import Status
 
 __all__ = ["app"]
 
@@ -45,11 +45,11 @@ def status(
     from rich.live import Live
 
     from kvtide.errors import TierError
-    from kvtide.node.afar import Afar
-    from kvtide.node.client import Client
+    from kvtide.node.client.admin import HttpAdminClient
+    from kvtide.node.client.client import Client
 
     path = Path(address.removeprefix("unix:"))
-    with Afar(address, configuration.read().node) if "://" in address else Client(path) as client:
+    with HttpAdminClient(address, configuration.read().node) if "://" in address else Client(path) as client:
 
         def now() -> Status:
             found = client.status()
@@ -80,7 +80,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from kvtide.show import share, size
+    from kvtide.formatting import share, size
 
     if last is not None and (last.node.pid != now.node.pid or last.node.seconds >= now.node.seconds):
         last = None
@@ -139,7 +139,7 @@ def _table(*columns: str) -> Table:
 def _tiers(now: Status, last: Status | None) -> Table:
     from rich.progress_bar import ProgressBar
 
-    from kvtide.show import share, size
+    from kvtide.formatting import share, size
 
     table = _table("tier", "used", "", "of", "blocks", "out/s", "in/s", "evicted", "unused for", "policy")
     seconds = now.node.seconds - last.node.seconds if last else 0.0
@@ -166,7 +166,7 @@ def _tiers(now: Status, last: Status | None) -> Table:
 
 
 def _budgets(now: Status) -> Table:
-    from kvtide.show import size
+    from kvtide.formatting import size
 
     table = _table(
         "shared", "budget kept by", "last seen", "granted to all", "to us", "removed", "unfinished", "cleared"
@@ -191,7 +191,7 @@ def _age(total: float, count: int) -> str:
 
 
 def _hits(now: Status, last: Status | None) -> Table:
-    from kvtide.show import share
+    from kvtide.formatting import share
 
     table = _table("tokens asked for", "since the start", "", "lately", "")
     tokens = now.store.planner.tokens
@@ -205,7 +205,7 @@ def _hits(now: Status, last: Status | None) -> Table:
 
 
 def _lanes(now: Status) -> Table:
-    from kvtide.show import size
+    from kvtide.formatting import size
 
     table = _table("lane", "waiting to read", "", "to write", "", "under way", "reads", "writes", "may write")
     for name, lane in now.store.lanes.items():
@@ -225,14 +225,14 @@ def _lanes(now: Status) -> Table:
 
 
 def _speed(speed: SpeedStatistics) -> str:
-    from kvtide.show import size
+    from kvtide.formatting import size
 
     how = "" if speed.measured else ", remembered" if speed.remembered else ", a guess"
     return f"{size(speed.bytes_per_second)}/s{how}"
 
 
 def _clients(now: Status) -> Table:
-    from kvtide.show import size
+    from kvtide.formatting import size
 
     table = _table("client", "since", "sessions", "to read", "to write", "visits", "requests", "failed", "unread", "")
     for client in sorted(now.node.clients, key=lambda c: -c.seconds):

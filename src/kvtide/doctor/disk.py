@@ -12,9 +12,9 @@ from kvtide.benchmarks.disk import RawDisk
 from kvtide.config import Nvme
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError, TierError
-from kvtide.show import size
-from kvtide.tiers.directory import Directory
+from kvtide.formatting import size
 from kvtide.tiers.disk import Disk
+from kvtide.tiers.nvme.directory import Directory
 
 __all__ = ["check", "measure"]
 

@@ -13,8 +13,8 @@ from kvtide.config import Config
 from kvtide.doctor import disk, engine, flags, gain, host, model, node
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError
-from kvtide.node.statistics import Status
-from kvtide.show import size
+from kvtide.formatting import size
+from kvtide.store.node_statistics import Status
 
 __all__ = ["Deployment", "examine"]
 

@@ -8,7 +8,7 @@ from kvtide.block import Layout
 from kvtide.config import Config
 from kvtide.doctor.finding import Finding, ok, warning
 from kvtide.doctor.model import nbytes
-from kvtide.show import size
+from kvtide.formatting import size
 
 __all__ = ["check", "storing"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvtide.capacity import group_folders
 from kvtide.config import Config
 from kvtide.doctor.finding import Finding, error, ok, warning
-from kvtide.show import size
-from kvtide.tiers.memory import Memory
+from kvtide.formatting import size
+from kvtide.tiers.dram.memory import Memory
 
 __all__ = ["available", "check", "has_gpu"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from kvtide.block import BLOCK_TOKENS, Group, Kind, Layout
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError, LayoutError
+from kvtide.formatting import size
 from kvtide.index.weights import SHARDS, identify
-from kvtide.show import size
 
 __all__ = ["check", "folder_of", "layout_of", "nbytes"]
 

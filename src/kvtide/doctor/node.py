@@ -9,10 +9,10 @@ from kvtide.block import Group, Layout
 from kvtide.config import Config
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import ConfigError, KvtideError, TierError
-from kvtide.node.auto import home
-from kvtide.node.client import Client, connect
-from kvtide.node.statistics import Status
-from kvtide.node.trust import Trusted
+from kvtide.node.client.client import Client, connect
+from kvtide.node.client.launch import home
+from kvtide.node.server.access import AccessList
+from kvtide.store.node_statistics import Status
 
 __all__ = ["ask", "check", "domains", "sharing"]
 
@@ -67,7 +67,7 @@ def check(config: Config, status: Status) -> Iterator[Finding]:
 def domains(config: Config, status: Status | None) -> Iterator[Finding]:
     """Which users share a trust domain, at the node that runs or at one with this configuration."""
     try:
-        said = Trusted(config.node.users).warnings if status is None else status.node.warnings
+        said = AccessList(config.node.users).warnings if status is None else status.node.warnings
     except ConfigError as e:
         yield error("trust domains", str(e), "no node starts with that")
         return

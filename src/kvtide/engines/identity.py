@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtide.canonical import Value
-from kvtide.engines.paged import WORDS
+from kvtide.engines.paged.pages import WORDS
 from kvtide.errors import LayoutError
 from kvtide.index.weights import WeightsId, from_samples, places
 

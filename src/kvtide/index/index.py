@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import DIGEST, BlockKey, Found, Group, Layout
-from kvtide.index.account import Account
 from kvtide.index.columns import column
 from kvtide.index.holds import Holds, Rows
 from kvtide.index.pins import Pins
+from kvtide.index.tenant_usage import TenantUsage
 
 __all__ = [
     "ABSENT",
@@ -140,7 +140,7 @@ class Index:
         """Whose it is, from 1 on; 0 while nobody of this process has used it."""
         self.tenants = 0
         """How many tenants there are."""
-        self.accounts: dict[int, Account] = {}
+        self.accounts: dict[int, TenantUsage] = {}
         """By tier, where tenants have quotas: what they have there."""
         self.identity = np.zeros(size, np.int64)
         """Whose it is for good: the fingerprint of namespace, tenant, layout and group; 0 where that is not known. An
@@ -638,7 +638,7 @@ class Index:
         good = np.ones(min(len(r) for r in rows.values()) + 1, np.bool_)
         for group in layout.groups:
             if group.required:
-                good &= _reach(group, whole[group.name], layout.block_tokens)
+                good &= _connector(group, whole[group.name], layout.block_tokens)
         return good
 
     def evictable(self, rows: Rows, tier: int) -> Mask:
@@ -647,7 +647,7 @@ class Index:
         return free
 
 
-def _reach(group: Group, present: Mask, tokens: int) -> Mask:
+def _connector(group: Group, present: Mask, tokens: int) -> Mask:
     """For each length in blocks, 0 to all, whether ``group`` has what a prefix of it needs."""
     if every(present):
         return np.ones(len(present) + 1, np.bool_)

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvtide import forks
 from kvtide.block import BlockKey, Span
-from kvtide.door import Door
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
 from kvtide.interrupts import to_the_end
+from kvtide.call_guard import CallGuard
 
 __all__ = ["Lease", "Reservation", "Watch"]
 
@@ -88,9 +88,9 @@ class Reservation:
         "_finish",
         "_views",
         "depths",
-        "door",
         "followed",
         "generations",
+        "guard",
         "kept",
         "keys",
         "later",
@@ -138,7 +138,7 @@ class Reservation:
         self.pending = 0
         """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
         self.on_end: list[Callable[[Reservation], None]] = []
-        self.door: Door | None = None
+        self.guard: CallGuard | None = None
         """What must be open while slots change hands."""
 
     def __repr__(self) -> str:
@@ -175,11 +175,11 @@ class Reservation:
             return True
         try:
             self.sealed = sealed
-            if self.door is None:
+            if self.guard is None:
                 finish(self, sealed)
             else:
-                with self.door.lock():
-                    self.door.check()
+                with self.guard.lock():
+                    self.guard.check()
                     finish(self, sealed)
         except BaseException:
             self.sealed, self._finish = False, finish  # so that whoever was interrupted here can abort it

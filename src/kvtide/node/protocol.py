@@ -357,7 +357,7 @@ class Finish(_Message, tag="finish"):
     sealed: bool
 
 
-# An engine of several processes: see team.py.
+# An engine of several processes: see workers.py.
 
 
 class Invite(_Message, tag="invite"):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtide.clock import Clock
 from kvtide.histogram import Histogram, HistogramStatistics
 
-__all__ = ["Ages", "Clockwork"]
+__all__ = ["Ages", "TickClock"]
 
 _STEPS = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0)
 """Ages that are told apart."""
@@ -28,7 +28,7 @@ _MOST = 2048
 _DOZEN = 128
 
 
-class Clockwork:
+class TickClock:
     """Knows when a tick was. All calls under the index's lock."""
 
     def __init__(self, clock: Clock) -> None:
@@ -63,7 +63,7 @@ class Clockwork:
 class Ages:
     """Of what was evicted. All calls under the index's lock; they are counted by the dozen, which is cheaper."""
 
-    def __init__(self, clockwork: Clockwork) -> None:
+    def __init__(self, clockwork: TickClock) -> None:
         self._clockwork = clockwork
         self._left: list[tuple[npt.NDArray[np.int64], float]] = []
         """Ticks of blocks that have left, and when."""

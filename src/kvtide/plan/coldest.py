@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtide.index.index import Index, Mask, Rows
 from kvtide.plan.policy import Policy, Scores
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
 
 __all__ = ["LOWEST", "Coldest", "Queue"]
 
@@ -47,7 +47,7 @@ class Coldest:
         index: Index,
         number: int,
         policy: Policy,
-        uses: Uses,
+        uses: UsageTracker,
         may_leave: Callable[[Rows], Mask] | None = None,
     ) -> None:
         self._index = index

@@ -29,7 +29,7 @@ from kvtide.index.index import PENDING, SEALED, Index, Mask, Rows
 from kvtide.plan.ages import Ages
 from kvtide.plan.coldest import LOWEST, Coldest, Queue
 from kvtide.plan.policy import Policy, Scores
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
 from kvtide.tiers.segments import EMPTY, Segment, Segments, size_of
 
 __all__ = ["Eviction", "Evictor", "EvictorStatistics", "Slotted", "room"]
@@ -107,7 +107,7 @@ class Evictor:
         number: int,
         tier: Slotted,
         policy: Policy,
-        uses: Uses,
+        uses: UsageTracker,
         may_leave: Callable[[Rows], Mask] | None = None,
         may_move: Callable[[Rows], Mask] | None = None,
         takes_slots: bool = True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvtide.plan.uses import Uses
+from kvtide.plan.usage import UsageTracker
 
 __all__ = ["Learner"]
 
@@ -15,7 +15,7 @@ log = logging.getLogger("kvtide.plan")
 class Learner:
     """Learns whenever there is enough to learn from, until it is closed."""
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: UsageTracker) -> None:
         self._uses = uses
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtide-learner", daemon=True)

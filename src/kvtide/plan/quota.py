@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtide.index.account import Account
 from kvtide.index.index import Index, Rows
+from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.coldest import Coldest, Queue
 
 __all__ = ["Quota"]
@@ -18,7 +18,7 @@ __all__ = ["Quota"]
 class Quota:
     """Of one tier, for all tenants that have one. All calls under the index's lock."""
 
-    def __init__(self, index: Index, number: int, name: str, account: Account, coldest: Coldest) -> None:
+    def __init__(self, index: Index, number: int, name: str, account: TenantUsage, coldest: Coldest) -> None:
         self._index = index
         self._number = number
         self._name = name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvtide.errors import TraceError
 
-__all__ = ["Sizes", "full_blocks"]
+__all__ = ["BlockTokenSizes", "full_blocks"]
 
 _LARGEST = 1 << 20
 
@@ -31,7 +31,7 @@ def _limits(tokens: int, named: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Sizes:
+class BlockTokenSizes:
     """The sizes that fit all requests seen so far, from ``least`` to ``most``."""
 
     least: int = 1

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from html import escape
 
-from kvtide.replay.run import Report
+from kvtide.formatting import gib, size
+from kvtide.replay.run import ReplayReport
 from kvtide.replay.sweep import Sweep
-from kvtide.show import gib, size
 
 __all__ = ["svg", "sweep_svg"]
 
@@ -51,7 +51,7 @@ def _grid(highest: float, y: Callable[[float], float]) -> list[str]:
     return parts
 
 
-def svg(report: Report, title: str) -> str:
+def svg(report: ReplayReport, title: str) -> str:
     """Areas for the tiers, one on the other, in steps of requests; the optimum over all as a line; below, the policy
     that was in charge of DRAM, where that can change."""
     steps = report.over_time
@@ -86,7 +86,7 @@ def svg(report: Report, title: str) -> str:
     return _picture(f"{title}: share of blocks found, by request", parts)
 
 
-def _band(report: Report, top: float) -> list[str]:
+def _band(report: ReplayReport, top: float) -> list[str]:
     """Which policy led, from left to right as the requests above."""
     names = list(dict.fromkeys(name for _, name in report.in_charge))
     colours = {name: _POLICIES[number % len(_POLICIES)] for number, name in enumerate(names)}

@@ -17,10 +17,10 @@ from kvtide.block import Layout
 from kvtide.config import Config
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
-from kvtide.plan.uses import TURNS
+from kvtide.plan.usage import TURNS
 from kvtide.replay.world import TraceClock
-from kvtide.session import Session
-from kvtide.store import Store
+from kvtide.store.session import Session
+from kvtide.store.store import Store
 from kvtide.tiers.segments import ladder
 
 __all__ = ["RealWorld"]

@@ -11,15 +11,15 @@ import msgspec
 from kvtide.block import padded
 from kvtide.config import Config
 from kvtide.errors import ConfigError, TraceError
+from kvtide.formatting import size
 from kvtide.replay.optimum import optimum
 from kvtide.replay.real import RealWorld
-from kvtide.replay.speeds import Speeds
+from kvtide.replay.speeds import TierSpeeds
 from kvtide.replay.trace import Trace
 from kvtide.replay.world import World
-from kvtide.show import size
 from kvtide.tiers.segments import ladder
 
-__all__ = ["Compared", "Report", "TierReport", "led", "replay", "slot_of"]
+__all__ = ["Compared", "ReplayReport", "TierReport", "led", "replay", "slot_of"]
 
 _PARTS = 100
 
@@ -53,7 +53,7 @@ class Compared(msgspec.Struct, frozen=True):
     hit_rate: float
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReplayReport(msgspec.Struct, frozen=True):
     """What a trace did to the tiers. Counts are of the requests after the warming ones."""
 
     requests: int
@@ -93,7 +93,7 @@ def slot_of(block: int) -> int:
     return ladder(padded(block))
 
 
-def led(report: Report) -> dict[str, int]:
+def led(report: ReplayReport) -> dict[str, int]:
     """For how many of the requests that count each policy was in charge of DRAM."""
     found: dict[str, int] = {}
     ends = [number for number, _ in report.in_charge[1:]] + [report.requests]
@@ -109,10 +109,10 @@ def replay(
     block: int,
     warm: float = 0.4,
     best: bool = True,
-    speeds: Speeds | None = None,
+    speeds: TierSpeeds | None = None,
     progress: Callable[[int], None] = lambda _: None,
     real: bool = False,
-) -> Report:
+) -> ReplayReport:
     """Run ``trace`` through tiers of ``config`` with blocks of ``block`` bytes: without bytes, or with ``real`` ones.
 
     The first ``warm`` of the requests fill the tiers and are not counted. ``progress`` gets each request's number.
@@ -142,9 +142,9 @@ def _replay(
     block: int,
     warm: float,
     best: bool,
-    speeds: Speeds | None,
+    speeds: TierSpeeds | None,
     progress: Callable[[int], None],
-) -> Report:
+) -> ReplayReport:
     start = int(len(trace.blocks) * warm)
     asked = here = below = 0
     parts = [[0, 0, 0] for _ in range(_PARTS)]
@@ -192,7 +192,7 @@ def _replay(
         if rooms[name]
     ]
     stored = done["dram written"] - done["nvme read"]
-    return Report(
+    return ReplayReport(
         requests=len(trace.blocks),
         warming=start,
         blocks=asked,
@@ -213,7 +213,7 @@ def _replay(
     )
 
 
-def _seconds(done: dict[str, int], speeds: Speeds, world: World | RealWorld) -> dict[str, float]:
+def _seconds(done: dict[str, int], speeds: TierSpeeds, world: World | RealWorld) -> dict[str, float]:
     """What moving the bytes would take, one after another; and took, where they were moved."""
     found = {
         "in the store, all requests": world.moving_seconds if isinstance(world, RealWorld) else 0.0,

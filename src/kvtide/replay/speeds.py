@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-__all__ = ["Speeds", "measure"]
+__all__ = ["TierSpeeds", "measure"]
 
 _PART = 4 << 20
 _PARTS = 16
 
 
-class Speeds(msgspec.Struct, frozen=True):
+class TierSpeeds(msgspec.Struct, frozen=True):
     """Bytes a second."""
 
     memory: float
@@ -25,14 +25,14 @@ class Speeds(msgspec.Struct, frozen=True):
     disk_write: float
 
 
-def measure(folder: Path | None = None) -> Speeds:
+def measure(folder: Path | None = None) -> TierSpeeds:
     """Copies in memory, and direct I/O in ``folder`` (by default where temporary files are), one thread, 64 MiB."""
     source, target = np.ones(_PART * _PARTS, np.uint8), np.ones(_PART * _PARTS, np.uint8)
     began = time.perf_counter()
     np.copyto(target, source)
     memory = len(source) / (time.perf_counter() - began)
     read, write = _disk(folder or Path(tempfile.gettempdir()))
-    return Speeds(memory, read, write)
+    return TierSpeeds(memory, read, write)
 
 
 def _disk(folder: Path) -> tuple[float, float]:

@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.errors import TraceError
-from kvtide.replay.block_tokens import Sizes, full_blocks
+from kvtide.replay.block_tokens import BlockTokenSizes, full_blocks
 from kvtide.replay.events import Event, batch, batches, requests
 
-__all__ = ["Reader", "Request", "Trace", "chains", "load", "read"]
+__all__ = ["Reader", "Trace", "TraceRequest", "chains", "load", "read"]
 
 log = logging.getLogger("kvtide.replay")
 
@@ -48,7 +48,7 @@ LARGEST = 1 << 34
 """Bytes of a block, at most: there is no model with larger ones."""
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """A prompt: when it came, in seconds, and its full blocks in order."""
 
     seconds: float
@@ -145,7 +145,7 @@ class Reader:
         self._source = "--block-tokens" if block_tokens else ""
         """What said so."""
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         try:
             with self._path.open("rb") as raw:
                 packed = raw.read(2) == b"\x1f\x8b"
@@ -173,7 +173,7 @@ class Reader:
 
     # -- which kind of trace it is ------------------------------------------------------------------------
 
-    def _read(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[Request]:
+    def _read(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[TraceRequest]:
         start = stream.peek(64)[:64]
         if not start:
             raise TraceError(f"{self._path} is empty")
@@ -263,7 +263,7 @@ class Reader:
 
     # -- each kind ----------------------------------------------------------------------------------------
 
-    def _events(self, found: Iterator[tuple[float, list[Event]]]) -> Iterator[Request]:
+    def _events(self, found: Iterator[tuple[float, list[Event]]]) -> Iterator[TraceRequest]:
         tokens: set[int] = set()
 
         def seen() -> Iterator[tuple[float, list[Event]]]:
@@ -271,7 +271,7 @@ class Reader:
                 tokens.update(event.tokens for event in events if event.tokens)
                 yield seconds, events
 
-        yield from (Request(seconds, blocks) for seconds, blocks in requests(seen()))
+        yield from (TraceRequest(seconds, blocks) for seconds, blocks in requests(seen()))
         if self.block_tokens is not None and tokens and self.block_tokens not in tokens:
             raise TraceError(
                 f"{self._path}: events of blocks of {', '.join(map(str, sorted(tokens)))} tokens, but --block-tokens "
@@ -287,10 +287,10 @@ class Reader:
         unit: float,
         alike: Callable[[_Line], bool],
         wanted: str,
-    ) -> Iterator[Request]:
+    ) -> Iterator[TraceRequest]:
         """Requests with a time, and most often a length. ``unit``: how many seconds the unit of time has."""
         held: list[tuple[str, _Line]] = []
-        sizes = Sizes()
+        sizes = BlockTokenSizes()
         for where, line in lines:
             if line.timestamp is None:
                 raise TraceError(f"{where}: a request needs timestamp and hash_ids")
@@ -306,7 +306,7 @@ class Reader:
         for where, line in held:
             blocks = self._full(where, line)
             if blocks and line.timestamp is not None:
-                yield Request(line.timestamp * unit, blocks)
+                yield TraceRequest(line.timestamp * unit, blocks)
 
     def _full(self, where: str, line: _Line) -> tuple[int | str, ...]:
         """The full blocks of a request."""
@@ -315,7 +315,7 @@ class Reader:
             return named
         full = full_blocks(tokens, len(named), size)
         if full is None:
-            fitting = Sizes()
+            fitting = BlockTokenSizes()
             fitting.see(where, tokens, len(named))
             raise TraceError(
                 f"{where}: input_length {tokens} is {tokens // size} full blocks of {size} tokens, but there are "
@@ -339,7 +339,7 @@ class Reader:
         self._say(where, line.block_tokens, "the header")
         self.block_bytes = line.layout_bytes
 
-    def _recorded(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[Request]:
+    def _recorded(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[TraceRequest]:
         for where, line in lines:
             if line.timestamp is None or line.input_length is None:
                 raise TraceError(f"{where}: a recorded request needs timestamp, input_length and hash_ids")
@@ -351,9 +351,9 @@ class Reader:
             if line.returns_in is not None and not line.returns_in > 0:
                 raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be more than 0")
             if blocks := self._full(where, line):
-                yield Request(line.timestamp / 1000, blocks, line.tenant or "", turn, line.returns_in)
+                yield TraceRequest(line.timestamp / 1000, blocks, line.tenant or "", turn, line.returns_in)
 
-    def _agents(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[Request]:
+    def _agents(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[TraceRequest]:
         found: list[tuple[str, float, tuple[int | str, ...]]] = []
         first: dict[str, float] = {}
         for where, line in lines:
@@ -363,7 +363,7 @@ class Reader:
             found.append((line.app, line.ts, line.hash_ids))
         # By whole microseconds: seconds would round some to the same moment.
         found.sort(key=lambda r: r[1] - first[r[0]])
-        yield from (Request((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
+        yield from (TraceRequest((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
 
 
 def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Reader:
@@ -371,7 +371,7 @@ def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tok
     return Reader(path, progress, block_tokens)
 
 
-def chains(found: Iterable[Request]) -> Trace:
+def chains(found: Iterable[TraceRequest]) -> Trace:
     """All requests of a trace, their blocks as numbers that stand for whole prefixes."""
     names: dict[tuple[int, int | str | bytes], int] = {}
     roots: dict[str, int] = {}

@@ -20,13 +20,13 @@ from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
 from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor, room
-from kvtide.plan.uses import TURNS, Uses
+from kvtide.plan.usage import TURNS, UsageTracker
+from kvtide.replay.simulated_tier import SimulatedDram, SimulatedTier
 from kvtide.tiers.base import Identity
-from kvtide.tiers.hollow import Hollow, HollowDram
 from kvtide.tiers.segments import ladder
-from kvtide.transfer.cold import Cold
+from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.pipeline import Pipeline, Pledge
+from kvtide.transfer.pipeline import Pipeline, WriteRequest
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["TraceClock", "World"]
@@ -55,7 +55,7 @@ class World:
     def __init__(self, config: Config, block: int) -> None:
         self.clock = TraceClock()
         self.index = Index(tiers=2)
-        self.uses = Uses(self.index, self.clock)
+        self.uses = UsageTracker(self.index, self.clock)
         self.learning_seconds = 0.0
         self._hits = 0
         self._names: dict[tuple[str, int], BlockKey] = {}
@@ -64,20 +64,22 @@ class World:
         self._part = max(1, min(_PART, config.dram.budget // self.slot // 4))
         """Blocks that are moved at a time. Not bytes: hit rates and speed shall not depend on how large a block is."""
         memory, disk = config.dram, config.nvme
-        self.dram = HollowDram(memory.budget, memory.segment, self._geometry.footprint)
+        self.dram = SimulatedDram(memory.budget, memory.segment, self._geometry.footprint)
         self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
         self.uses.serve(self.policy)
-        self.cold: Hollow | None = None
+        self.cold: SimulatedTier | None = None
         colds = []
         if disk.path:
-            tier = self.cold = Hollow(disk.budget, disk.segment, lambda size: self.pipeline.make_room(COLD, size))
+            tier = self.cold = SimulatedTier(
+                disk.budget, disk.segment, lambda size: self.pipeline.make_room(COLD, size)
+            )
             ranking = policy.make(disk.policy, self.index, COLD, lambda: room(tier))
             self.uses.serve(ranking)
             admission = admit.make(disk.store, self.index, lambda: room(tier))
             if admission.learns:
                 self.uses.teach(admission.learn)
             colds.append(
-                Cold(
+                ColdTier(
                     COLD,
                     "nvme",
                     tier,
@@ -178,8 +180,8 @@ class World:
             lease = line.keep(rows)
         for first in range(start, len(keys), self._part):
             stop = min(first + self._part, len(keys))
-            pledge = Pledge(identity, keys[first:stop], parents[first:stop], range(first, stop))
-            with line.reserve([pledge]) as reservation:
+            write_request = WriteRequest(identity, keys[first:stop], parents[first:stop], range(first, stop))
+            with line.reserve([write_request]) as reservation:
                 rows = np.concatenate([rows, reservation.rows])
                 with index.lock:
                     before, lease = lease, line.keep(rows)

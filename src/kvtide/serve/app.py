@@ -25,13 +25,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtide import Client, Store, metrics
-from kvtide.node.hosts import Hosts
-from kvtide.node.statistics import least
+from kvtide.node.host_names import HostNames
 from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
-from kvtide.serve.asks import Asker
-from kvtide.serve.generation import Answered, Ask, Engine
+from kvtide.serve.asks import RequestReader
+from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from kvtide.serve.turns import Turn, Turns
+from kvtide.store.node_statistics import least
 
 __all__ = ["Service"]
 
@@ -50,7 +50,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerationEngine,
         store: Store | Client,
         *,
         waiting: int = 16,
@@ -65,7 +65,7 @@ class Service:
         self._keyed = bool(api_key)
         self._loaded = engine.loaded
         self._store = store
-        self._asker = Asker(engine.loaded, limit)
+        self._asker = RequestReader(engine.loaded, limit)
         self._turns = Turns(engine, waiting)
         self._bodies = _Bodies(body_seconds)
         self._created = int(time.time())
@@ -78,7 +78,7 @@ class Service:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            middleware=[Middleware(_Key, key=api_key) if api_key else Middleware(_Named, hosts=Hosts(hosts))],
+            middleware=[Middleware(_Key, key=api_key) if api_key else Middleware(_Named, hosts=HostNames(hosts))],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse, Exception: _refuse},
         )
 
@@ -206,7 +206,7 @@ class _Work:
 
     request: ChatRequest | CompletionRequest
 
-    def __init__(self, asker: Asker, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+    def __init__(self, asker: RequestReader, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
         self._asker, self._body, self._kind = asker, body, kind
 
     def asks(self) -> list[Ask]:
@@ -287,7 +287,7 @@ class _Key:
 class _Named:
     """Lets in who asks for a name of this host, where nobody needs a key. Anybody may ask for the health."""
 
-    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
+    def __init__(self, app: ASGIApp, hosts: HostNames) -> None:
         self._app = app
         self._hosts = hosts
 

@@ -10,12 +10,12 @@ from blake3 import blake3
 from jinja2 import TemplateError
 
 from kvtide import Tenant
-from kvtide.engines.loading import Loaded
+from kvtide.engines.transformers.loading import LoadedModel
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.serve.generation import Ask, Sampling
 from kvtide.serve.protocol import ONE_KIND, PROMPTS, ApiError, ChatRequest, CompletionRequest, too_many_prompts
 
-__all__ = ["Asker"]
+__all__ = ["RequestReader"]
 
 _COMPLETION = 16
 """Tokens of a completion, unless told otherwise: as OpenAI has it."""
@@ -25,10 +25,10 @@ refused before they are tokenised, which takes a second and a hundred bytes of m
 """
 
 
-class Asker:
+class RequestReader:
     """Knows what a model can be asked. Safe from any thread."""
 
-    def __init__(self, loaded: Loaded, limit: int | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, limit: int | None = None) -> None:
         """``limit`` is how many tokens an answer may have, if that is less than the model could."""
         self._loaded = loaded
         self._limit = loaded.context if limit is None else min(limit, loaded.context)

@@ -15,12 +15,12 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvtide import Tenant
-from kvtide.engines.loading import Loaded
-from kvtide.engines.transformers import Attached
-from kvtide.plan.uses import Turn
+from kvtide.engines.transformers.attach import Attached
+from kvtide.engines.transformers.loading import LoadedModel
+from kvtide.plan.usage import Turn
 from kvtide.serve.text import Decoder, Stops
 
-__all__ = ["Answered", "Ask", "Engine", "Sampling"]
+__all__ = ["Answered", "Ask", "GenerationEngine", "Sampling"]
 
 
 _GREEDY = 1e-3
@@ -86,10 +86,10 @@ class _Voice(StoppingCriteria):
             self._say(text)
 
 
-class Engine:
+class GenerationEngine:
     """A model with a store. Answers one ask at a time."""
 
-    def __init__(self, loaded: Loaded, attached: Attached) -> None:
+    def __init__(self, loaded: LoadedModel, attached: Attached) -> None:
         self.loaded = loaded
         self._attached = attached
         end = loaded.model.generation_config.eos_token_id

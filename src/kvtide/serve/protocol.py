@@ -14,16 +14,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvtide.plan.uses import Turn
+from kvtide.plan.usage import Turn
 
 __all__ = [
     "ONE_KIND",
     "PROMPTS",
     "ApiError",
+    "ApiRequest",
     "ChatRequest",
     "CompletionRequest",
     "Message",
-    "Request",
     "parse",
     "too_many_prompts",
 ]
@@ -57,7 +57,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 """Each token of an answer is compared with each stop string. OpenAI takes four of them."""
 
 
-class Request(Struct, kw_only=True, forbid_unknown_fields=True):
+class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take."""
 
     model: str = ""
@@ -78,7 +78,7 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-class Part(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class ContentPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """A piece of a message. Pictures and sounds are not for us."""
 
     text: str
@@ -88,7 +88,7 @@ class Message(Struct, forbid_unknown_fields=True):
     """A message, as a client writes it or got it in an answer."""
 
     role: str
-    content: str | Annotated[list[Part], Meta(max_length=_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=_MESSAGES)] | None = None
     name: str | None = None
     annotations: None = None
     audio: None = None
@@ -101,12 +101,12 @@ class Message(Struct, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
 
 
-class ChatRequest(Request, kw_only=True):
+class ChatRequest(ApiRequest, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MESSAGES)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
-class CompletionRequest(Request, kw_only=True):
+class CompletionRequest(ApiRequest, kw_only=True):
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 
 
@@ -147,7 +147,7 @@ _SHOWN_ERROR = 500
 _USUAL_LENGTH = 1000
 """Bytes of JSON."""
 
-T = TypeVar("T", bound=Request)
+T = TypeVar("T", bound=ApiRequest)
 
 
 def parse(body: bytes, kind: type[T]) -> T:

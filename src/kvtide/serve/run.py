@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 import uvicorn
 
 import kvtide
-from kvtide.engines.loading import Loaded
-from kvtide.engines.transformers import attach
+from kvtide.engines.transformers.attach import attach
+from kvtide.engines.transformers.loading import LoadedModel
 from kvtide.errors import ConfigError
 from kvtide.serve.app import Service
 from kvtide.serve.connections import Limits, configuration
-from kvtide.serve.generation import Engine
+from kvtide.serve.generation import GenerationEngine
 
 __all__ = ["listen", "serve"]
 
@@ -46,7 +46,7 @@ def listen(host: str, port: int, keyed: bool = False) -> socket.socket:
 
 
 def serve(
-    loaded: Loaded,
+    loaded: LoadedModel,
     store: kvtide.Store | kvtide.Client,
     at: socket.socket,
     *,
@@ -66,7 +66,7 @@ def serve(
     attached = attach(loaded.model, store)
     limits = Limits.for_queue(waiting)
     service = Service(
-        Engine(loaded, attached),
+        GenerationEngine(loaded, attached),
         store,
         waiting=waiting,
         limit=limit,

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from kvtide.engines.background import Background
-from kvtide.serve.generation import Answered, Ask, Engine
+from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.protocol import ApiError
 
 __all__ = ["Turn", "Turns"]
@@ -72,7 +72,7 @@ class Turn:
                 raise said
             yield said
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: GenerationEngine) -> None:
         """Answer, on the model's thread."""
         try:
             for number, ask in enumerate(self._asks):
@@ -94,7 +94,7 @@ class Turn:
 class Turns:
     """The queue before a model."""
 
-    def __init__(self, engine: Engine, waiting: int) -> None:
+    def __init__(self, engine: GenerationEngine, waiting: int) -> None:
         """``waiting`` requests may wait while one is answered."""
         self._engine = engine
         self._thread = Background("kvtide-serve", waiting + 1)

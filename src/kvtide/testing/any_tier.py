@@ -19,7 +19,7 @@ import pytest
 from kvtide.block import BlockKey, Geometry
 from kvtide.index.keys import Tenant
 from kvtide.testing.blocks import Bytes, aligned, content, keys
-from kvtide.testing.caller import GEOMETRIES, Answer, Caller, shaped
+from kvtide.testing.caller import GEOMETRIES, Caller, CallerAnswer, shaped
 from kvtide.tiers.base import NOWHERE, Miss, Read, Tier
 
 __all__ = ["AnyTierContract"]
@@ -122,8 +122,8 @@ class AnyTierContract(ABC):
         batch[2] = caller.block(names[2], huge)
         places = caller.start_write(batch).wait()
         assert [p == NOWHERE for p in places] == [False, False, True, False]
-        wishes = [caller.wish(k, who, p) for k, p in zip(names, places, strict=True)]
-        assert caller.read(wishes) == [True, True, False, True]
+        options = [caller.wish(k, who, p) for k, p in zip(names, places, strict=True)]
+        assert caller.read(options) == [True, True, False, True]
         assert caller.drop((names[0], places[0]), (names[2], NOWHERE), (names[3], places[3])) == [True] * 3
         assert caller.finds(names, who, places) == [False, True, False, False]
 
@@ -135,7 +135,7 @@ class AnyTierContract(ABC):
     def test_done_may_call_the_tier(self, caller: Caller) -> None:
         """A lane starts the next batch when one ends, on whatever thread that is."""
         who, (first, second) = GEOMETRIES["one page"], keys(2)
-        ends = Answer[bool](1)
+        ends = CallerAnswer[bool](1)
 
         def then_write(places: Sequence[int]) -> None:
             assert caller.has(1)

@@ -1,4 +1,4 @@
-"""The contract of shared storage (``kvtide.tiers.blobs``) as tests. Needs pytest and hypothesis.
+"""The contract of shared storage (``kvtide.tiers.shared.blobs``) as tests. Needs pytest and hypothesis.
 
 Subclass it, say how one storage is opened, and run pytest::
 
@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from kvtide.block import Span
 from kvtide.testing.blocks import aligned, content
-from kvtide.tiers.blobs import Blobs, LastingBlobs
+from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 
 __all__ = ["TIME", "BlobsContract", "cut", "names", "value"]
 
@@ -80,8 +80,8 @@ class BlobsContract(ABC):
         assert blobs.write(batch, TIME) == [True] * len(SIZES)
         room = {name: aligned(size) for name, size in known.items()}
         # In another order and in other cuts.
-        wishes = [(name, cut(room[name], size // 7, size // 2)) for name, size in reversed(known.items())]
-        assert blobs.read(wishes, TIME) == list(reversed(SIZES))
+        options = [(name, cut(room[name], size // 7, size // 2)) for name, size in reversed(known.items())]
+        assert blobs.read(options, TIME) == list(reversed(SIZES))
         for name, size in known.items():
             assert room[name] == value(name, size), f"{size} bytes"
 

@@ -11,7 +11,7 @@ from kvtide.block import BlockKey, Group, Kind, Layout
 from kvtide.testing.blocks import Bytes, aligned, content, fill, holds, identity, keys
 from kvtide.tiers.base import NOWHERE, Identity, Read, ReadResult, Tier, TierStatistics, Write
 
-__all__ = ["GEOMETRIES", "Answer", "Caller", "shaped"]
+__all__ = ["GEOMETRIES", "Caller", "CallerAnswer", "shaped"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ GEOMETRIES = {
 }
 
 
-class Answer(Generic[T]):
+class CallerAnswer(Generic[T]):
     """The ``done`` of one batch: waits for it, and knows whether it was called once."""
 
     def __init__(self, items: int) -> None:
@@ -75,27 +75,27 @@ class Caller:
         self._content = make_content
         self._exact = exact
         self._owners = itertools.count(1)
-        self._answers: list[Answer[bool] | Answer[int] | Answer[ReadResult]] = []
+        self._answers: list[CallerAnswer[bool] | CallerAnswer[int] | CallerAnswer[ReadResult]] = []
         self._closed = False
 
-    def _answer(self, answer: Answer[T]) -> Answer[T]:
+    def _answer(self, answer: CallerAnswer[T]) -> CallerAnswer[T]:
         self._answers.append(answer)  # type: ignore[arg-type]
         return answer
 
     # -- without waiting
 
-    def start_write(self, batch: Sequence[Write]) -> Answer[int]:
-        answer = self._answer(Answer[int](len(batch)))
+    def start_write(self, batch: Sequence[Write]) -> CallerAnswer[int]:
+        answer = self._answer(CallerAnswer[int](len(batch)))
         self.tier.write(batch, answer)
         return answer
 
-    def start_read(self, batch: Sequence[Read]) -> Answer[ReadResult]:
-        answer = self._answer(Answer[ReadResult](len(batch)))
+    def start_read(self, batch: Sequence[Read]) -> CallerAnswer[ReadResult]:
+        answer = self._answer(CallerAnswer[ReadResult](len(batch)))
         self.tier.read(batch, answer)
         return answer
 
-    def start_drop(self, items: Sequence[tuple[BlockKey, int]]) -> Answer[bool]:
-        answer = self._answer(Answer[bool](len(items)))
+    def start_drop(self, items: Sequence[tuple[BlockKey, int]]) -> CallerAnswer[bool]:
+        answer = self._answer(CallerAnswer[bool](len(items)))
         self.tier.drop(items, answer)
         return answer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtide.clock import Clock
-from kvtide.security.keyfile import KeyFile
-from kvtide.security.ring import Ring
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import KeyRing
 from kvtide.security.wrapping import LocalWrapper
 
 __all__ = ["WRAPPING", "ring_in"]
@@ -15,6 +15,6 @@ WRAPPING = bytes(range(32))
 """The key that wraps."""
 
 
-def ring_in(folder: Path, lease: float = 60.0, clock: Clock | None = None) -> Ring:
+def ring_in(folder: Path, lease: float = 60.0, clock: Clock | None = None) -> KeyRing:
     """A ring whose keys are in ``folder``; all rings of one folder have the same ones."""
-    return Ring(KeyFile(folder / "keys.json"), LocalWrapper(WRAPPING), lease, clock)
+    return KeyRing(KeyFile(folder / "keys.json"), LocalWrapper(WRAPPING), lease, clock)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtide.index.index import DRAM, SEALED, Index, Rows, marks
 from kvtide.plan.policy import Policy
-from kvtide.plan.uses import Turn, Uses
+from kvtide.plan.usage import Turn, UsageTracker
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
 
@@ -38,7 +38,7 @@ class Forest:
     def __init__(self, make: Callable[[Index, Callable[[], int]], Policy], room: int = 40) -> None:
         self.index = Index(tiers=1)
         self.clock = FakeClock()
-        self.uses = Uses(self.index, self.clock)
+        self.uses = UsageTracker(self.index, self.clock)
         self.policy = make(self.index, lambda: room)
         self.uses.serve(self.policy)
         self._room = room

@@ -97,7 +97,7 @@ class Write(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     tokens: bytes = b""
     since: int = 0
-    """What was known to be dropped from storage that others use too, when the block was still here; see drops.py."""
+    """What was known to be dropped from storage that others use too, when the block was still here; see drop_log.py."""
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtide.block import ALIGN, Span
-from kvtide.tiers.record import Rejected
+from kvtide.tiers.format.record import Rejected
 
 __all__ = ["VECTORS", "AnyPath", "Disk", "Irregular", "check_regular", "read_whole"]
 

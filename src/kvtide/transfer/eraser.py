@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from kvtide.block import BlockKey
 from kvtide.index.index import Index
-from kvtide.transfer.cold import Cold
+from kvtide.transfer.cold_tier import ColdTier
 
-__all__ = ["Eraser", "Tally"]
+__all__ = ["DropBarrier", "Eraser"]
 
 
-class Tally:
+class DropBarrier:
     """Counts the parts of a drop; the last to end calls ``done``, in no lock, with the number of failures."""
 
     __slots__ = ("_done", "_failed", "_left", "_lock")
@@ -49,36 +49,36 @@ class _Dying:
 
     copies: int = 0
     erased: bool = True
-    waiting: list[Tally] = field(default_factory=list)
+    waiting: list[DropBarrier] = field(default_factory=list)
 
 
 class Eraser:
     """Safe from any thread; what says so is called under the index's lock."""
 
-    def __init__(self, index: Index, colds: Sequence[Cold]) -> None:
+    def __init__(self, index: Index, colds: Sequence[ColdTier]) -> None:
         self._index = index
         self._colds = colds
         self._dying: dict[tuple[int, BlockKey], _Dying] = {}
 
-    def dies(self, cold: Cold, key: BlockKey) -> None:
+    def dies(self, cold: ColdTier, key: BlockKey) -> None:
         """A copy of ``key`` will be given to ``erase``. Under the lock."""
         self._dying.setdefault((cold.number, key), _Dying()).copies += 1
 
-    def await_dying(self, keys: Sequence[BlockKey], tally: Tally) -> None:
-        """Let ``tally`` end only when copies of these keys that are dying have been erased. Under the lock."""
+    def await_dying(self, keys: Sequence[BlockKey], barrier: DropBarrier) -> None:
+        """Let ``barrier`` end only when copies of these keys that are dying have been erased. Under the lock."""
         if not self._dying:
             return
         for cold in self._colds:
             for key in keys:
                 if (dying := self._dying.get((cold.number, key))) is not None:
-                    tally.more()
-                    dying.waiting.append(tally)
+                    barrier.more()
+                    dying.waiting.append(barrier)
 
-    def erase(self, cold: Cold, items: list[tuple[BlockKey, int]]) -> None:
+    def erase(self, cold: ColdTier, items: list[tuple[BlockKey, int]]) -> None:
         """Erase copies that were said to die."""
         cold.tier.drop(items, functools.partial(self._erased, cold, items))
 
-    def _erased(self, cold: Cold, items: list[tuple[BlockKey, int]], results: Sequence[bool]) -> None:
+    def _erased(self, cold: ColdTier, items: list[tuple[BlockKey, int]], results: Sequence[bool]) -> None:
         ended: list[_Dying] = []
         with self._index.lock:
             for (key, _), erased in zip(items, results, strict=True):
@@ -90,5 +90,5 @@ class Eraser:
                 if not dying.copies:
                     ended.append(self._dying.pop((cold.number, key)))
         for dying in ended:
-            for tally in dying.waiting:
-                tally.end((dying.erased,))
+            for barrier in dying.waiting:
+                barrier.end((dying.erased,))

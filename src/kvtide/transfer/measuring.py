@@ -2,8 +2,8 @@
 
 A disk that was never read would count with a guess, and nothing would be loaded from it if computing is quicker than
 that guess. So it is measured, by a thread of its own, for half a second at most: no caller waits for it, and opening
-does not. What was measured is kept in the tier's folder (tiers/speeds.py), with what real work has taught since, and
-not measured again for a day. A tier of less than ``LEAST`` bytes is not measured: there is little to load from it.
+does not. What was measured is kept in the tier's folder (tiers/nvme/speeds.py), with what real work has taught since,
+and not measured again for a day. A tier of less than ``LEAST`` bytes is not measured: there is little to load from it.
 Neither is shared storage: others use it, and it may be paid for by request. What is wrong or missing here is corrected
 by real reads, and by trials (plan/planner.py).
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtide.clock import Clock
-from kvtide.tiers.measure import FILE, Measured
-from kvtide.tiers.nvme import Nvme
-from kvtide.tiers.speeds import Speeds, recall, remember
+from kvtide.tiers.nvme.measure import FILE, Measured
+from kvtide.tiers.nvme.speeds import DiskSpeeds, recall, remember
+from kvtide.tiers.nvme.tier import Nvme
 from kvtide.transfer.lane import Lane
 
 __all__ = ["LEAST", "Measuring"]
@@ -97,7 +97,7 @@ class Measuring:
             return
         remember(
             self._folder,
-            Speeds(
+            DiskSpeeds(
                 read.bytes_per_second if read.measured or read.remembered else None,
                 write.bytes_per_second if write.measured or write.remembered else None,
                 self._clock.time() if read.measured or old is None else old.time,

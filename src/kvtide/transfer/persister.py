@@ -10,7 +10,7 @@ block is held meanwhile, so that it is evicted from no tier, and goes through th
     in a tier that is not durable      ->  read it first
 
 Writes on request do not ask the admission, and are not refused because a queue is full: they wait for their turn
-(``Descent.write_on_request``), while the caller does not wait at all. Budgets of writes and quotas hold for them too.
+(``Demotion.write_on_request``), while the caller does not wait at all. Budgets of writes and quotas hold for them too.
 
 A block that is dropped or expires meanwhile is not durable. If somebody stores it again, or takes over the place of a
 writer that never ended, the new one is followed.
@@ -31,14 +31,14 @@ from kvtide.index.index import DRAM, PENDING, SEALED, Index
 from kvtide.index.lease import Lease
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity
-from kvtide.transfer.ascent import Ascent
-from kvtide.transfer.cold import Cold
-from kvtide.transfer.descent import Descent
+from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.demotion import Demotion
+from kvtide.transfer.promotion import Promotion
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.written import Unwritten
 
-__all__ = ["Persister", "Request"]
+__all__ = ["DurableRequest", "Persister"]
 
 _SLICE = 512
 """Blocks that are looked at in one turn of the index's lock."""
@@ -63,14 +63,14 @@ class _Block:
         """Why it will not be durable."""
 
 
-class Request:
+class DurableRequest:
     """Blocks to be made durable; ``transfer`` counts them by their number in the request."""
 
     def __init__(
         self,
         wanted: Iterable[tuple[BlockKey, Identity]],
         transfer: Transfer,
-        advance: Callable[[Request, Sequence[_Block]], None],
+        advance: Callable[[DurableRequest, Sequence[_Block]], None],
     ) -> None:
         self.transfer = transfer
         self.blocks = [_Block(i, key, identity) for i, (key, identity) in enumerate(wanted)]
@@ -93,7 +93,7 @@ class Request:
 class _Arriving(Transfer):
     """Waits for blocks that others write into DRAM; each goes on when it is there, or will not come."""
 
-    def __init__(self, request: Request, blocks: Sequence[_Block]) -> None:
+    def __init__(self, request: DurableRequest, blocks: Sequence[_Block]) -> None:
         super().__init__(request.transfer.clock)
         self._go_on = request.go_on
         self._blocks = {block.row: block for block in blocks}
@@ -109,7 +109,7 @@ class _Arriving(Transfer):
             self._ended = not self._blocks
 
 
-_Syncing = tuple[Request, _Block, int]
+_Syncing = tuple[DurableRequest, _Block, int]
 """A block that is to be synced, and its place."""
 
 
@@ -120,9 +120,9 @@ class Persister:
         self,
         index: Index,
         residents: Residents,
-        colds: Sequence[Cold],
-        descent: Descent,
-        ascent: Ascent,
+        colds: Sequence[ColdTier],
+        demotion: Demotion,
+        promotion: Promotion,
         feed: Feed,
         counts: Counter[str],
     ) -> None:
@@ -130,11 +130,11 @@ class Persister:
         self._residents = residents
         self._colds = {cold.number: cold for cold in colds}
         self._durable = [cold for cold in colds if cold.sync is not None]
-        self._descent = descent
-        self._ascent = ascent
+        self._demotion = demotion
+        self._promotion = promotion
         self._feed = feed
         self._counts = counts
-        self._open: set[Request] = set()
+        self._open: set[DurableRequest] = set()
         self._syncs: dict[int, list[_Syncing]] = {cold.number: [] for cold in self._durable}
         """What is to be synced when the sync that is under way has ended, by tier."""
         self._busy: dict[int, list[_Syncing]] = {}
@@ -147,10 +147,10 @@ class Persister:
         """Requests that have not ended."""
         return len(self._open)
 
-    def persist(self, wanted: Iterable[tuple[BlockKey, Identity]], clock: Clock) -> Request:
+    def persist(self, wanted: Iterable[tuple[BlockKey, Identity]], clock: Clock) -> DurableRequest:
         """Begin to make distinct blocks durable."""
         transfer = Transfer(clock)
-        request = Request(wanted, transfer, self._advance)
+        request = DurableRequest(wanted, transfer, self._advance)
         transfer.expect(range(len(request.blocks)))
         transfer.on_end(functools.partial(self._ended, request))
         try:
@@ -171,14 +171,14 @@ class Persister:
             raise
         return request
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: DurableRequest) -> None:
         """Nobody will get this request: whoever asked for it was interrupted."""
         request.transfer.cancel()
         with self._index.lock:
-            self._descent.withdraw(request.go_on)
+            self._demotion.withdraw(request.go_on)
         self._ended(request)  # again: the callback may have been interrupted
-        self._ascent.call_ready()
-        self._descent.tell()
+        self._promotion.call_ready()
+        self._demotion.tell()
 
     def close(self) -> None:
         """End what has not ended: nothing moves any more."""
@@ -188,16 +188,16 @@ class Persister:
         for request in requests:
             self._cut_off(request)
 
-    def _cut_off(self, request: Request) -> None:
+    def _cut_off(self, request: DurableRequest) -> None:
         request.closed = True
         request.transfer.cancel()
 
-    def _ended(self, request: Request) -> None:
+    def _ended(self, request: DurableRequest) -> None:
         for first in range(0, len(request.blocks), _SLICE):
             with self._index.lock:
                 for block in request.blocks[first : first + _SLICE]:
                     if block.lease is not None:
-                        self._descent.unwatch(block.row, request.go_on)
+                        self._demotion.unwatch(block.row, request.go_on)
                     self._let_go(block)
         with self._index.lock:
             self._open.discard(request)
@@ -208,7 +208,7 @@ class Persister:
         if lease is not None:
             lease.release()
 
-    def _end(self, request: Request, blocks: Sequence[_Block], reason: Unwritten | None) -> None:
+    def _end(self, request: DurableRequest, blocks: Sequence[_Block], reason: Unwritten | None) -> None:
         """Blocks are durable, or there is a reason why they will not be. Outside the lock."""
         if not blocks:
             return
@@ -220,7 +220,7 @@ class Persister:
 
     # -- the states of a block ----------------------------------------------------------------------------
 
-    def _hold_all(self, request: Request) -> None:
+    def _hold_all(self, request: DurableRequest) -> None:
         """Hold what is known before anything else is done, or the last blocks could leave meanwhile."""
         for first in range(0, len(request.blocks), _SLICE):
             with self._index.lock:
@@ -244,12 +244,12 @@ class Persister:
                 block.lease = self._residents.lease(rows_of([row]))
         return bool(row)
 
-    def _advance(self, request: Request, blocks: Sequence[_Block]) -> None:
+    def _advance(self, request: DurableRequest, blocks: Sequence[_Block]) -> None:
         """Do the next step for each of these blocks, and come back when that has ended."""
         for first in range(0, len(blocks), _SLICE):
             self._step(request, blocks[first : first + _SLICE])
 
-    def _step(self, request: Request, blocks: Sequence[_Block]) -> None:
+    def _step(self, request: DurableRequest, blocks: Sequence[_Block]) -> None:
         failed: dict[Unwritten, list[_Block]] = {}
         syncs: dict[int, list[_Syncing]] = {}
         writes: set[int] = set()
@@ -267,15 +267,15 @@ class Persister:
         for number, pending in syncs.items():
             self._sync(self._colds[number], pending)
         for number in writes:
-            self._descent.write_on_request(self._colds[number])
+            self._demotion.write_on_request(self._colds[number])
         for block in loads:  # from a tier that is not durable
             loading = Transfer(request.transfer.clock)
             loading.on_end(functools.partial(request.go_on, [block]))
-            self._ascent.load([(rows_of([block.row]), block.identity)], loading)
+            self._promotion.load([(rows_of([block.row]), block.identity)], loading)
 
     def _decide(
         self,
-        request: Request,
+        request: DurableRequest,
         blocks: Sequence[_Block],
         failed: dict[Unwritten, list[_Block]],
         syncs: dict[int, list[_Syncing]],
@@ -295,10 +295,10 @@ class Persister:
             if cold is not None and index.state[cold.number][row] == SEALED:
                 place = int(index.place[cold.number][row])
                 syncs.setdefault(cold.number, []).append((request, block, place))
-            elif any(self._descent.watched(c, row, block) for c in self._durable):
+            elif any(self._demotion.watched(c, row, block) for c in self._durable):
                 pass  # who was interrupted here comes again: it waits already
             elif cold is not None:
-                self._descent.watch(cold, row, request.go_on, block)
+                self._demotion.watch(cold, row, request.go_on, block)
             elif index.state[DRAM][row] == PENDING:
                 landing.append(block)
             elif index.state[DRAM][row] == SEALED:
@@ -307,7 +307,7 @@ class Persister:
                     failed.setdefault(self._refusal(block), []).append(block)
                 else:
                     writes.add(target.number)
-                    self._descent.request(target, row, request.go_on, block)
+                    self._demotion.request(target, row, request.go_on, block)
                     block.tried.append(target.number)
             elif not block.loaded and any(index.state[number][row] == SEALED for number in self._colds):
                 block.loaded = True
@@ -317,9 +317,9 @@ class Persister:
         if landing:
             arriving = _Arriving(request, landing)
             for block in landing:
-                self._ascent.join(block.row, arriving)
+                self._promotion.join(block.row, arriving)
 
-    def _where(self, block: _Block) -> Cold | None:
+    def _where(self, block: _Block) -> ColdTier | None:
         """The durable tier that has the block or is about to get it. Under the lock."""
         coming = None
         for cold in self._durable:
@@ -339,7 +339,7 @@ class Persister:
 
     # -- syncing ------------------------------------------------------------------------------------------
 
-    def _sync(self, cold: Cold, blocks: list[_Syncing]) -> None:
+    def _sync(self, cold: ColdTier, blocks: list[_Syncing]) -> None:
         """Sync blocks, together with all others that come while a sync is under way."""
         assert cold.sync is not None
         number = cold.number
@@ -361,10 +361,10 @@ class Persister:
             self._sync(cold, [])
             raise
 
-    def _synced(self, cold: Cold, batch: list[_Syncing], results: Sequence[bool]) -> None:
+    def _synced(self, cold: ColdTier, batch: list[_Syncing], results: Sequence[bool]) -> None:
         index, number = self._index, cold.number
-        ended: dict[tuple[Request, Unwritten | None], list[_Block]] = {}
-        again: dict[Request, list[_Block]] = {}
+        ended: dict[tuple[DurableRequest, Unwritten | None], list[_Block]] = {}
+        again: dict[DurableRequest, list[_Block]] = {}
         events: list[Event] = []
         with index.lock:
             if self._busy.get(number) is not batch:

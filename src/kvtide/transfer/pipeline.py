@@ -3,8 +3,8 @@
 Decide under the index's lock, act outside it: each verb first changes rows and collects what is to be done (reads,
 writes, events), then does it. A row on the move is held, so it cannot be evicted or forgotten meanwhile.
 
-Up (ascent.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (descent.py): a sealed row is written
-to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
+Up (promotion.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (demotion.py): a sealed row is
+written to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
 (eraser.py).
 
 A caller may be interrupted anywhere: Ctrl-C, or a signal handler that raises. What it has changed under the lock is
@@ -35,27 +35,27 @@ import numpy as np
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
-from kvtide.index.account import Account
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
+from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
-from kvtide.plan.uses import Turn, Uses
+from kvtide.plan.usage import Turn, UsageTracker
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
-from kvtide.tiers.dram import Dram
-from kvtide.transfer.ascent import Ascent, LoadStatistics
-from kvtide.transfer.cold import Cold
-from kvtide.transfer.descent import Descent
-from kvtide.transfer.eraser import Eraser, Tally
+from kvtide.tiers.dram.tier import Dram
+from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.demotion import Demotion
+from kvtide.transfer.eraser import DropBarrier, Eraser
 from kvtide.transfer.persister import Persister
+from kvtide.transfer.promotion import LoadStatistics, Promotion
 from kvtide.transfer.residents import Residents, rows_of
-from kvtide.transfer.room import Room
+from kvtide.transfer.space import SpaceMaker
 from kvtide.transfer.written import Unwritten
 
-__all__ = ["Asker", "Drop", "Expiring", "Pipeline", "PipelineStatistics", "Pledge"]
+__all__ = ["Asker", "DropRequest", "Expiring", "Pipeline", "PipelineStatistics", "WriteRequest"]
 
 
 _TAILS = 8 << 20
@@ -97,7 +97,7 @@ class PipelineStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Pledge:
+class WriteRequest:
     """Blocks of one group, in order, that somebody wants to store; in columns."""
 
     identity: Identity
@@ -108,7 +108,7 @@ class Pledge:
     priority: int = 0
     tokens: Sequence[bytes] = ()
 
-    def parts(self) -> Iterator[Pledge]:
+    def parts(self) -> Iterator[WriteRequest]:
         """The same in parts, each small enough for one hold of the lock."""
         if len(self.keys) <= _GRANTED:
             yield self
@@ -116,7 +116,7 @@ class Pledge:
         for start in range(0, len(self.keys), _GRANTED):
             part = slice(start, start + _GRANTED)
             columns = self.keys[part], self.parents[part], self.depths[part]
-            yield Pledge(self.identity, *columns, self.expiry, self.priority, self.tokens[part])
+            yield WriteRequest(self.identity, *columns, self.expiry, self.priority, self.tokens[part])
 
 
 @dataclass(slots=True)
@@ -146,9 +146,9 @@ class Pipeline:
         self,
         index: Index,
         dram: Dram,
-        colds: Sequence[Cold],
+        colds: Sequence[ColdTier],
         policy: Policy,
-        uses: Uses,
+        uses: UsageTracker,
         feed: Feed,
         checksum: bool = False,
         tenants: Mapping[bytes, int] = MappingProxyType({}),
@@ -164,13 +164,13 @@ class Pipeline:
         """What happened, by name; see ``docs/glossary.md``."""
         self._residents = residents = Residents(index, dram, checksum, tenants)
         self._eraser = eraser = Eraser(index, colds)
-        self._descent = descent = Descent(index, residents, colds, policy, eraser, feed, self.counts)
-        may_leave = descent.may_leave if any(c.admission.keeps_leaving for c in colds) else None
+        self._demotion = demotion = Demotion(index, residents, colds, policy, eraser, feed, self.counts)
+        may_leave = demotion.may_leave if any(c.admission.keeps_leaving for c in colds) else None
         self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
-        quota = Quota(index, DRAM, "dram", Account(index, quotas), evictor.ranked) if quotas else None
-        self._room = Room(index, residents, dram, colds, descent, evictor, quota, tenants, feed, self.counts)
-        self._ascent = Ascent(index, residents, dram, colds, self._room, eraser, feed, self.counts)
-        self.lease, self.load, self.flush = residents.lease, self._ascent.load, descent.flush
+        quota = Quota(index, DRAM, "dram", TenantUsage(index, quotas), evictor.ranked) if quotas else None
+        self._room = SpaceMaker(index, residents, dram, colds, demotion, evictor, quota, tenants, feed, self.counts)
+        self._promotion = Promotion(index, residents, dram, colds, self._room, eraser, feed, self.counts)
+        self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}
         """The rows that open reservations are to fill, by the reservation's serial number."""
@@ -178,13 +178,15 @@ class Pipeline:
         """Over these reservations."""
         self._abandoned: deque[Watch] = deque()
         """Reservations that nobody can end any more: whoever was to get them was interrupted."""
-        residents.interrupted = self._ascent.interrupted = self._room.interrupted = descent.interrupted = self.repair
-        residents.repaired = self.call_ready = self._ascent.call_ready
-        self.ready = self._ascent.ready
-        self.load_in_slices = self._ascent.load_in_slices
-        self.persister = Persister(index, residents, colds, descent, self._ascent, feed, self.counts)
+        residents.interrupted = self._promotion.interrupted = self._room.interrupted = demotion.interrupted = (
+            self.repair
+        )
+        residents.repaired = self.call_ready = self._promotion.call_ready
+        self.ready = self._promotion.ready
+        self.load_in_slices = self._promotion.load_in_slices
+        self.persister = Persister(index, residents, colds, demotion, self._promotion, feed, self.counts)
         self.persister.interrupted = self.repair
-        self.report = descent.report
+        self.report = demotion.report
         self._longer: set[int] = set()
         """Rows that live longer than their records say. Some may have left since."""
         self.largest_slice = 0
@@ -205,7 +207,7 @@ class Pipeline:
                 len(self._open),
                 self.blocks_pending,
                 self.blocks_doomed,
-                self._ascent.statistics(),
+                self._promotion.statistics(),
                 {name: e.statistics() for name, e in evictors.items() if e is not None},
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
                 self.largest_slice,
@@ -215,7 +217,7 @@ class Pipeline:
     def lost(self) -> Counter[Unwritten]:
         """Blocks that have left DRAM and are in no tier, though one was to have them, since the store was opened."""
         with self._index.lock:
-            return Counter(self._descent.lost)
+            return Counter(self._demotion.lost)
 
     @property
     def blocks_doomed(self) -> int:
@@ -225,7 +227,7 @@ class Pipeline:
     @property
     def blocks_pending(self) -> int:
         """Rows that somebody waits for."""
-        return len(self._ascent)
+        return len(self._promotion)
 
     def intact(self, row: int) -> bool:
         """Whether a row in DRAM still has the bytes that were sealed (see ``dram.checksum``). Under the lock."""
@@ -240,7 +242,7 @@ class Pipeline:
         for cold in self._colds:
             if cold.admission.learns:
                 worth = cold.admission.on_store(rows)
-                self._descent.write(cold, rows[worth])
+                self._demotion.write(cold, rows[worth])
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
                 self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
 
@@ -248,7 +250,7 @@ class Pipeline:
         """Blocks of one chain, head first, are about to get children: hold those that only DRAM has, so many at most.
         Under the lock."""
         self._uses.touch(rows)
-        return self.lease(rows[~self._descent.saved(rows)][:most])
+        return self.lease(rows[~self._demotion.saved(rows)][:most])
 
     def asked(self, rows: Rows, length: int) -> None:
         """The first blocks of a prompt of ``length`` blocks, head first, were asked for. Under the index's lock."""
@@ -256,7 +258,7 @@ class Pipeline:
         for cold in self._colds:
             wanted = rows[cold.admission.on_touch(rows)]
             if len(wanted):
-                self._descent.write(cold, wanted)
+                self._demotion.write(cold, wanted)
 
     def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
         """The blocks of a prompt, those of each group head first, were used, and this is known of their next use. Under
@@ -320,14 +322,14 @@ class Pipeline:
             rows[:] = [row for row in rows if index.state[DRAM][row] == PENDING]  # whoever reserves has the same list
         self._writing = {row for rows in self._open.values() for row in rows}
         self._hidden = {key: row for key, row in self._hidden.items() if row in self._writing and index.row(key) != row}
-        self._ascent.repair(self._writing)
+        self._promotion.repair(self._writing)
         for cold in self._colds:
             written, state = cold.lane.writing(), index.state[cold.number]
             lost = [row for row in np.flatnonzero(state[: index.size] == PENDING).tolist() if row not in written]
             state[lost] = ABSENT
             cold.lane.repair()
-        if self._descent.repair():
-            self._ascent.later(self._descent.tell)
+        if self._demotion.repair():
+            self._promotion.later(self._demotion.tell)
         moving = self._room.moving()
         index.recount_holds(moving.rows)
         self._residents.repair(moving, set(self._hidden.values()))
@@ -367,7 +369,7 @@ class Pipeline:
 
     # -- in from callers ----------------------------------------------------------------------------------
 
-    def reserve(self, pledges: Sequence[Pledge], *, wait: bool = True) -> Reservation:
+    def reserve(self, pledges: Sequence[WriteRequest], *, wait: bool = True) -> Reservation:
         """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer.
 
         Who does not ``wait`` for memory that must be taken from the system gets what there is, and ``later``."""
@@ -382,20 +384,20 @@ class Pipeline:
                 self._open[serial] = granted.rows
             if self.ready:
                 self.call_ready()
-            for pledge in pledges:
-                for part in pledge.parts():
+            for write_request in pledges:
+                for part in write_request.parts():
                     if not self._reserve(part, granted, wait):
                         break
             reservation.later = granted.later
             reservation.rows = rows_of(granted.rows)
             reservation.generations = [self._dram.generation(place) for place in granted.places]
             with self._index.lock:
-                for pledge in pledges:
-                    rows = self._index.rows(pledge.keys)
+                for write_request in pledges:
+                    rows = self._index.rows(write_request.keys)
                     reservation.refused += int(np.count_nonzero(self._absent(rows)))
                     if granted.contended:
                         mine = set(granted.keys)
-                        written = zip(pledge.keys, self._being_written(rows).tolist(), strict=True)
+                        written = zip(write_request.keys, self._being_written(rows).tolist(), strict=True)
                         reservation.pending += sum(busy and key not in mine for key, busy in written)
         except BaseException:
             reservation.abort()
@@ -418,76 +420,78 @@ class Pipeline:
             pending[i] = int(rows[i]) in self._writing
         return pending
 
-    def _reserve(self, pledge: Pledge, granted: _Granted, wait: bool) -> bool:
+    def _reserve(self, write_request: WriteRequest, granted: _Granted, wait: bool) -> bool:
         """False if there is no room for the rest, and so none for what follows either."""
         done = 0
-        while done < len(pledge.keys):
+        while done < len(write_request.keys):
             events: list[Event] = []
             with self._index.lock:
                 try:
-                    done = self._grant(pledge, done, granted, events)
+                    done = self._grant(write_request, done, granted, events)
                 except BaseException:
                     self.repair()
                     raise
             self._feed.publish(events)
-            if done < len(pledge.keys):
-                grown = self._room.grow(pledge.identity, wait=wait)
+            if done < len(write_request.keys):
+                grown = self._room.grow(write_request.identity, wait=wait)
                 if grown is None:
-                    granted.later += len(pledge.keys) - done
+                    granted.later += len(write_request.keys) - done
                     return False
                 if not grown:
-                    self.counts["stores dropped: no room in DRAM"] += len(pledge.keys) - done
+                    self.counts["stores dropped: no room in DRAM"] += len(write_request.keys) - done
                     return False
         return True
 
-    def _grant(self, pledge: Pledge, start: int, granted: _Granted, events: list[Event]) -> int:
+    def _grant(self, write_request: WriteRequest, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
-        index, size = self._index, pledge.identity.geometry.footprint
-        found = index.rows(pledge.keys[start:])
+        index, size = self._index, write_request.identity.geometry.footprint
+        found = index.rows(write_request.keys[start:])
         new = self._absent(found)
         second: set[int] = set()
         if self._writing and (busy := np.flatnonzero(self._being_written(found))).size:
             granted.contended = True
-            second = {start + i for i in busy.tolist() if pledge.keys[start + i] not in self._hidden}
-        if (others := index.others(found, pledge.identity.fingerprint)) is not None:
+            second = {start + i for i in busy.tolist() if write_request.keys[start + i] not in self._hidden}
+        if (others := index.others(found, write_request.identity.fingerprint)) is not None:
             # To another, a block that is here must look like one that is not: he writes a copy that nobody finds.
             named = (np.flatnonzero(others & ~new) + start).tolist()
-            second.update(i for i in named if pledge.keys[i] not in self._hidden)
+            second.update(i for i in named if write_request.keys[i] not in self._hidden)
         if second:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
-        allowed = self._room.allow(pledge.identity, len(wanted), events)
+        allowed = self._room.allow(write_request.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
-        places = self._room.take(pledge.identity, len(wanted), events)
-        keys = [pledge.keys[i] for i in wanted[: len(places)]]
+        places = self._room.take(write_request.identity, len(wanted), events)
+        keys = [write_request.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
             if i in second:
-                row = index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i], found=False)
-                self._hidden[pledge.keys[i]] = row
+                row = index.add(write_request.keys[i], write_request.parents[i], write_request.depths[i], found=False)
+                self._hidden[write_request.keys[i]] = row
             else:
                 # A key may be known and yet nowhere: somebody holds it.
-                row = index.row(pledge.keys[i]) or index.add(pledge.keys[i], pledge.parents[i], pledge.depths[i])
+                row = index.row(write_request.keys[i]) or index.add(
+                    write_request.keys[i], write_request.parents[i], write_request.depths[i]
+                )
             rows.append(row)
-            if pledge.tokens:
-                self._residents.tokens[row] = pledge.tokens[i]
+            if write_request.tokens:
+                self._residents.tokens[row] = write_request.tokens[i]
         if rows:
             granted.rows += rows
             self._dram.own(rows_of(places), rows_of(rows))
-            index.identity[rows] = pledge.identity.fingerprint
-            self._residents.enter(rows_of(rows), places, pledge.identity)
+            index.identity[rows] = write_request.identity.fingerprint
+            self._residents.enter(rows_of(rows), places, write_request.identity)
             index.mark[rows] = marks(keys)
-            index.expire_at(rows, pledge.expiry)
-            index.priority[rows] = pledge.priority
+            index.expire_at(rows, write_request.expiry)
+            index.priority[rows] = write_request.priority
             self._writing.update(rows)
         granted.keys += keys
         granted.places += places
-        granted.depths += [pledge.depths[i] for i in wanted[: len(places)]]
+        granted.depths += [write_request.depths[i] for i in wanted[: len(places)]]
         granted.spans += self._dram.spans(places, size)
         if len(places) < len(wanted):
             return wanted[len(places)]
-        self._room.refuse(pledge.identity, "store", over)
-        return len(pledge.keys)
+        self._room.refuse(write_request.identity, "store", over)
+        return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         """The end of a reservation. Once: whoever was interrupted here may come again, and finds that it has ended."""
@@ -502,7 +506,7 @@ class Pipeline:
                         self.repair()
                         raise
         finally:
-            self._ascent.call_ready()
+            self._promotion.call_ready()
         self._feed.publish(events)
 
     def _end(self, serial: int, generations: Sequence[int] | None, events: list[Event]) -> None:
@@ -520,9 +524,9 @@ class Pipeline:
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
         self._residents.give_up(rows[~good])
-        self._ascent.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
+        self._promotion.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
-            self._descent.write(cold, kept[cold.admission.on_store(kept)])
+            self._demotion.write(cold, kept[cold.admission.on_store(kept)])
         self.counts["blocks stored"] += len(kept)
         if self._feed.followed and len(kept):
             events.append(BlockStored("dram", index.keys(kept), index.identities(kept)))
@@ -568,7 +572,7 @@ class Pipeline:
                 if (quota := cold.quota) is not None:
                     for tenant in quota.account.quotas:
                         while rows := quota.victims(tenant, 0):
-                            self._descent.evict(cold, rows, events)
+                            self._demotion.evict(cold, rows, events)
         self._feed.publish(events)
 
     def catch_up(self, name: str) -> None:
@@ -576,7 +580,7 @@ class Pipeline:
         cold = next(c for c in self._colds if c.name == name)
         with self._index.lock:
             refused = rows_of(sorted(self._residents.refused))
-            self._descent.write(cold, refused[cold.admission.on_store(refused)])
+            self._demotion.write(cold, refused[cold.admission.on_store(refused)])
 
     def waiting(self, name: str) -> int:
         """Bytes of the blocks that a tier would not take and are still here, and of those that it is just given."""
@@ -592,11 +596,11 @@ class Pipeline:
         with self._index.lock:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
-            self._ascent.land_later(rows.tolist(), [False] * len(rows))
+            self._promotion.land_later(rows.tolist(), [False] * len(rows))
             self._detach_many(rows, "unreadable", events)
             self.counts[f"blocks late from {cold}"] += len(rows)
         self._feed.publish(events)
-        self._ascent.call_ready()
+        self._promotion.call_ready()
 
     def make_room(self, number: int, size: int, count: int = 1) -> bool:
         """Evict from a tier so that up to ``count`` slots of ``size`` come free; False if nothing may leave."""
@@ -624,13 +628,18 @@ class Pipeline:
         Others who use the storage are ``told`` to do so. ``done`` gets the number not erased. Goes in slices, and rests
         between them: hold no lock.
         """
-        drop = Drop(self, keys, done, shared, who, told)
+        drop = DropRequest(self, keys, done, shared, who, told)
         while drop.step():
             rest()
         return drop.found
 
     def drop_some(
-        self, keys: Sequence[BlockKey], who: Asker, colds: Sequence[Cold], tally: Tally, erase: Sequence[Erased]
+        self,
+        keys: Sequence[BlockKey],
+        who: Asker,
+        colds: Sequence[ColdTier],
+        barrier: DropBarrier,
+        erase: Sequence[Erased],
     ) -> int:
         """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
         ``erase``, before anything is taken: who is interrupted here must still erase it."""
@@ -645,7 +654,7 @@ class Pipeline:
                         # Row 0 is nowhere; but a tier may have traces of blocks that the index knows no more.
                         items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
                     self._detach_many(self._with_hidden(keys, found), "dropped", events)
-                    self._eraser.await_dying(keys, tally)
+                    self._eraser.await_dying(keys, barrier)
                 except BaseException:
                     self.repair()
                     self._detach_all(keys)
@@ -751,7 +760,7 @@ class Pipeline:
             for row in rows.tolist():
                 if self._hidden.get(key := index.key(row)) == row:
                     del self._hidden[key]
-        dying: list[tuple[Cold, tuple[BlockKey, ...]]] = []
+        dying: list[tuple[ColdTier, tuple[BlockKey, ...]]] = []
         for cold in self._colds:
             states = index.state[cold.number][rows]
             dying.append((cold, index.keys(rows[states == PENDING])))
@@ -801,7 +810,7 @@ class Pipeline:
 
     def expire_some(
         self, keys: Sequence[BlockKey], who: Asker, when: float, now: float, shorten: bool
-    ) -> tuple[int, list[tuple[Cold, list[Renewal]]]]:
+    ) -> tuple[int, list[tuple[ColdTier, list[Renewal]]]]:
         """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
 
         Answers how many there were, and which records in colder tiers say that they live longer.
@@ -823,12 +832,12 @@ class Pipeline:
                 renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
         return len(found), renew
 
-    def renew(self, cold: Cold, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+    def renew(self, cold: ColdTier, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
         """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
 
         ``done`` gets False for those that could not be erased either.
         """
-        self._descent.renew(cold, items, done)
+        self._demotion.renew(cold, items, done)
 
     def note_expiries(self) -> None:
         """Write down that blocks in colder tiers live longer than their records say. Nothing may be under way."""
@@ -873,7 +882,7 @@ class Expiring:
         self._when = when
         self._now = now
         self._who = who
-        self._tally = Tally(1, done)
+        self._barrier = DropBarrier(1, done)
         self._at = 0
         self.found = 0
         """Blocks that there were, so far."""
@@ -889,15 +898,15 @@ class Expiring:
         self.found += found if shorten else 0
         for cold, items in renew:
             if items:
-                self._tally.more()
-                self._pipeline.renew(cold, items, self._tally.end)
+                self._barrier.more()
+                self._pipeline.renew(cold, items, self._barrier.end)
         if self._at < len(self._keys):
             return True
-        self._tally.end(())
+        self._barrier.end(())
         return False
 
 
-class Drop:
+class DropRequest:
     """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
 
     def __init__(
@@ -918,7 +927,7 @@ class Drop:
         self._who = who
         self._told = told
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
-        self._tally = Tally(2 + len(self._colds), done)
+        self._barrier = DropBarrier(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
         self._at = 0
         self.found = 0
@@ -930,7 +939,7 @@ class Drop:
         self._at += len(keys)
         if keys:
             try:
-                self.found += self._pipeline.drop_some(keys, self._who, self._colds, self._tally, self._erase)
+                self.found += self._pipeline.drop_some(keys, self._who, self._colds, self._barrier, self._erase)
             except BaseException:
                 self._erase_all()
                 raise
@@ -942,8 +951,8 @@ class Drop:
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
             if self._told and cold.withdraw is not None:
-                cold.withdraw(items, self._tally.end, self._who)
+                cold.withdraw(items, self._barrier.end, self._who)
             else:
-                cold.tier.drop(items, self._tally.end)
-        self._pipeline.when_zeroed(lambda: self._tally.end(()))
-        self._tally.end(())
+                cold.tier.drop(items, self._barrier.end)
+        self._pipeline.when_zeroed(lambda: self._barrier.end(()))
+        self._barrier.end(())

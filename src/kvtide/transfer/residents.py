@@ -20,8 +20,8 @@ from kvtide.block import Span
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, at
 from kvtide.index.lease import Lease, Watch
 from kvtide.tiers.base import Identity
-from kvtide.tiers.dram import Dram
-from kvtide.tiers.record import header_bytes
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.format.record import header_bytes
 from kvtide.tiers.segments import EMPTY, Segment, ladder, place_of
 from kvtide.transfer.written import Unwritten
 

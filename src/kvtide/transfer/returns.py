@@ -8,7 +8,7 @@ meanwhile nothing is found.
 
 All of it is bounded: so many prompts, of so many blocks together (of the session that has most, the one that is due
 last gives way), and few loads at a time; and while there is no room, it is looked for once a second, because that looks
-at all of DRAM. The store's housekeeping thread does the work (housekeeping.py).
+at all of DRAM. The store's housekeeping thread does the work (store/housekeeping.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtide.index.index import Index
 from kvtide.plan.cost import Speed
 from kvtide.transfer.transfer import Transfer
 
-__all__ = ["Desk", "Returns"]
+__all__ = ["PrefetchBackend", "Returns"]
 
 _PROMPTS, _BLOCKS = 4096, 1 << 20
 """That are remembered, at most."""
@@ -39,7 +39,7 @@ _PAUSE = 1.0
 _DIGEST = 32
 
 
-class Desk(Protocol):
+class PrefetchBackend(Protocol):
     """Whoever expects a prompt, by the digests of its blocks."""
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
@@ -49,7 +49,7 @@ class Desk(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    desk: Desk
+    backend: PrefetchBackend
     joined: bytes
     back: float
     """When, on the monotonic clock."""
@@ -86,7 +86,7 @@ class Returns:
         self._places: list[tuple[float, int]] = []
         self._waiting: dict[tuple[float, int], _Expected] = {}
         """Those to be looked at, by their place; and the places in order."""
-        self._known: dict[Desk, dict[int, dict[bytes, _Expected]]] = {}
+        self._known: dict[PrefetchBackend, dict[int, dict[bytes, _Expected]]] = {}
         """Those, and the ones that were brought lately, by desk, number of blocks and last digest."""
         self._brought: deque[_Expected] = deque()
         self._under_way: dict[_Expected, Transfer | None] = {}
@@ -105,7 +105,7 @@ class Returns:
         """Whether ``used`` has anything to do."""
         return bool(self._known)
 
-    def expect(self, desk: Desk, joined: bytes, nbytes: int, returns_in: float) -> None:
+    def expect(self, backend: PrefetchBackend, joined: bytes, nbytes: int, returns_in: float) -> None:
         """A prompt of so many bytes is expected back in so many seconds."""
         if not self._speeds:
             return
@@ -113,11 +113,11 @@ class Returns:
         lead = max(2 * max(speed.seconds(nbytes) for speed in self._speeds), _LEAST)
         due = max(now, now + returns_in - min(lead, _LONGEST))
         with self._lock:
-            found = _Expected(desk, joined, now + returns_in, (due, next(self._numbers)))
-            before = self._known.get(desk, {}).get(found.blocks, {}).get(found.last)
+            found = _Expected(backend, joined, now + returns_in, (due, next(self._numbers)))
+            before = self._known.get(backend, {}).get(found.blocks, {}).get(found.last)
             if before is not None:
                 self._strike(before)
-            self._known.setdefault(desk, {}).setdefault(found.blocks, {})[found.last] = found
+            self._known.setdefault(backend, {}).setdefault(found.blocks, {})[found.last] = found
             self._waiting[found.place] = found
             self._blocks += found.blocks
             insort(self._places, found.place)
@@ -127,17 +127,17 @@ class Returns:
 
     def _one_too_many(self) -> _Expected:
         """Of the session that has most of them, the one that is due last. Under the lock."""
-        count = Counter(expected.desk for expected in self._waiting.values())
+        count = Counter(expected.backend for expected in self._waiting.values())
         most = max(count.values())
         return next(
-            expected for place in reversed(self._places) if count[(expected := self._waiting[place]).desk] == most
+            expected for place in reversed(self._places) if count[(expected := self._waiting[place]).backend] == most
         )
 
-    def used(self, desk: Desk, blocks: int, parent: Callable[[int], bytes]) -> None:
+    def used(self, backend: PrefetchBackend, blocks: int, parent: Callable[[int], bytes]) -> None:
         """A prompt was asked for; ``parent`` is the digest before a block. What it extends is back."""
         in_time = 0
         with self._lock:
-            for length, some in list(self._known.get(desk, {}).items()):
+            for length, some in list(self._known.get(backend, {}).items()):
                 if length <= blocks and (found := some.get(parent(length))) is not None:
                     in_time += found in self._brought
                     self._strike(found)
@@ -145,16 +145,16 @@ class Returns:
             with self._index.lock:
                 self._counts["prompts brought back in time"] += in_time
 
-    def forget(self, desk: Desk) -> None:
+    def forget(self, backend: PrefetchBackend) -> None:
         """Its session has ended."""
         with self._lock:
-            for some in list(self._known.get(desk, {}).values()):
+            for some in list(self._known.get(backend, {}).values()):
                 for found in list(some.values()):
                     self._strike(found)
-            self._known.pop(desk, None)
+            self._known.pop(backend, None)
             for expected in self._under_way:
-                expected.ended = expected.ended or expected.desk is desk
-            left = [t for e, t in self._under_way.items() if e.desk is desk and t is not None]
+                expected.ended = expected.ended or expected.backend is backend
+            left = [t for e, t in self._under_way.items() if e.backend is backend and t is not None]
         for transfer in left:
             transfer.cancel()
 
@@ -163,13 +163,13 @@ class Returns:
         self._take(found)
         if found in self._brought:
             self._brought.remove(found)
-        lengths = self._known.get(found.desk, {})
+        lengths = self._known.get(found.backend, {})
         some = lengths.get(found.blocks, {})
         some.pop(found.last, None)
         if not some:
             lengths.pop(found.blocks, None)
         if not lengths:
-            self._known.pop(found.desk, None)
+            self._known.pop(found.backend, None)
 
     def _take(self, found: _Expected) -> None:
         """It is not to be looked at any more. Under the lock.
@@ -205,7 +205,7 @@ class Returns:
         transfer = None
         try:
             if now < found.back:  # else whoever looks was late, and there is nothing to be in time for
-                transfer = found.desk.bring_back(found.joined, found.back - now)
+                transfer = found.backend.bring_back(found.joined, found.back - now)
         finally:
             if transfer is None:
                 self._ended(found, brought=False)
@@ -226,7 +226,7 @@ class Returns:
     def _ended(self, found: _Expected, *, brought: bool) -> None:
         with self._lock:
             self._under_way.pop(found, None)
-            here = self._known.get(found.desk, {}).get(found.blocks, {}).get(found.last) is found
+            here = self._known.get(found.backend, {}).get(found.blocks, {}).get(found.last) is found
             if here and brought:
                 self._brought.append(found)
                 if len(self._brought) > _PROMPTS // 16:

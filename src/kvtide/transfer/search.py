@@ -26,8 +26,8 @@ from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.slices import slices
 from kvtide.tiers.base import Identity
-from kvtide.tiers.shared import Entry, Shared, Wish, place_of
-from kvtide.transfer.cold import Cold
+from kvtide.tiers.shared.tier import BlobEntry, Shared, Wish, place_of
+from kvtide.transfer.cold_tier import ColdTier
 
 __all__ = ["Search"]
 
@@ -46,7 +46,7 @@ class Search:
     def __init__(
         self,
         index: Index,
-        colds: Sequence[Cold],
+        colds: Sequence[ColdTier],
         clock: Clock,
         feed: Feed,
         counts: Counter[str],
@@ -83,10 +83,10 @@ class Search:
             return False
         first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
         if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
-            wishes = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
+            options = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             try:
                 self._under_way.add(first)
-                self._seek({first}, wishes, blocks)
+                self._seek({first}, options, blocks)
             except BaseException:
                 # Nobody may look for it: to those who ask next it must not seem to be looked for already.
                 self._under_way.discard(first)
@@ -100,7 +100,7 @@ class Search:
 
         ``begun`` are the keys from which nobody else need begin.
         """
-        wishes: list[Wish] = []
+        options: list[Wish] = []
         needed: set[BlockKey] = set()
         """Without which it is no use to look further."""
         shortest = min(len(keys) for _, _, keys, _ in prompt.values())
@@ -108,7 +108,7 @@ class Search:
             start += _STEP  # all of it is here already
         for kind, who, keys, whole in prompt.values():
             mine = [key for key, here in zip(keys[start:][:_STEP], whole[start:].tolist(), strict=False) if not here]
-            wishes += [(key, who) for key in mine]
+            options += [(key, who) for key in mine]
             if kind in (Kind.FULL, Kind.MLA):
                 needed.update(mine)
         ends = start + _STEP >= shortest
@@ -116,7 +116,7 @@ class Search:
         def ask(number: int, left: list[Wish]) -> None:
             cold, tier = self._tiers[number]
 
-            def found(entries: Sequence[Entry | None]) -> None:
+            def found(entries: Sequence[BlobEntry | None]) -> None:
                 here = {w: e for w, e in zip(left, entries, strict=True) if e is not None}
                 with self._index.lock:  # who asks when these are entered begins behind them
                     begun.update(keys[start + _STEP] for _, _, keys, _ in prompt.values() if start + _STEP < len(keys))
@@ -134,9 +134,9 @@ class Search:
 
             tier.find(left, found)
 
-        ask(0, wishes)
+        ask(0, options)
 
-    def _enter(self, cold: Cold, found: Mapping[Wish, Entry]) -> None:
+    def _enter(self, cold: ColdTier, found: Mapping[Wish, BlobEntry]) -> None:
         """Blocks are in a tier: let the index know."""
         index, now = self._index, self._clock.time()
         new, whose = list[BlockKey](), list[int]()
@@ -208,7 +208,7 @@ class Search:
                     self._counts[f"blocks evicted from {tier}"] += sum(len(event.keys) for event in events)
             self._feed.publish([*events])
 
-    def _strike(self, cold: Cold, rows: Rows, reason: str) -> list[BlockRemoved]:
+    def _strike(self, cold: ColdTier, rows: Rows, reason: str) -> list[BlockRemoved]:
         """Forget that a tier has these rows; those that are nowhere else, altogether. Under the lock."""
         index = self._index
         rows = rows[index.state[cold.number][rows] == SEALED]

@@ -25,7 +25,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvtide.engines.loading import SMALL, load
+from kvtide.engines.transformers.loading import SMALL, load
 
 __all__ = ["checkpoint", "random_llama", "random_model"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Engine, engine
 from tests.engines.vllm.kept import Node, at_rest

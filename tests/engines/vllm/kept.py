@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from tests.engines.vllm.engines import Answer, Engine
 from tests.node.serving import Process, eventually
 

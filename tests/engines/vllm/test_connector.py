@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from kvtide.replay.trace import read
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Answer, Engine, engine
@@ -203,8 +203,8 @@ def test_what_a_request_may_wish(plain: Engine, first: Engine, client: Client) -
     tokens = prompt(7, 300)
     true = reference(plain, tokens)
 
-    def wish(**wishes: Any) -> Answer:
-        return ask(first, tokens, kv_transfer_params=wishes)
+    def wish(**options: Any) -> Answer:
+        return ask(first, tokens, kv_transfer_params=options)
 
     same(wish(no_store=True), true.cold)
     same(wish(no_store=True), true.cold)

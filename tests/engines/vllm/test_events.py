@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvtide import Model, events
 from kvtide.block import BlockKey
-from kvtide.engines.vllm.events import Herald
+from kvtide.engines.vllm.events import EventPublisher
 from kvtide.engines.vllm.layout import layouts
 from kvtide.index.keys import DEFAULT_TENANT, Chain
 from tests.engines.vllm.test_layout import HEADS, _config, caches, layers
@@ -37,7 +37,7 @@ class Told:
         config = _config()
         found = layouts(config, groups)
         self.model = Model(found.own, "given:weights")
-        self.herald = Herald(config, groups, found, most)
+        self.publisher = EventPublisher(config, groups, found, most)
         self.believed: set[tuple[int | bytes, int | None, str | None]] = set()
 
     def request(self, prompt: int, blocks: int, **about: Any) -> tuple[Request, Chain]:
@@ -47,17 +47,17 @@ class Told:
         hasher = get_request_block_hasher(PAGE, sha256)
         made = Request(str(prompt), tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher, **about)
         chain = self.model.namer(DEFAULT_TENANT).chain(tokens)
-        self.herald.named(made, chain, 0)
+        self.publisher.named(made, chain, 0)
         return made, chain
 
     def stored(self, tier: str, *keys: bytes) -> None:
-        self.herald.happened(events.BlockStored(tier, tuple(BlockKey(key) for key in keys)))
+        self.publisher.happened(events.BlockStored(tier, tuple(BlockKey(key) for key in keys)))
 
     def removed(self, tier: str, *keys: bytes) -> None:
-        self.herald.happened(events.BlockRemoved(tier, tuple(BlockKey(key) for key in keys), "evicted"))
+        self.publisher.happened(events.BlockRemoved(tier, tuple(BlockKey(key) for key in keys), "evicted"))
 
     def take(self) -> list[Any]:
-        found = list(self.herald.take())
+        found = list(self.publisher.take())
         for event in found:
             places = {(hashed, event.group_idx, event.medium) for hashed in event.block_hashes}
             if isinstance(event, BlockStored):
@@ -117,7 +117,7 @@ def test_blocks_of_others_are_not_told_of() -> None:
 def test_what_is_loaded_is_told_of_though_another_has_stored_it() -> None:
     told = Told()
     _, chain = told.request(1, 2)
-    told.herald.held(chain.digests)
+    told.publisher.held(chain.digests)
     assert [event.group_idx for event in told.take()] == [0, 0], "of a window only the end is there"
     told.stored("dram", chain.digests[0] + b"full")
     assert told.take() == []
@@ -131,13 +131,13 @@ def test_what_nobody_can_know_is_taken_back(how: str) -> None:
     told.stored("nvme", chain.digests[1] + b"full")
     assert len(told.take()) == 2
     if how == "events were lost":
-        told.herald.happened(events.EventsLost(0))
+        told.publisher.happened(events.EventsLost(0))
     else:
-        told.herald.forget()
+        told.publisher.forget()
     told.take()
     assert not told.believed
     told.request(1, 2)
-    told.herald.held(chain.digests[:1])
+    told.publisher.held(chain.digests[:1])
     assert len(told.take()) == 1, "and told anew"
 
 
@@ -164,7 +164,7 @@ def test_a_follower_believes_what_the_node_has(data: st.DataObject) -> None:
             true = {(hashes[name], 0, media[tier]) for name, tier in here}
             assert {place for place in told.believed if place[0] in hashes.values()} <= true
     told.take()
-    known = [chain for chain in chains if chain.digests[0] in told.herald._known]
+    known = [chain for chain in chains if chain.digests[0] in told.publisher._known]
     for chain in known:  # what is stored from now on is believed
         told.stored("dram", chain.digests[0] + b"full")
     told.take()

@@ -29,9 +29,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtide import Model
 from kvtide.block import Group, Kind, Layout, Slice
-from kvtide.engines import packing
 from kvtide.engines.identity import settings
-from kvtide.engines.paged import Copy, HostMover
+from kvtide.engines.paged import Copy, HostMover, packing
 from kvtide.engines.vllm import layout as under_test
 from kvtide.engines.vllm.identity import identity
 from kvtide.engines.vllm.layout import Layouts, halves, latents, layouts, pages

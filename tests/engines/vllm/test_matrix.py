@@ -22,12 +22,12 @@ from transformers import AutoConfig
 
 from kvtide import config as configuration
 from kvtide.block import Group, Kind, Layout
-from kvtide.engines import packing
 from kvtide.engines.identity import settings
+from kvtide.engines.paged import packing
 from kvtide.index.keys import Model
 from kvtide.index.weights import identify
-from kvtide.node.auto import open_node
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
+from kvtide.node.client.launch import open_node
 from tests.engines.vllm.checkpoints import random_llama
 from tests.engines.vllm.engines import Answer, Engine, engine
 from tests.engines.vllm.kept import (

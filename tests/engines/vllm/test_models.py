@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from tests.engines.vllm.checkpoints import random_llama, random_model
 from tests.engines.vllm.engines import Answer, Engine, engine
 from tests.engines.vllm.kept import BLOCK, READING, Node, ask, connector, hit, prompt, same, source, stored

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtide.block import Group, Kind, Layout
-from kvtide.engines import packing
+from kvtide.engines.paged import packing
 from tests.engines.vllm.checkpoints import checkpoint, random_llama
 from tests.engines.vllm.engines import engine
 from tests.node.serving import eventually

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
 from tests.engines.storages import Storage, opened
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import Engine, engine

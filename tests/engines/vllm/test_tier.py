@@ -14,7 +14,7 @@ import pytest
 
 import kvtide
 from kvtide.errors import ConfigError
-from kvtide.node.auto import open_node
+from kvtide.node.client.launch import open_node
 from kvtide.testing.blocks import content
 from tests.engines.vllm.scheduler import ROW, LookupResult, Scheduler, configured, keys, tier
 from tests.node.serving import Process, eventually
@@ -206,7 +206,7 @@ def test_a_chunk_that_rotted_on_disk_is_a_miss_and_the_others_are_not(node: Proc
             data[place + ROW // 2] ^= 1
             file.write_bytes(data)
     node.start()
-    eventually(lambda: vllm.tier._store._home.connected)
+    eventually(lambda: vllm.tier._store._session_host.connected)
     assert vllm.fetch(keys(4)) == [True, True, False, True]
     assert vllm.failures("promotion") == 1
     vllm.keep(keys(1, 2))  # computed again, and kept

@@ -1,7 +1,7 @@
 """``KvtideConnector``: vLLM's face of the two halves.
 
 vLLM makes one of these in its scheduler and one in each worker. Nothing is decided here: what vLLM says is told to a
-half (``engines/halves``), and its answer told back. Whatever goes wrong inside is logged and becomes a miss; a
+half (``engines/connector``), and its answer told back. Whatever goes wrong inside is logged and becomes a miss; a
 deployment that cannot be kept right (``layout``) is served without kvtide, which one line of the log says, with what to
 change.
 """
@@ -37,22 +37,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvtide
 from kvtide import config as configuration
 from kvtide.block import Layout
-from kvtide.engines.halves.orders import Orders
-from kvtide.engines.halves.request import Cut, Prompt, Work
-from kvtide.engines.halves.scheduler import Scheduler
-from kvtide.engines.halves.tenancy import Tenancies
-from kvtide.engines.halves.wishes import NOTHING, read_wishes
-from kvtide.engines.halves.worker import WorkerHalf
-from kvtide.engines.paged import Pages, mover
-from kvtide.engines.vllm.events import Herald
+from kvtide.engines.connector.orders import Orders
+from kvtide.engines.connector.request import PageGeometry, Prompt, Work
+from kvtide.engines.connector.request_options import NOTHING, read_options
+from kvtide.engines.connector.scheduler import Scheduler
+from kvtide.engines.connector.sessions import SessionPool
+from kvtide.engines.connector.worker import ConnectorWorker
+from kvtide.engines.paged.pages import Pages, mover
+from kvtide.engines.vllm.events import EventPublisher
 from kvtide.engines.vllm.identity import identity
 from kvtide.engines.vllm.layout import Layouts, layouts, pages
 from kvtide.engines.vllm.metrics import KvtidePromMetrics, KvtideStats
 from kvtide.errors import ConfigError, KvtideError, LayoutError
 from kvtide.index.keys import DEFAULT_TENANT, Extra, Model, Tenant
 from kvtide.index.weights import identify
-from kvtide.node.auto import open_node
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
+from kvtide.node.client.launch import open_node
 
 __all__ = ["KvtideConnector", "KvtideMetadata"]
 
@@ -110,8 +110,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
-        self._worker: WorkerHalf | None = None
-        self._herald: Herald | None = None
+        self._worker: ConnectorWorker | None = None
+        self._publisher: EventPublisher | None = None
         self._layouts: Layouts | None = None
         self._requests: dict[str, Any] = {}
         self._kept: set[str] = set()
@@ -140,8 +140,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _follow(self) -> Client:
         client = self._dial()
-        if self._herald is not None:
-            client.follow(self._herald.happened)
+        if self._publisher is not None:
+            client.follow(self._publisher.happened)
         return client
 
     @property
@@ -158,10 +158,10 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pool = ranks * max((tensor.size for tensor in tensors), default=0)
         published = vllm_config.kv_events_config
         if published is not None and published.enable_kv_cache_events:
-            self._herald = Herald(vllm_config, self._kv_cache_config, found)
+            self._publisher = EventPublisher(vllm_config, self._kv_cache_config, found)
         return Scheduler(
-            Tenancies(self._follow, models, ranks),
-            Cut(found.groups, found.pages, found.own.block_tokens, [g.window for g in found.own.groups]),
+            SessionPool(self._follow, models, ranks),
+            PageGeometry(found.groups, found.pages, found.own.block_tokens, [g.window for g in found.own.groups]),
             pool={"through": 0, "auto": pool, "second-touch": math.inf}[self._config.engine.store],
             pages=self._kv_cache_config.num_blocks,
             prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -173,22 +173,22 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         self._requests[request.request_id] = request
         try:
-            wishes = read_wishes(request.kv_transfer_params)
-            tenant = self._tenant(request.cache_salt, wishes.tenant)
+            options = read_options(request.kv_transfer_params)
+            tenant = self._tenant(request.cache_salt, options.tenant)
             if request.prompt_embeds is not None:
                 raise ConfigError("a prompt of embeddings has no token ids to name its blocks by")
             if request.resumable:
                 raise ConfigError("a prompt that grows while it is computed is not supported yet")
             if request.skip_reading_prefix_cache:
-                wishes = structs.replace(wishes, no_load=True)
+                options = structs.replace(options, no_load=True)
         except ConfigError as e:
-            wishes, tenant = NOTHING, DEFAULT_TENANT
+            options, tenant = NOTHING, DEFAULT_TENANT
             self._refused[request.request_id] = str(e)
             log.warning("kvtide neither loads nor stores for request %s: %s", request.request_id, e)
         tokens = request.all_token_ids
         extras = functools.partial(self._extras, request)
-        named = functools.partial(self._herald.named, request) if self._herald is not None else None
-        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, wishes, named))
+        named = functools.partial(self._publisher.named, request) if self._publisher is not None else None
+        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, options, named))
 
     def _extras(self, request: Any) -> list[Extra]:
         """What the KV of a request depends on, besides its tokens."""
@@ -226,8 +226,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             held = self._scheduler.bind(request.request_id, _there(blocks.get_block_ids()), num_external_tokens)
-            if self._herald is not None:
-                self._herald.held(held)
+            if self._publisher is not None:
+                self._publisher.held(held)
 
     @_safely(KvtideMetadata(Orders()))
     def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
@@ -263,8 +263,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if report is not None and report.off:
             log.warning("kvtide is off: a worker cannot do its part, and says why")
             self._scheduler, self._kept = None, half.kept
-            if self._herald is not None:
-                self._herald.forget()
+            if self._publisher is not None:
+                self._publisher.forget()
             threading.Thread(target=half.close, daemon=True).start()  # it may wait for the node
         elif report is not None:
             half.lost(report.lost)
@@ -304,13 +304,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM is told so when the weights have changed. Nobody says to which, so nothing is shared from then on."""
         if self._scheduler is not None:
             self._scheduler.forget()
-        if self._herald is not None:
-            self._herald.forget()
+        if self._publisher is not None:
+            self._publisher.forget()
         return True
 
     @_safely(())
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._herald.take() if self._herald is not None else ()
+        return self._publisher.take() if self._publisher is not None else ()
 
     # -- a worker -----------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 moves.warm(mine)  # before vLLM captures its graphs, during which nobody may use the GPU
         except Exception:
             log.exception("kvtide: the first load and store will take longer")
-        self._worker = WorkerHalf(self._dial, rank, functools.partial(_seen, own), tokens, moves)
+        self._worker = ConnectorWorker(self._dial, rank, functools.partial(_seen, own), tokens, moves)
 
     @_safely(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -31,7 +31,7 @@ from kvtide import events
 from kvtide.engines.vllm.layout import Layouts
 from kvtide.index.keys import Chain
 
-__all__ = ["Herald"]
+__all__ = ["EventPublisher"]
 
 _KNOWN = 32768
 """Blocks that are remembered, some 2 KiB each."""
@@ -54,7 +54,7 @@ class _Block:
     told: set[Place] = field(default_factory=set)
 
 
-class Herald:
+class EventPublisher:
     """For the threads of vLLM's scheduler, of the node's events, and of the half that talks to the node."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, found: Layouts, most: int = _KNOWN) -> None:

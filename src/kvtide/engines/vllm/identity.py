@@ -20,7 +20,7 @@ from kvtide.engines.vllm.layout import Layouts
 from kvtide.errors import ConfigError
 from kvtide.index.weights import WeightsId, identify
 
-__all__ = ["Identity", "identity"]
+__all__ = ["ModelIdentity", "identity"]
 
 _BY_LENGTH = ("longrope", "su", "dynamic")
 """Rotary embeddings that vLLM scales by the longest context it is started with."""
@@ -28,7 +28,7 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "npcac
 """Ways to load that read the weights of a checkpoint, and all of them."""
 
 
-class Identity(NamedTuple):
+class ModelIdentity(NamedTuple):
     """``Model(layout, *identity)`` is the model in a layout."""
 
     weights: WeightsId
@@ -36,7 +36,7 @@ class Identity(NamedTuple):
     scales: bytes
 
 
-def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None, digests: str = "") -> Identity:
+def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None, digests: str = "") -> ModelIdentity:
     """The identity of the model that is served. Raises ConfigError if its weights cannot be told from others."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = settings(model.hf_config)
@@ -54,7 +54,7 @@ def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None, di
         own["layers"] = [list(names) for names in found.layers]
     if own:
         config["vllm"] = own
-    return Identity(_weights(vllm_config, weights_id, digests), config, _scales(cache.cache_dtype, found))
+    return ModelIdentity(_weights(vllm_config, weights_id, digests), config, _scales(cache.cache_dtype, found))
 
 
 def _weights(vllm_config: Any, weights_id: str | None, digests: str) -> WeightsId:

@@ -31,8 +31,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtide.block import BLOCK_TOKENS, DTYPES, Group, Kind, Layout, Slice
-from kvtide.engines import packing
-from kvtide.engines.paged import Pages
+from kvtide.engines.paged import packing
+from kvtide.engines.paged.pages import Pages
 from kvtide.errors import LayoutError
 
 __all__ = ["Layouts", "halves", "latents", "layouts", "pages"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtide.engines.halves.worker import Moved
+from kvtide.engines.connector.worker import Moved
 
 __all__ = ["KvtidePromMetrics", "KvtideStats"]
 

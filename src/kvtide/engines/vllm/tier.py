@@ -53,11 +53,11 @@ from kvtide import canonical, connect
 from kvtide import config as configuration
 from kvtide.config import Config
 from kvtide.engines.background import Background
-from kvtide.engines.chunks import Chunks, Row, model_of
+from kvtide.engines.vllm.chunks import Chunks, Row, model_of
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.index.weights import identify
-from kvtide.node.auto import open_node
-from kvtide.node.client import Client
+from kvtide.node.client.client import Client
+from kvtide.node.client.launch import open_node
 
 __all__ = ["KvtideTier"]
 
@@ -207,7 +207,7 @@ class _Store:
                 'for example with "engine": {"weights_id": "llama-8b@2026-05"} beside "type" in secondary_tiers'
             )
         self._config = config
-        self._home: Client | None = None
+        self._session_host: Client | None = None
         self._chunks: Chunks | None = None
         self._tried = threading.Event()
         self._leaving = threading.Event()
@@ -228,9 +228,11 @@ class _Store:
             try:
                 # Of a folder, all files are read the first time.
                 weights = identify(deployment.model.name, engine.weights_id or None, self._config.naming.weights_cache)
-                self._home = self._home or (connect(engine.address) if engine.address else open_node(self._config))
-                session = self._home.session(model_of(row, weights, _facts(deployment)))
-                self._chunks = Chunks(session, self._home.deadline or _DEADLINE)
+                self._session_host = self._session_host or (
+                    connect(engine.address) if engine.address else open_node(self._config)
+                )
+                session = self._session_host.session(model_of(row, weights, _facts(deployment)))
+                self._chunks = Chunks(session, self._session_host.deadline or _DEADLINE)
             except (KvtideError, OSError) as e:
                 log.warning("KV is neither stored nor found: %s. Trying again in %.0f seconds", e, _OPENING)
             self._tried.set()
@@ -249,8 +251,8 @@ class _Store:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._home is not None:
-            self._home.close()
+        if self._session_host is not None:
+            self._session_host.close()
 
 
 def _facts(config: OffloadingConfig) -> dict[str, canonical.Value]:

@@ -1,0 +1,5 @@
+"""An engine's KV tensors as pages, and the copies between them and blocks, on a CPU or a GPU."""
+
+from kvtide.engines.paged.pages import Copy, HostMover, Move, Mover, Pages, mover
+
+__all__ = ["Copy", "HostMover", "Move", "Mover", "Pages", "mover"]

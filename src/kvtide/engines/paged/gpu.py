@@ -1,0 +1,438 @@
+"""Pages on a GPU: scattered pages at the speed of the bus.
+
+Copying page by page from Python reaches a tenth of what the bus can do. Instead a kernel gathers the pages of some
+blocks into a small staging buffer in the GPU's own memory, a hundred times faster than the bus, and one large DMA
+brings that into the arena; a load is the same backwards. Each direction is a *lane* with its own two streams, buffers
+and thread: while one buffer is on the bus the next is gathered. Buffers pass from the kernel's stream to the DMA's and
+back by events on the device; the host waits for nothing, and the engine's stream for nothing but the pages that
+it reads.
+
+After the gather the engine's pages are free again, though the move is not done. The thread is there because
+registering memory with the driver takes milliseconds, which no engine should wait for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtide.engines.paged import cuda, packing
+from kvtide.engines.paged.kernels import move_pages
+from kvtide.engines.paged.lossy import decode_pages, encode_pages
+from kvtide.engines.paged.pages import WORDS, Copy, Move, Pages
+from kvtide.errors import ClosedError
+
+__all__ = ["GpuMover"]
+
+_BUFFERS = 2
+"""Of a lane: while one is on the bus the other is gathered."""
+_STAGING = 512 << 20
+"""Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
+AT_ONCE = 512
+"""Blocks of a buffer at most."""
+_FIRST = 32
+"""Blocks of the first buffer at most: the bus waits while they are looked up and gathered."""
+_AHEAD = 16
+"""Kernels that wait for the bus at most."""
+_STEP = 512
+"""Words that a program of the kernel moves at once."""
+
+_Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+class GpuMove(Move):
+    """Copies that a lane makes."""
+
+    at_once = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.begun = threading.Event()
+        """Everything is on its streams, or failed."""
+        self.free = torch.cuda.Event()
+        """The pages are the engine's again: read, or written."""
+        self.end = torch.cuda.Event(blocking=True)  # a thread waits for it while the engine computes
+        self.error: BaseException | None = None
+
+    # A move that failed may have copies under way: it ends when they do.
+
+    def done(self) -> bool:
+        if not self.begun.is_set() or not self.end.query():
+            return False
+        self._check()
+        return True
+
+    def wait(self) -> None:
+        self.begun.wait()
+        self.end.synchronize()
+        self._check()
+
+    def join(self) -> None:
+        self.begun.wait()
+        if self.error is not None:
+            self.end.synchronize()
+        self._check()
+        torch.cuda.current_stream(self._device).wait_event(self.free)
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class GpuMover:
+    """Moves pages of one GPU."""
+
+    def __init__(self, device: torch.device, staging: int | None) -> None:
+        device = torch.empty(0, device=device).device  # with its number
+        if staging is None:
+            staging = min(_STAGING, torch.cuda.get_device_properties(device).total_memory // 256)
+        each = staging // (2 * _BUFFERS) // 4096 * 4096
+        self._out = _Lane(device, each, to_host=True)
+        self._in = _Lane(device, each, to_host=False)
+
+    def warm(self, pages: Pages) -> None:
+        for lane in (self._out, self._in):
+            lane.put(pages, (), warm=True).wait()
+
+    def store(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+        pages.check_store(copies)
+        return self._out.put(pages, copies)
+
+    def load(self, pages: Pages, copies: Sequence[Copy]) -> GpuMove:
+        pages.check_load()
+        return self._in.put(pages, copies)
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+
+
+class _Buffer:
+    """Staging memory, with when it is full and when it is free again."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.filled = torch.cuda.Event()
+        self.free = torch.cuda.Event()
+
+
+class _Tables:
+    """Numbers on their way to kernels. The host is so many kernels ahead of the device at most; it need not be less,
+    or a load would be waited for by whoever only joins it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read = [torch.cuda.Event(blocking=True) for _ in range(_AHEAD)]
+        self._next = itertools.cycle(range(_AHEAD))
+        self._make(AT_ONCE * 16)
+
+    def _make(self, entries: int) -> None:
+        """Rarely: to pin memory stops the whole device."""
+        self._host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
+        self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._device)
+
+    def put(self, numbers: _Numbers) -> torch.Tensor:
+        """The numbers for a kernel of the current stream, on the device."""
+        if len(numbers) > self._host.shape[1]:
+            self._make(len(numbers))
+        i = next(self._next)
+        self._read[i].synchronize()
+        host, there = self._host[i, : len(numbers)], self._there[i, : len(numbers)]
+        host.numpy()[:] = numbers
+        there.copy_(host, non_blocking=True)
+        self._read[i].record()
+        return there
+
+
+class _Job(NamedTuple):
+    pages: Pages
+    copies: Sequence[Copy]
+    numbers: _Numbers
+    """The pages of all copies, one after the other."""
+    after: torch.cuda.Event
+    """On the caller's stream: from then on the pages may be read, or written."""
+    move: GpuMove
+    warm: bool
+    """Whether it only prepares for others."""
+
+
+class _Lane:
+    """One direction."""
+
+    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
+        self._device, self._nbytes, self._to_host = device, nbytes, to_host
+        self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._streams = (self._kernels, self._copies) if to_host else (self._copies, self._kernels)
+        """In the order in which bytes go through them."""
+        self._buffers: Iterator[_Buffer] | None = None
+        self._tables: _Tables | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        name = f"kvtide-gpu-{'store' if to_host else 'load'}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, pages: Pages, copies: Sequence[Copy], *, warm: bool = False) -> GpuMove:
+        numbers = pages.check(copies)
+        after = torch.cuda.Event()
+        after.record(torch.cuda.current_stream(self._device))
+        move = GpuMove(self._device)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this mover is closed; make another")
+            self._jobs.put(_Job(pages, copies, numbers, after, move, warm))
+        return move
+
+    def close(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._jobs.put(None)
+            self._thread.join()
+            self._kernels.synchronize()
+            self._copies.synchronize()
+
+    @torch.inference_mode()  # the engine's tensors may be of that kind, and then are written there alone
+    def _run(self) -> None:
+        torch.cuda.set_stream(self._kernels)  # of this thread: what torch does here, it does there
+        while (job := self._jobs.get()) is not None:
+            try:
+                try:
+                    self._move(job)
+                finally:
+                    job.move.free.record(self._kernels)  # none but kernels look at pages
+                    first, second = self._streams
+                    second.wait_stream(first)
+                    job.move.end.record(second)
+            except Exception as e:  # noqa: BLE001 - whoever waits for the move is told
+                job.move.error = e
+            finally:
+                job.move.begun.set()
+            del job  # else the engine's tensors would live until the next
+
+    def _move(self, job: _Job) -> None:
+        self._kernels.wait_event(job.after)
+        pages = job.pages
+        if job.warm:
+            self._warm(pages)
+            return
+        if pages.form:
+            self._code(pages, job.copies)
+            return
+        if pages.packing != pages.group.packing:
+            self._convert(pages, job.copies)
+            return
+        # Copies of whole blocks go together; each of a part goes alone.
+        if len(job.numbers) == len(job.copies) * pages.each:  # none has more pages than a block
+            self._move_equal(pages, job.copies, job.numbers.reshape(-1, pages.each))
+            return
+        done = 0
+        for whole, same in itertools.groupby(job.copies, lambda c: len(c.pages) == pages.each):
+            some = list(same)
+            for together in [some] if whole else [[copy] for copy in some if len(copy.pages)]:
+                count = sum(len(copy.pages) for copy in together)
+                numbers = job.numbers[done : done + count].reshape(len(together), -1)
+                self._move_equal(pages, together, numbers)
+                done += count
+
+    def _warm(self, pages: Pages) -> None:
+        """Compile the kernel, make staging and pin what the kernel reads, which takes longer than a large move."""
+        if pages.form or pages.packing != pages.group.packing:
+            return
+        n, word = pages.each, word_of(pages)
+        self._make_buffers(pages.heads * n * pages.atom)
+        table = self._table(np.concatenate([pages.bases, np.zeros(n, np.int64)]))
+        with self._buffer() as buffer:
+            launch(pages, table, buffer.memory, range(1), n, word, gather=True)
+            if not self._to_host:
+                launch(pages, table, buffer.memory, range(1), n, word, gather=False)
+
+    def _make_buffers(self, least: int) -> None:
+        """Staging is made when it is first needed, and holds one section of a block at least."""
+        if self._buffers is None or least > self._nbytes:
+            self._kernels.synchronize()
+            self._copies.synchronize()
+            nbytes = max(self._nbytes, least)
+            self._buffers = itertools.cycle([_Buffer(nbytes, self._device) for _ in range(_BUFFERS)])
+            self._nbytes = nbytes
+
+    def _table(self, numbers: _Numbers) -> torch.Tensor:
+        if self._tables is None:
+            self._tables = _Tables(self._device)
+        return self._tables.put(numbers)
+
+    @contextmanager
+    def _buffer(self) -> Iterator[_Buffer]:
+        """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
+        assert self._buffers is not None
+        buffer = next(self._buffers)
+        first, second = self._streams
+        first.wait_event(buffer.free)
+        try:
+            yield buffer
+        finally:
+            buffer.free.record(second)
+
+    def _pass(self, buffer: _Buffer) -> None:
+        """The first stream has filled the buffer; now the second may have it."""
+        first, second = self._streams
+        buffer.filled.record(first)
+        second.wait_event(buffer.filled)
+
+    def _move_equal(self, pages: Pages, copies: Sequence[Copy], numbers: _Table) -> None:
+        """Copies of equally many pages, whose ``numbers`` have a row for each copy: as many blocks at once as go
+        through one buffer, or as many sections of one."""
+        sections, n = len(pages.sections), numbers.shape[1]
+        section = pages.heads * n * pages.atom
+        self._make_buffers(section)
+        blocks = max(1, min(AT_ONCE, self._nbytes // (section * sections)))
+        at_once = max(1, min(sections, self._nbytes // section))
+        word = word_of(pages)
+        for part in parts(len(copies), blocks):
+            some = copies[part.start : part.stop]
+            places = cuda.REGISTRY.find([c.block for c in some])
+            order = np.argsort(places)  # neighbours in memory go together
+            some, places = [some[k] for k in order.tolist()], places[order]
+            table = self._table(np.concatenate([pages.bases, numbers[part.start : part.stop][order].ravel()]))
+            for first in range(0, sections, at_once):
+                span = range(first, min(sections, first + at_once))
+                with self._buffer() as buffer:
+                    if self._to_host:
+                        launch(pages, table, buffer.memory, span, n, word, gather=True)
+                        self._pass(buffer)
+                    self._dma(pages, some, places, buffer, span, n * pages.atom)
+                    if not self._to_host:
+                        self._pass(buffer)
+                        launch(pages, table, buffer.memory, span, n, word, gather=False)
+
+    def _dma(
+        self, pages: Pages, copies: Sequence[Copy], places: _Numbers, buffer: _Buffer, span: range, width: int
+    ) -> None:
+        """Between staging, where the blocks are without gaps, and the slots."""
+        stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
+        stream, device = self._copies.cuda_stream, buffer.memory.data_ptr()
+        row, sections = pages.heads * width, len(pages.sections)
+        if width == size:
+            # Rows of blocks that are neighbours are as far apart as those of one.
+            alone = len(span) < sections or pages.geometry.footprint != sections * stride
+            for start, count in (
+                [(i, 1) for i in range(len(copies))] if alone else neighbours(copies, places, sections * stride)
+            ):
+                host = int(places[start]) + span.start * stride + pages.share.start * size
+                here, rows = device + start * sections * row, count * len(span)
+                if row == stride:
+                    self._copy(host, here, rows * stride)
+                else:
+                    cuda.copy_rows(host, stride, here, row, rows, stream, to_host=self._to_host)
+            return
+        for i, (copy, place) in enumerate(zip(copies, places.tolist(), strict=True)):
+            first = place + span.start * stride + pages.share.start * size + copy.at * pages.atom
+            here = device + i * sections * row
+            for s in range(len(span)):
+                parts = first + s * stride, size, here + s * row, width, pages.heads
+                cuda.copy_rows(*parts, stream, to_host=self._to_host)
+
+    def _copy(self, host: int, device: int, nbytes: int) -> None:
+        target, source = (host, device) if self._to_host else (device, host)
+        cuda.copy(target, source, nbytes, self._copies.cuda_stream)
+
+    def _convert(self, pages: Pages, copies: Sequence[Copy]) -> None:
+        """Load blocks in another packing: as they are onto the GPU, and by torch's own kernels from there."""
+        nbytes = pages.geometry.footprint
+        for copy in copies:
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            cuda.copy(raw.data_ptr(), int(cuda.REGISTRY.find([copy.block])[0]), nbytes, self._kernels.cuda_stream)
+            block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
+            numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
+            for section, part in zip(pages.sections, block, strict=True):
+                section.index_copy_(0, numbers, part.transpose(0, 1))
+
+    def _code(self, pages: Pages, copies: Sequence[Copy]) -> None:
+        """Blocks in a lossy form: torch codes and decodes on this side of the bus, some layers of a block at a time.
+        Staging holds the small form. Of pages, a quarter of a buffer is coded at a time: then torch's own intermediate
+        results take no more than staging does."""
+        stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
+        row = pages.heads * size
+        at_once = max(1, self._nbytes // (8 * pages.heads * pages.each * pages.atom))
+        self._make_buffers(row)
+        for copy in (c for c in copies if len(c.pages)):
+            place = int(cuda.REGISTRY.find([copy.block])[0]) + pages.share.start * size
+            numbers = self._table(np.asarray(copy.pages, np.int64))
+            for first in range(0, pages.group.layers, at_once):
+                layers = range(first, min(pages.group.layers, first + at_once))
+                with self._buffer() as buffer:
+                    heads = buffer.memory[: len(layers) * row].view(len(layers), pages.heads, size)
+                    if self._to_host:
+                        encode_pages(pages, numbers, layers, heads)
+                        self._pass(buffer)
+                    rows = place + first * stride, stride, heads.data_ptr(), row, len(layers)
+                    cuda.copy_rows(*rows, self._copies.cuda_stream, to_host=self._to_host)
+                    if not self._to_host:
+                        self._pass(buffer)
+                        decode_pages(heads, pages, numbers, layers, copy.at)
+
+
+def launch(
+    pages: Pages, table: torch.Tensor, staging: torch.Tensor, span: range, n: int, word: int, *, gather: bool
+) -> None:
+    """The kernel for some sections of blocks of ``n`` pages. ``table`` has where sections begin, then the pages."""
+    *strides, dim = pages.sections[0].stride()
+    page, head, token = (s * pages.itemsize // word for s in strides)
+    atom, sections = pages.atom // word, len(pages.sections)
+    move_pages[(len(table) - sections, len(span) * pages.heads)](
+        table,
+        table[sections:],
+        staging.view(WORDS[word]),
+        span.start,
+        page,
+        head,
+        token,
+        dim,
+        n,
+        sections * pages.heads * n * atom,
+        pages.heads * n * atom,
+        n * atom,
+        HEADS=pages.heads,
+        DIM=pages.group.head_dim * pages.itemsize // word,
+        ATOM=atom,
+        STEP=min(_STEP, 1 << (atom - 1).bit_length()),
+        GATHER=gather,
+    )
+
+
+def word_of(pages: Pages) -> int:
+    """The largest number of bytes, 8 at most, that the engine's memory is a multiple of everywhere."""
+    *strides, dim = pages.sections[0].stride()
+    if dim != 1:
+        return pages.itemsize
+    sizes = [s * pages.itemsize for s in strides] + [pages.group.head_dim * pages.itemsize]
+    starts = [s.data_ptr() for s in pages.sections]
+    return next(w for w in (8, 4, 2, 1) if not any(n % w for n in sizes + starts))
+
+
+def parts(count: int, most: int) -> Iterator[range]:
+    """So many copies, some at a time: few at first, because the bus waits while those are looked up and gathered, then
+    twice as many each time, ``most`` at most. Looking up takes less than half as long as the bus does."""
+    start, size = 0, max(1, min(_FIRST, most // 4))
+    while start < count:
+        stop = min(count, start + size)
+        yield range(start, stop)
+        start, size = stop, min(most, 2 * size)
+
+
+def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Slots of one segment that follow one another in memory: the first, and how many. Another segment may lie right
+    after it, but is registered for itself, and no DMA goes over both."""
+    apart = np.diff(places) != nbytes
+    cuts = np.flatnonzero(apart | (np.diff([id(c.block.obj) for c in copies]) != 0)) + 1
+    for start, stop in itertools.pairwise([0, *cuts.tolist(), len(copies)]):
+        yield start, stop - start

@@ -1,0 +1,189 @@
+"""Lossy forms: KV in a half or a quarter of its bytes, for everything below the engine, at the price of an error.
+
+The engine's vectors are coded on the way out, where they are (on a GPU before the bus), and decoded on the way in, so
+bus, DRAM, disk and network all carry the small form. A form is a *packing* of the layout and a *fidelity* of the
+model: a lossy block has another name than an exact one, and neither ever answers for the other. ``block.LOSSY`` has
+the sizes; this file has the meaning of the codes. What each form costs and loses is told, measured, in
+``docs/compression.md``.
+
+All of them do the same. A vector is cut into *runs* of 64 numbers. A run keeps its greatest magnitude as a bfloat16
+number, its *scale*, and each number as a code for its share of that:
+
+- ``fp8``: a float8_e4m3fn each. Small numbers stay as exact, relatively, as large ones.
+- ``k8v4``: one of 256 even steps for keys, of 16 for values. Attention is sharper in keys: an error there moves weight
+  to other tokens, while one in a value is averaged away.
+- ``r4``: one of 16 steps for both.
+
+Where there are only 16 steps, the run is turned first. A few channels of real KV are many times larger than the others
+and would leave them no steps. So signs are flipped by a fixed pattern, and then a Hadamard transform spreads every
+channel over all of the run. Turning back spreads the error likewise. (Measured on values of SmolLM2, turning brings the
+divergence of the model's output to a half or a third. Runs of 32, or a lowest and a highest number for each run, take a
+sixteenth more bytes and gain less than that; taking off the mean of each channel makes it worse, probably because then
+tokens with small values, which attention often goes to, get large errors.)
+
+The steps have no zero: for b bits they are the odd multiples of 1/(2**b - 1), from -1 to 1, so that none of the 2**b
+codes is spare and both ends are hit exactly. Therefore coding what was decoded changes nothing (with 16 steps almost
+nothing): blocks that go out and in many times do not wear off.
+
+A run with a NaN or an infinity comes back as NaNs: such KV is broken, and must look it. A run whose numbers are all
+below the smallest normal bfloat16 (1e-38) is zeros. Decoding makes sense of any bytes. The sums in
+it are exact, so that it is the same on every device; coding may differ between devices by a step where a number lies
+between two.
+
+A head's part of a section is ``[token][key codes]``, ``[token][key scales]``, and then the same of values: so pages of
+any size can be read out of it. Codes of 4 bits lie in pairs: the first half of a run in the low halves of its
+bytes, the second half in the high ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvtide.block import LOSSY, run_of
+
+if TYPE_CHECKING:
+    from kvtide.engines.paged.pages import Pages
+
+__all__ = ["FORMS", "Form", "decode_pages", "encode_pages"]
+
+_FLOAT8, _MOST = torch.float8_e4m3fn, 448.0
+_SMALLEST = torch.finfo(torch.bfloat16).tiny
+
+
+@functools.cache
+def _turn(run: int, device: torch.device) -> Tensor:
+    """Flips signs, then transforms: ``x @ turn`` turns a run, ``y @ turn.T / run`` turns it back.
+
+    The signs are part of the format, so they come from a hash and not from a generator that may change.
+    """
+    transform = torch.ones(1, 1)
+    while len(transform) < run:
+        transform = torch.cat([torch.cat([transform, transform], 1), torch.cat([transform, -transform], 1)])
+    bits = int.from_bytes(blake3(b"", derive_key_context="kvtide 1 signs").digest(run // 8), "little")
+    signs = torch.tensor([1.0 - 2.0 * (bits >> i & 1) for i in range(run)])
+    return (signs[:, None] * transform).to(device)
+
+
+@dataclass(frozen=True)
+class _Coder:
+    """How a form keeps keys, or values: vectors ``[..., token, dim]`` as codes ``[..., token, run, byte]`` and scales
+    ``[..., token, run, 1]``."""
+
+    bits: int
+    floats: bool
+    """Codes are float8 numbers, else steps."""
+
+    @property
+    def _half(self) -> float:
+        """Half the number of gaps between steps."""
+        return ((1 << self.bits) - 1) / 2
+
+    def encode(self, vectors: Tensor, codes: Tensor, scales: Tensor) -> None:
+        runs = vectors.float().unflatten(-1, (codes.shape[-2], -1))
+        if self.bits == 4:
+            runs = runs @ _turn(runs.shape[-1], runs.device)
+        scale = runs.abs().amax(-1, keepdim=True).bfloat16()
+        scale = torch.where(scale < _SMALLEST, 0, torch.where(scale.isinf(), torch.nan, scale))
+        scales.copy_(scale)
+        shares = (runs / torch.where(scale == 0, 1, scale).float()).nan_to_num_(0.0)
+        if self.floats:
+            codes.copy_(shares.mul_(_MOST).to(_FLOAT8).view(torch.uint8))
+            return
+        steps = shares.add_(1).mul_(self._half).round_().to(torch.uint8)
+        if self.bits == 4:
+            low, high = steps.chunk(2, -1)
+            steps = low | high << 4
+        codes.copy_(steps)
+
+    def decode(self, codes: Tensor, scales: Tensor, vectors: Tensor) -> None:
+        if self.floats:
+            shares, whole = codes.view(_FLOAT8).float(), _MOST
+        else:
+            steps = torch.cat([codes & 15, codes >> 4], -1) if self.bits == 4 else codes
+            shares, whole = steps.float().sub_(self._half), self._half
+        if self.bits == 4:  # sums of halves of small whole numbers: all exact
+            run = shares.shape[-1]
+            shares, whole = shares @ _turn(run, shares.device).T, whole * run
+        # Not a division by a number, which a GPU makes a product of another rounding.
+        numbers = shares.mul_(scales.float() * (1 / whole)).flatten(-2)
+        if vectors.dtype is torch.float16:  # a scale that was rounded up must not become infinite
+            most = torch.finfo(torch.float16).max
+            numbers = numbers.clamp_(-most, most)
+        vectors.copy_(numbers)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A lossy packing: how a head's keys and values become bytes, and come back."""
+
+    name: str
+    coders: tuple[_Coder, ...]
+    """Of keys, and of values."""
+
+    def encode(self, keys: Tensor, values: Tensor, heads: Tensor, at: int = 0) -> None:
+        """Keys and values ``[..., token, dim]`` into the bytes of heads ``[..., byte]``, there from token ``at`` on."""
+        for coder, vectors, codes, scales in self._fields(keys, values, heads, at):
+            coder.encode(vectors, codes, scales)
+
+    def decode(self, heads: Tensor, keys: Tensor, values: Tensor, at: int = 0) -> None:
+        """Fill keys and values ``[..., token, dim]`` from the bytes of heads ``[..., byte]``, there from ``at`` on."""
+        for coder, vectors, codes, scales in self._fields(keys, values, heads, at):
+            coder.decode(codes, scales, vectors)
+
+    def _fields(
+        self, keys: Tensor, values: Tensor, heads: Tensor, at: int
+    ) -> Iterator[tuple[_Coder, Tensor, Tensor, Tensor]]:
+        """For keys, then values: the coder, the vectors, and views of their codes and scales."""
+        count, dim = keys.shape[-2:]
+        runs = dim // run_of(dim)
+        sizes = [size for coder in self.coders for size in (dim * coder.bits // 8, 2 * runs)]
+        tokens = heads.shape[-1] // sum(sizes)
+        parts = [part[..., at : at + count, :] for part in _cut(heads, tokens, sizes)]
+        for coder, vectors, codes, scales in zip(self.coders, (keys, values), parts[::2], parts[1::2], strict=True):
+            yield coder, vectors, codes.unflatten(-1, (runs, -1)), scales.view(torch.bfloat16).unsqueeze(-1)
+
+
+def _cut(heads: Tensor, tokens: int, sizes: list[int]) -> Iterator[Tensor]:
+    """Parts of ``[..., byte]`` one after another, each with so many bytes for a token: ``[..., token, byte]``."""
+    for part, size in zip(heads.split([tokens * size for size in sizes], -1), sizes, strict=True):
+        yield part.unflatten(-1, (tokens, size))
+
+
+def _form(name: str, *, floats: bool = False) -> Form:
+    return Form(name, tuple(_Coder(bits, floats) for bits in LOSSY[name]))
+
+
+FORMS = {form.name: form for form in (_form("fp8", floats=True), _form("k8v4"), _form("r4"))}
+"""Every lossy packing by its name."""
+
+
+def encode_pages(pages: Pages, numbers: Tensor, layers: range, heads: Tensor) -> None:
+    """Code an engine's pages of these numbers, all of a block, into its heads ``[layer, head, byte]``."""
+    assert pages.form is not None
+    keys, values = (
+        torch.stack([pages.sections[2 * layer + part].index_select(0, numbers) for layer in layers])
+        .view(getattr(torch, pages.group.dtype))
+        .transpose(1, 2)
+        .flatten(2, 3)
+        for part in range(2)
+    )
+    pages.form.encode(keys, values, heads)
+
+
+def decode_pages(heads: Tensor, pages: Pages, numbers: Tensor, layers: range, at: int) -> None:
+    """Decode heads ``[layer, head, byte]``, from page ``at`` of their block on, into an engine's pages."""
+    assert pages.form is not None
+    shape, dtype = (len(layers), pages.heads, len(numbers) * pages.tokens, pages.group.head_dim), pages.group.dtype
+    keys, values = (torch.empty(shape, dtype=getattr(torch, dtype), device=heads.device) for _ in range(2))
+    pages.form.decode(heads, keys, values, at * pages.tokens)
+    for part, vectors in enumerate((keys, values)):
+        atoms = vectors.view(pages.sections[0].dtype).unflatten(2, (len(numbers), pages.tokens)).transpose(1, 2)
+        for layer, atom in zip(layers, atoms, strict=True):
+            pages.sections[2 * layer + part].index_copy_(0, numbers, atom)

@@ -1,0 +1,89 @@
+"""What an atom looks like inside: one head's tokens of one page, packed for an engine's attention.
+
+``plain`` is ``[token][dim]``. vLLM's attention for CPUs packs by instruction set, and keys otherwise than values:
+``amx`` for x86 with matrix tiles, ``bfmmla`` for ARM with matrix instructions, both for bfloat16; ``vec`` for all else.
+Each known packing is a reshape and a permutation, so that any converts into any other. One that is not known here is
+opaque: it is read by engines with the same one alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvtide.engines.paged.pages import Pages
+
+__all__ = ["converted", "fits", "known", "names", "pack", "unpack"]
+
+# For K and for V: the shape of a packed atom in terms of n tokens and d dims, and the permutation that brings it to
+# [token][dim]. A number is itself; "n16" is n / 16.
+_PACKINGS: dict[str, tuple[tuple[tuple[str, ...], tuple[int, ...]], tuple[tuple[str, ...], tuple[int, ...]]]] = {
+    "plain": ((("n", "d"), (0, 1)), (("n", "d"), (0, 1))),
+    "vec": ((("d", "n"), (1, 0)), (("n", "d"), (0, 1))),
+    "amx": ((("n16", "d2", "16", "2"), (0, 2, 1, 3)), (("d16", "n2", "16", "2"), (1, 3, 0, 2))),
+    "bfmmla": ((("n8", "d4", "8", "4"), (0, 2, 1, 3)), (("d8", "n4", "8", "4"), (1, 3, 0, 2))),
+}
+
+_BFLOAT16 = ("amx", "bfmmla")
+
+
+def known(*names: str) -> bool:
+    """Whether these packings convert into each other."""
+    return all(name in _PACKINGS for name in names)
+
+
+def names(dtype: str = "bfloat16") -> list[str]:
+    """The packings that are known, of those that engines use for this dtype."""
+    return [name for name in _PACKINGS if dtype == "bfloat16" or name not in _BFLOAT16]
+
+
+def fits(name: str, tokens: int, dim: int) -> bool:
+    """Whether there can be atoms of ``tokens`` and ``dim`` in this packing."""
+    return all(math.prod(_form(name, value, tokens, dim)[0]) == tokens * dim for value in (False, True))
+
+
+def _form(name: str, value: bool, tokens: int, dim: int) -> tuple[list[int], tuple[int, ...]]:
+    sizes, order = _PACKINGS[name][value]
+    full = {"n": tokens, "d": dim}
+    shape = [int(s) if s.isdecimal() else full[s[0]] // int(s[1:] or 1) for s in sizes]
+    return shape, order
+
+
+def unpack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
+    """Atoms ``[..., token, dim]`` whose bytes are packed, as plain ones. ``value``: they are of V."""
+    *lead, tokens, dim = atoms.shape
+    shape, order = _form(name, value, tokens, dim)
+    n = len(lead)
+    parts = atoms.reshape(*lead, *shape).permute(*range(n), *(n + i for i in order))
+    return parts.reshape(*lead, tokens, dim)
+
+
+def pack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
+    """Plain atoms ``[..., token, dim]``, packed, in a tensor of the same shape."""
+    *lead, tokens, dim = atoms.shape
+    shape, order = _form(name, value, tokens, dim)
+    n = len(lead)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    parts = atoms.reshape(*lead, *(shape[i] for i in order)).permute(*range(n), *(n + i for i in back))
+    return parts.reshape(*lead, tokens, dim).contiguous()
+
+
+def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
+    """Our heads of the block in ``raw`` bytes, in the engine's packing: ``[section, head, page, token, dim]``."""
+    group, share = pages.group, pages.share
+    size, dim = group.head_bytes(pages.layout.block_tokens), group.head_dim
+    words = raw.view(pages.sections[0].dtype)
+    atoms = words.as_strided(
+        (len(pages.sections), pages.heads, pages.layout.block_tokens // group.page, group.page, dim),
+        (pages.geometry.stride // pages.itemsize, size // pages.itemsize, group.page * dim, dim, 1),
+        share.start * size // pages.itemsize,
+    )
+    found = torch.empty(len(atoms), pages.heads, pages.each, pages.tokens, dim, dtype=words.dtype, device=raw.device)
+    for value in range(group.parts):
+        plain = unpack(atoms[value :: group.parts], group.packing, bool(value))
+        mine = plain.reshape(-1, pages.heads, pages.each, pages.tokens, dim)
+        found[value :: group.parts] = pack(mine, pages.packing, bool(value))
+    return found

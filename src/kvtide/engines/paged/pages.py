@@ -1,0 +1,334 @@
+"""An engine's KV tensors as pages, and the copies between them and blocks.
+
+Every engine keeps KV in pages of a few tokens, each with its own order of axes. ``Pages`` sees any of them as one
+tensor for each section of a block (a layer's K, then its V), ``[page, head, token, dim]``, by its strides: nothing is
+copied. A block is in canonical order ``[section][head][page][token][dim]``; so a page of one section is, for each
+head, one *atom* of contiguous bytes in the block. A ``Mover`` copies pages into blocks and back.
+
+Inside an atom the bytes may be in an engine's own packing (see ``packing``). Where reader and writer have the same one
+it is copied as it is; otherwise it is converted on load. A store never converts: it must not hold up the engine. The
+exception is a layout that asks for a lossy form (see ``forms``): its blocks are coded where the pages are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from kvtide.block import DTYPES, Kind, Layout, Slice, Span
+from kvtide.engines.paged import packing
+from kvtide.engines.paged.lossy import FORMS, decode_pages, encode_pages
+from kvtide.errors import LayoutError
+
+__all__ = ["Copy", "HostMover", "Move", "Mover", "Pages", "address", "mover", "runs"]
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Copies move integers: they are the same bits afterwards, whatever a NaN is."""
+_NEAR = 4 << 20
+
+
+class Pages:
+    """An engine's KV of one group. ``sections[2 * layer]`` is a layer's K and the next its V (MLA and states have one),
+    each a view ``[page, head, token, dim]`` of the engine's memory.
+
+    ``share`` says which of the model's heads this process holds (default: all). ``packing`` is what the engine has
+    inside an atom (default: what the layout says, or plain if that is a lossy form).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: str,
+        sections: Sequence[torch.Tensor],
+        share: Slice | None = None,
+        packing: str | None = None,
+    ) -> None:
+        self.layout = layout
+        self.group = layout.group(group)
+        self.geometry = layout.geometry[group]
+        self.share = share or Slice(0, 0, self.group.heads)
+        self.form = FORMS.get(self.group.packing)
+        self.packing = packing or ("plain" if self.form else self.group.packing)
+        self.itemsize = DTYPES[self.group.dtype]
+        if len(sections) != (wanted := self.group.layers * self.group.parts):
+            raise LayoutError(f"group {group!r} has {wanted} sections (for each layer K, then V), not {len(sections)}")
+        first = sections[0]
+        for s in sections:
+            if s.dim() != 4 or (s.shape, s.stride(), s.device) != (first.shape, first.stride(), first.device):
+                raise LayoutError(
+                    f"all sections of group {group!r} must be [page, head, token, dim] with equal strides on one "
+                    f"device: one is {tuple(s.shape)} {s.stride()}, the first {tuple(first.shape)} {first.stride()}"
+                )
+            if s.dtype != first.dtype or str(s.dtype) != f"torch.{self.group.dtype}":
+                raise LayoutError(f"group {group!r} is of {self.group.dtype}, its tensors of {s.dtype}")
+        self.count, heads, self.tokens, dim = first.shape
+        whole = 1 if self.group.kind is Kind.STATE else layout.block_tokens
+        if (heads, dim) != (self.share.stop - self.share.start, self.group.head_dim) or whole % self.tokens:
+            raise LayoutError(
+                f"pages of group {group!r} are [{heads} heads, {self.tokens} tokens, {dim}]; this process holds "
+                f"{self.share.stop - self.share.start} heads of {self.group.head_dim}, and a block of {whole} tokens "
+                "is made of whole pages"
+            )
+        packed = self.packing == self.group.packing != "plain" and not self.form
+        if packed and self.tokens != self.group.page:
+            raise LayoutError(
+                f"a page of {self.tokens} tokens in packing {self.packing!r} is not made of pages of "
+                f"{self.group.page}, as the layout of group {group!r} has them: give the layout the engine's page"
+            )
+        self.heads = heads
+        self.each = whole // self.tokens
+        """Pages of a block."""
+        self.atom = self.tokens * dim * self.itemsize
+        """Bytes of one head of a page."""
+        self.tensors = sections
+        self.sections = [s.view(WORDS[self.itemsize]) for s in sections]
+        self.device = first.device
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        group: str,
+        tensors: Sequence[torch.Tensor],
+        axes: str,
+        share: Slice | None = None,
+        packing: str | None = None,
+    ) -> Pages:
+        """Tensors with named axes: ``Pages.of(layout, "full", caches, "k p t h d")``.
+
+        The axes are ``l`` layer, ``k`` K or V, ``p`` page, ``h`` head, ``t`` token, ``d`` dim. What an engine does not
+        have is left out: ``"p t d"`` is the latent of MLA. The tensors are in the order of layers and, if K and V lie
+        apart, K before V.
+        """
+        names = axes.split()
+        if "p" not in names or "d" not in names or len(set(names)) != len(names) or set(names) - set("lkphtd"):
+            raise LayoutError(f"axes {axes!r}: use p and d, and of l k h t those that there are, each once")
+        sections: list[torch.Tensor] = []
+        for tensor in tensors:
+            if tensor.dim() != len(names):
+                raise LayoutError(f"axes {axes!r} do not fit a tensor of shape {tuple(tensor.shape)}")
+            missing = [a for a in "lkht" if a not in names]
+            order = names + missing
+            whole = tensor[(..., *[None] * len(missing))].permute([order.index(a) for a in "lkphtd"])
+            sections += [s for layer in whole.unbind(0) for s in layer.unbind(0)]
+        return cls(layout, group, sections, share, packing)
+
+    @functools.cached_property
+    def bases(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where each section begins in the engine's memory; for kernels."""
+        return np.array([s.data_ptr() for s in self.sections], np.int64)
+
+    def stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Sections that lie evenly apart in one storage, as one tensor ``[section, page, head, token, dim]``, with the
+        number of the first: one call then copies them all."""
+        start = 0
+        while start < len(self.sections):
+            first, stop = self.sections[start], start + 1
+            step: int | torch.SymInt = 0
+            while stop < len(self.sections):
+                last, here = self.sections[stop - 1], self.sections[stop]
+                apart = here.storage_offset() - last.storage_offset()
+                same = here.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                if not same or apart <= 0 or (step and apart != step):
+                    break
+                step, stop = apart, stop + 1
+            shape, strides = (stop - start, *first.shape), (step, *first.stride())
+            yield start, first.as_strided(shape, strides, first.storage_offset())
+            start = stop
+
+    def block(self, span: Span) -> torch.Tensor:
+        """Our heads of a block in memory: ``[section, head, page, token, dim]``."""
+        words = memory(span, self.geometry.footprint).view(WORDS[self.itemsize])
+        size, atom = self.group.head_bytes(self.layout.block_tokens) // self.itemsize, self.tokens * self.group.head_dim
+        return words.as_strided(
+            (len(self.sections), self.heads, self.each, self.tokens, self.group.head_dim),
+            (self.geometry.stride // self.itemsize, size, atom, self.group.head_dim, 1),
+            self.share.start * size,
+        )
+
+    def coded(self, span: Span) -> torch.Tensor:
+        """Our heads of a block in a lossy form: ``[layer, head, byte]``."""
+        size = self.group.head_bytes(self.layout.block_tokens)
+        return memory(span, self.geometry.footprint).as_strided(
+            (self.group.layers, self.heads, size), (self.geometry.stride, size, 1), self.share.start * size
+        )
+
+    def check(self, copies: Sequence[Copy]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The pages of all copies, one after the other. Raises LayoutError for pages that are not there."""
+        if not copies:
+            return np.empty(0, np.int64)
+        blocks, some, starts = zip(*copies, strict=True)
+        pages = np.concatenate(some)
+        if len(pages) and (pages.min() < 0 or pages.max() >= self.count):
+            raise LayoutError(
+                f"pages {pages.min():g} to {pages.max():g} are not all among the {self.count} of this engine"
+            )
+        at, n = np.array(starts), np.array([*map(len, some)])
+        if len(wrong := np.flatnonzero((at < 0) | (at > self.each - n))):
+            raise LayoutError(f"{n[wrong[0]]} pages from page {at[wrong[0]]} on do not fit a block of {self.each}")
+        if (least := min(map(len, blocks))) < self.geometry.footprint:
+            raise LayoutError(f"a block has {self.geometry.footprint} bytes, not {least}")
+        return pages.astype(np.int64, copy=False)
+
+    def check_store(self, copies: Sequence[Copy]) -> None:
+        """Raise LayoutError if these blocks cannot be written from here."""
+        if self.form:
+            self.check_load()
+            if any(len(copy.pages) != self.each for copy in copies):
+                raise LayoutError(f"a block in form {self.form.name!r} is stored whole: give all its {self.each} pages")
+        elif self.packing != self.group.packing:
+            raise LayoutError(
+                f"an engine stores in its own packing {self.packing!r}, not as {self.group.packing!r}: give the layout "
+                "that packing; readers convert"
+            )
+
+    def check_load(self) -> None:
+        """Raise LayoutError if nobody knows how to read the blocks here."""
+        if self.form:
+            readable = self.packing == "plain"
+        else:
+            readable = self.packing == self.group.packing or packing.known(self.packing, self.group.packing)
+        if not readable:
+            raise LayoutError(
+                f"blocks in packing {self.group.packing!r} cannot be read into pages of {self.packing!r}: treat them "
+                "as a miss"
+            )
+
+
+class Copy(NamedTuple):
+    """The pages of an engine, in order, that are one block or a part of it."""
+
+    block: Span
+    """A slot of the store."""
+    pages: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
+    at: int = 0
+    """The first page of the block that they are for."""
+
+
+class Move:
+    """Copies under way."""
+
+    at_once = True
+    """Whether they were made by whoever asked for them."""
+
+    def done(self) -> bool:
+        """Whether the bytes are there. Raises what went wrong."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until the bytes are there and the blocks' memory is not used any more. Raises what went wrong."""
+
+    def join(self) -> None:
+        """What the caller's stream does next sees the pages of a load, and may change those of a store. The host waits
+        for no copy."""
+
+
+class Mover(Protocol):
+    """Copies between pages and blocks. Safe from any thread."""
+
+    def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
+        """Pages into blocks. Both must stay as they are until the move is done."""
+
+    def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
+        """Blocks into pages. The blocks must stay until the move is done."""
+
+    def warm(self, pages: Pages) -> None:
+        """Do now what only the first move of pages needs, so that it takes no longer than the next. No page may be in
+        use yet; page 0 is read, and written as it was."""
+
+    def close(self) -> None:
+        """Wait for all moves, and let go of all memory."""
+
+
+class HostMover:
+    """For tensors in host memory: copies in the calling thread, without the GIL, by as many threads as torch has."""
+
+    def warm(self, pages: Pages) -> None:
+        pass
+
+    def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
+        pages.check(copies)
+        pages.check_store(copies)
+        if pages.form:
+            for numbers, layers, heads, _ in _coded_layers(pages, copies):
+                encode_pages(pages, numbers, layers, heads)
+            return Move()
+        stretches = list(pages.stretches())
+        for copy in copies:
+            block = pages.block(copy.block)
+            for start, stop, at in runs(copy):
+                for first, stretch in stretches:
+                    into = block[first : first + len(stretch), :, at : at + stop - start]
+                    into.copy_(stretch[:, start:stop].transpose(1, 2))
+        return Move()
+
+    def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
+        pages.check(copies)
+        pages.check_load()
+        if pages.form:
+            for numbers, layers, heads, at in _coded_layers(pages, copies):
+                decode_pages(heads, pages, numbers, layers, at)
+            return Move()
+        stretches = list(pages.stretches())
+        for copy in copies:
+            if pages.packing == pages.group.packing:
+                block = pages.block(copy.block)
+            else:
+                block = packing.converted(pages, memory(copy.block, pages.geometry.footprint))
+            for start, stop, at in runs(copy):
+                for first, stretch in stretches:
+                    part = block[first : first + len(stretch), :, at : at + stop - start]
+                    stretch[:, start:stop].copy_(part.transpose(1, 2))
+        return Move()
+
+    def close(self) -> None:
+        pass
+
+
+def _coded_layers(pages: Pages, copies: Sequence[Copy]) -> Iterator[tuple[torch.Tensor, range, torch.Tensor, int]]:
+    """Blocks in a lossy form, as many of their layers at a time as stay near the processor while they are coded."""
+    at_once = max(1, _NEAR // (2 * pages.heads * pages.each * pages.atom))
+    for block, some, at in copies:
+        numbers = torch.from_numpy(np.asarray(some, np.int64))
+        for i, heads in enumerate(pages.coded(block).split(at_once)):
+            yield numbers, range(i * at_once, i * at_once + len(heads)), heads, at
+
+
+def mover(device: torch.device, staging: int | None = None) -> Mover:
+    """The mover for tensors on ``device``. On a GPU copies pass through ``staging`` bytes of its memory at most (by
+    default 1/256 of it, and 512 MiB at most)."""
+    if device.type == "cpu":
+        return HostMover()
+    if device.type != "cuda":
+        raise LayoutError(f"tensors on {device} cannot be moved: there are copies for cpu and cuda")
+    from kvtide.engines.paged.gpu import GpuMover
+
+    return GpuMover(device, staging)
+
+
+def runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """Pages that follow one another in the engine as in the block: first and last of the engine, first of the block."""
+    pages = np.asarray(copy.pages, np.int64)
+    cuts = np.flatnonzero(np.diff(pages) != 1) + 1
+    for start, stop in zip([0, *cuts], [*cuts, len(pages)], strict=True):
+        if stop > start:
+            yield int(pages[start]), int(pages[start]) + int(stop - start), copy.at + int(start)
+
+
+def address(span: Span) -> int:
+    """Where memory lies, though it may be read-only."""
+    if not span.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(span))
+    found: int = np.frombuffer(span, np.uint8).__array_interface__["data"][0]  # six times slower
+    return found
+
+
+def memory(span: Span, nbytes: int) -> torch.Tensor:
+    """A slot as a tensor of bytes. By address, because torch warns of memory that it may only read; so the slot must be
+    held, by a lease or a reservation, while the tensor is used."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address(span)), dtype=torch.uint8)

@@ -1,0 +1,354 @@
+"""Compute the front of a prompt while the tail of its stored prefix is loaded, until the two meet.
+
+Loading a prefix keeps the disk busy and leaves the model idle; computing it does the opposite. Where neither is clearly
+quicker, both are done at once::
+
+    blocks   0    1    2    3    4    5    6    7
+             computed ----->|<-------------- loaded
+             in chunks   they meet    in pieces, the last one first
+
+A token's KV depends on all tokens before it, so the model can only begin at the front. A block in the store depends on
+nothing: so loading begins at the back, where the model would come last.
+
+*The tail* is a thread. It matches, loads and copies pieces of a few blocks, so many of them at a time, and holds each
+until its bytes are in the model's memory: that much of the store's memory is held for it, and no more. *The front* is
+the caller's thread. Before each chunk it skips what has come, and it ends where nothing is left to come behind it.
+Both write into one piece of memory, each block to its place: nothing is moved when they meet. Under one lock the front
+claims the blocks that it is about to compute, and the tail those that it is about to copy, so no block is written
+twice. What is computed meanwhile is not loaded any more: pieces that were not begun never are, and loads that are under
+way are cancelled.
+
+The front never depends on the tail. A block that fails to come, for whatever reason, is one that the front computes
+when it gets there; blocks that came behind it are used all the same. So the answer is that of a prefill in the same
+chunks with the same blocks loaded, whatever happens to the store. Between chunks the front waits for the tail only if
+what is missing is expected sooner than one more chunk, and not longer than that chunk takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvtide.engines.paged.pages import Mover
+from kvtide.engines.transformers.dynamic_cache import KvMemory
+from kvtide.index.keys import Chain
+from kvtide.interrupts import to_the_end
+from kvtide.store.match import Load, Match
+from kvtide.store.session import Session
+
+__all__ = ["ChunkSizes", "Overlap", "chosen", "sizes"]
+
+log = logging.getLogger("kvtide.transformers")
+
+_CLEARLY = 3.0
+"""Times that one must be quicker than the other to be done alone."""
+_WORTH = 0.02
+"""Seconds that must be saved."""
+_PIECE = 64 << 20
+"""Bytes that are loaded at a time, at most."""
+_AHEAD = 4
+"""Pieces that are on their way together."""
+_PIECES, _CHUNKS = 32, 16
+"""Into so many parts the prefix, and what the front is expected to compute of it, is cut at least."""
+_SHORTEST = 0.02
+"""Seconds that a chunk takes at least: shorter ones are computed less efficiently."""
+_LONGEST = 2048
+"""Tokens of a chunk, at most: a mask may take a byte for each of them and each token before."""
+
+
+def chosen(load: float, compute: float) -> bool:
+    """Whether a prefix that takes so many seconds to load, or to compute, is to come both ways at once."""
+    if not (load < _CLEARLY * compute and compute < _CLEARLY * load):
+        return False
+    return min(load, compute) - load * compute / (load + compute) >= _WORTH
+
+
+class ChunkSizes(NamedTuple):
+    """In which steps a prefix comes. All in blocks."""
+
+    piece: int
+    """Loaded at a time."""
+    chunk: int
+    """Computed at a time."""
+
+
+def sizes(blocks: int, tokens: int, nbytes: int, load: float, compute: float) -> ChunkSizes:
+    """For blocks of so many tokens and bytes each, which take so many seconds to load, or to compute."""
+    piece = max(1, min(_PIECE // nbytes, blocks // _PIECES))
+    computed = blocks * load / (load + compute)  # when they meet
+    chunk = min(_LONGEST // tokens, max(int(computed / _CHUNKS), int(blocks * _SHORTEST / compute)))
+    return ChunkSizes(piece, max(1, chunk))
+
+
+class _Piece(NamedTuple):
+    """Blocks on their way."""
+
+    blocks: range
+    match: Match
+    load: Load
+
+
+class Overlap:
+    """One prompt's prefix, computed and loaded at once. Use it in a ``with``: at its end nothing is under way."""
+
+    def __init__(
+        self,
+        session: Session,
+        chain: Chain,
+        mover: Mover,
+        device: torch.device,
+        blocks: int,
+        held: int,
+        sizes: ChunkSizes,
+        seconds: Callable[[int, int], float | None],
+    ) -> None:
+        """Of the first ``blocks`` of a prompt ``held`` are in DRAM. ``seconds``: how long computing takes, from one
+        token to another."""
+        self._session = session
+        self._chain = chain
+        self._mover = mover
+        self._sizes = sizes
+        self._seconds = seconds
+        self._tokens = session.layout.block_tokens
+        self.memory = KvMemory(session.layout, device, blocks)
+        self._changed = threading.Condition()
+        self._loaded = [False] * blocks
+        self._copying = range(0)
+        self._bottom = blocks
+        """The first block of those that the tail has asked for."""
+        self._claimed = 0
+        """The block after the last that the front has computed, or is about to."""
+        self._pieces: deque[_Piece] = deque()
+        self._stopped = self._ended = False
+        self._began = time.monotonic()
+        self.arrived = 0
+        """Blocks of the tail that have come."""
+        self.loaded: list[tuple[float, int]] = []
+        """When a piece had come, in seconds since the beginning, and how many tokens that were by then."""
+        self.computed: list[tuple[float, int]] = []
+        """The same for the chunks of the front."""
+        self._held = ExitStack()
+        if device.type == "cuda":  # what was done with this memory before is over, for other streams too
+            torch.cuda.current_stream(device).synchronize()
+        self._thread = threading.Thread(target=self._run, args=(held,), name="kvtide-tail", daemon=True)
+        try:
+            self._thread.start()
+            self._take_held(held)
+        except BaseException:
+            to_the_end(self.close)
+            raise
+
+    # -- the tail -----------------------------------------------------------------------------------------
+
+    def _take_held(self, held: int) -> None:
+        """Copy the first blocks, which are in DRAM. If they have left meanwhile they are computed."""
+        if held:
+            match = self._held.enter_context(self._match(range(held)))
+            blocks = self._session.load(match).wait().blocks
+            move = self.memory.load(self._mover, enumerate(blocks))
+            self._held.callback(move.wait)
+            move.join()
+            with self._changed:
+                self._loaded[: len(blocks)] = [True] * len(blocks)
+
+    def _match(self, blocks: range) -> Match:
+        chain = self._chain.first(blocks.stop)
+        return self._session.match(chain, have=blocks.start * self._tokens, prefill=0, again=True)
+
+    def _run(self, held: int) -> None:
+        device = self.memory.device
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            try:
+                # Threads have modes and streams of their own. On the front's stream a copy would wait for its chunk.
+                stack.enter_context(torch.inference_mode(self.memory.tensor.is_inference()))
+                if device.type == "cuda":
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+                while True:
+                    while len(self._pieces) < _AHEAD and (blocks := self._next(held)):
+                        self._begin(blocks)
+                    if not self._pieces:
+                        return
+                    self._land(self._pieces[0])
+                    self._let_go()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the front computes what does not come
+                if not self._stopped:
+                    log.warning("the rest of a prefix is computed, not loaded: %s: %s", type(error).__name__, error)
+
+    def _next(self, held: int) -> range:
+        """The blocks to load next; none if the front has come there."""
+        with self._changed:
+            first = max(held, self._claimed)
+            if self._stopped or self._bottom <= first:
+                return range(0)
+            start = max(first, self._bottom - self._sizes.piece)
+            blocks, self._bottom = range(start, self._bottom), start
+            return blocks
+
+    def _begin(self, blocks: range) -> None:
+        match = self._match(blocks)
+        try:
+            piece = _Piece(blocks, match, self._session.load(match))
+        except BaseException:
+            match.release()
+            raise
+        with self._changed:
+            self._pieces.append(piece)
+            if self._unwanted(piece):
+                piece.load.cancel()
+
+    def _unwanted(self, piece: _Piece) -> bool:
+        """Under the lock."""
+        return self._stopped or piece.blocks.stop <= self._claimed
+
+    def _land(self, piece: _Piece) -> None:
+        found = piece.load.wait()
+        come = list(enumerate(found.blocks, piece.blocks.start))
+        with self._changed:
+            first = max(piece.blocks.start, self._claimed)
+            come = [] if self._stopped else [(number, view) for number, view in come if number >= first]
+            self._copying = range(come[0][0], come[-1][0] + 1) if come else range(0)
+        try:
+            good = False
+            if come:
+                self.memory.load(self._mover, come).wait()
+                good = not self._session.closed  # else others may have written there meanwhile
+        finally:
+            with self._changed:
+                if good:
+                    for number in self._copying:
+                        self._loaded[number] = True
+                    self.arrived += len(self._copying)
+                    self.loaded.append((time.monotonic() - self._began, self.arrived * self._tokens))
+                self._copying = range(0)
+                self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Give back the piece that came first."""
+        self._pieces[0].match.release()
+        with self._changed:
+            self._pieces.popleft()
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        """The thread is at its end."""
+        try:
+            while self._pieces:
+                self._pieces[0].load.cancel()
+                self._let_go()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    # -- the front ----------------------------------------------------------------------------------------
+
+    def run(self, model: PreTrainedModel, tokens: torch.Tensor) -> tuple[DynamicCache, int, int]:
+        """Compute until all of the prefix is there that can come. ``tokens``: the prompt, ``[1, token]``.
+
+        Answers with a cache, how many tokens are in it, and how many of those were loaded.
+        """
+        most = tokens.shape[1] - 1
+        cache = self.memory.growing()
+        # The logits of all tokens would take more memory than their KV.
+        only_last = {"logits_to_keep": 1} if cast(Any, model)._supports_logits_to_keep() else {}
+        with torch.no_grad():
+            for chunk in self._chunks():
+                start, stop = chunk.start * self._tokens, min(chunk.stop * self._tokens, most)
+                if start >= stop:
+                    break
+                self.memory.grow(cache, start)
+                model(tokens[:, start:stop], past_key_values=cache, use_cache=True, **only_last)
+                if self.memory.device.type == "cuda":  # else all chunks would be begun at once
+                    torch.cuda.current_stream(self.memory.device).synchronize()
+                self.computed.append((time.monotonic() - self._began, self._claimed * self._tokens))
+        reached = min(self._claimed * self._tokens, most)
+        to_the_end(self.close)
+        loaded = sum(min(self._tokens, most - i * self._tokens) for i, come in enumerate(self._loaded) if come)
+        return self.memory.cache(reached), reached, loaded
+
+    def _chunks(self) -> Iterator[range]:
+        """The blocks to compute, each chunk claimed. At the end all blocks up to the claim are there."""
+        while chunk := self._claim():
+            yield chunk
+
+    def _claim(self) -> range:
+        waited = False
+        with self._changed:
+            while True:
+                at = self._claimed
+                while at < len(self._loaded) and self._loaded[at]:
+                    at += 1
+                self._claimed = at
+                if at in self._copying:
+                    self._changed.wait()
+                    continue
+                if at == len(self._loaded) or (self._ended and True not in self._loaded[at:]):
+                    return range(0)
+                chunk = self._chunk(at)
+                if not waited and (most := self._patience(chunk)):
+                    waited = True
+                    self._changed.wait_for(partial(self._came_or_never, at), most)
+                    continue
+                self._claimed = chunk.stop
+                for piece in list(self._pieces):
+                    if self._unwanted(piece):
+                        piece.load.cancel()
+                return chunk
+
+    def _chunk(self, at: int) -> range:
+        """The blocks from ``at`` on that are computed together: up to what has come, or is on its way."""
+        stop = min(at + self._sizes.chunk, len(self._loaded))
+        if at < self._bottom:
+            stop = min(stop, self._bottom)
+        here = (i for i in range(at + 1, stop) if self._loaded[i] or i in self._copying)
+        return range(at, next(here, stop))
+
+    def _came_or_never(self, block: int) -> bool:
+        """Whether a block that was on its way is here, or will not come. Under the lock."""
+        if self._loaded[block] or block in self._copying:
+            return True
+        return not any(block in piece.blocks for piece in self._pieces)
+
+    def _patience(self, chunk: range) -> float:
+        """Seconds to wait for a chunk that is on its way; 0 if it is computed sooner. Under the lock."""
+        if not self.arrived or self._came_or_never(chunk.start):
+            return 0.0
+        compute = self._seconds(chunk.start * self._tokens, chunk.stop * self._tokens) or 0.0
+        each = (time.monotonic() - self._began) / self.arrived
+        coming = sum(block >= chunk.start for piece in self._pieces for block in piece.blocks)
+        return compute if coming * each < compute else 0.0
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until the tail has loaded all that it can."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+
+    def close(self) -> None:
+        """Stop loading. Afterwards nothing is held, and nobody writes into the memory."""
+        with self._changed:
+            self._stopped = True
+            pieces = list(self._pieces)
+        for piece in pieces:
+            piece.load.cancel()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        to_the_end(self.close)

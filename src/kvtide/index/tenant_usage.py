@@ -1,0 +1,88 @@
+"""What tenants with a quota have in one tier, in bytes.
+
+A row is charged when it gets its place, or is on its way there, and the index itself refunds it when it leaves, so that
+nobody who removes a row can forget to. Rows of tenants without a quota cost a look into a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtide.block import ALIGN
+from kvtide.index.holds import Rows
+
+if TYPE_CHECKING:
+    from kvtide.index.index import Index
+
+__all__ = ["TenantUsage"]
+
+
+class TenantUsage:
+    """Of one tier. All calls under the index's lock."""
+
+    def __init__(self, index: Index, quotas: Mapping[int, int]) -> None:
+        """``quotas`` has bytes by the numbers of tenants, as in ``Index.tenant``."""
+        self._index = index
+        self.quotas = quotas
+        self.nbytes: Counter[int] = Counter()
+        self.blocks: Counter[int] = Counter()
+        self.refused: dict[int, Counter[str]] = {tenant: Counter() for tenant in quotas}
+        """Blocks, by tenant and reason."""
+        self._pages = np.zeros(0, np.uint32)
+        """What each row is charged, in pages of 4 KiB."""
+        self._charged = np.zeros(0, np.uint16)
+        """Which tenant that is. Not who ``Index.tenant`` says by now: another may have asked for the block since."""
+
+    def left(self, tenant: int) -> int:
+        """Bytes that a tenant may still have; below 0: it has too much."""
+        return self.quotas[tenant] - self.nbytes[tenant]
+
+    def charged(self, row: int) -> int:
+        """Bytes that a row is charged."""
+        return int(self._pages[row]) * ALIGN if row < len(self._pages) else 0
+
+    def rows(self, tenant: int) -> Rows:
+        """All that a tenant is charged for."""
+        found: Rows = np.flatnonzero((self._pages > 0) & (self._charged == tenant))
+        return found
+
+    def enter(self, rows: Rows, nbytes: int) -> None:
+        """Distinct rows of one tenant take so many bytes each."""
+        tenant = int(self._index.tenant[rows[0]])
+        if tenant not in self.quotas:
+            return
+        if (more := len(self._index.tenant) - len(self._pages)) > 0:
+            self._pages = np.append(self._pages, np.zeros(more, np.uint32))
+            self._charged = np.append(self._charged, np.zeros(more, np.uint16))
+        self._pages[rows] = nbytes // ALIGN
+        self._charged[rows] = tenant
+        self.nbytes[tenant] += nbytes * len(rows)
+        self.blocks[tenant] += len(rows)
+
+    def leave(self, row: int) -> None:
+        """A row takes nothing any more."""
+        if nbytes := self.charged(row):
+            tenant = int(self._charged[row])
+            self._pages[row] = 0
+            self.nbytes[tenant] -= nbytes
+            self.blocks[tenant] -= 1
+
+    def repair(self, tier: int) -> None:
+        """Make the sums anew, after a change was left half done; rows that are not in the tier take nothing."""
+        count = min(len(self._pages), self._index.size)
+        self._pages[:count][self._index.state[tier][:count] == 0] = 0
+        rows = np.flatnonzero(self._pages)
+        tenants = self._charged[rows].tolist()
+        self.nbytes, self.blocks = Counter(), Counter(tenants)
+        for tenant, pages in zip(tenants, self._pages[rows].tolist(), strict=True):
+            self.nbytes[tenant] += pages * ALIGN
+
+    def leave_many(self, rows: Rows) -> None:
+        """Distinct rows take nothing any more."""
+        charged = rows[rows < len(self._pages)]
+        for row in charged[self._pages[charged] > 0].tolist():
+            self.leave(row)

@@ -1,0 +1,478 @@
+"""The desk of a store that is behind a socket.
+
+Without a node every answer is that of an empty store: nothing is found, nothing is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvtide.block import BlockKey, Group, Layout, Span
+from kvtide.clock import Clock
+from kvtide.errors import AccessError, KvtideError, RightError, TierError
+from kvtide.index.keys import Model, Tenant
+from kvtide.index.lease import Reservation
+from kvtide.node import protocol as p
+from kvtide.node.client.completions import Completion
+from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
+from kvtide.plan.planner import Plan
+from kvtide.plan.prefill import Prefill, PrefillCost
+from kvtide.plan.usage import Turn
+from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
+from kvtide.tiers.callback_thread import CallbackThread
+from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
+
+__all__ = ["RemoteBackend"]
+
+_FIRST_PART = 128 << 20
+_REST = 1 << 16
+"""Bytes of a reservation's message besides digests and tokens, at most."""
+_NO_ROWS = np.zeros(0, np.int64)
+
+T = TypeVar("T", bound="Transfer | Completion")
+
+
+class LinkOwner(Protocol):
+    """The client that a desk belongs to."""
+
+    clock: Clock
+    deadline: float
+    calls: CallbackThread
+
+    @property
+    def link(self) -> NodeLink:
+        """The node that there is now. Raises Lost."""
+
+    def promised(self, link: NodeLink, operation: p.Operation, completion: T) -> T:
+        """Ask for something whose end will be told to ``completion``."""
+
+    def settle(self) -> None:
+        """A right of a line that was lost is not used any more."""
+
+
+class RemotePrefixLease(PrefixLease):
+    """A holding of the node's, by its number."""
+
+    __slots__ = ("_backend", "_counts", "_layout", "_loads", "_matched", "link", "number", "slots")
+
+    def __init__(self, backend: RemoteBackend, link: NodeLink | None, have: int, found: p.Matched) -> None:
+        """Without a ``link``: what is found without a node."""
+        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds, found.slower)
+        self.have = have
+        self.ready = found.ready
+        self.pending = found.pending
+        self._backend: RemoteBackend | None = backend
+        self._layout = backend.layout
+        self._counts = found.counts
+        self._matched = found.held if found.held >= 0 else found.blocks if found.ready else min(have, found.blocks)
+        self._loads: list[Transfer] = []
+        self.link = link
+        self.number = found.holding
+        self.slots = found.slots
+        """Where the blocks are, if all are in memory."""
+
+    @property
+    def held(self) -> int:
+        if self.link is not None and self.slots is None and not self.link.alive:
+            return min(self.have, self.plan.blocks)  # nobody can say any more where the others are
+        told = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
+        return max([self._matched, *told])
+
+    def loaded_by(self, transfer: Transfer) -> None:
+        """At its end the node says how much is held by then."""
+        self._loads = [load for load in self._loads if load.report is not None] + [transfer]
+
+    def collected(self, blocks: int) -> None:
+        """The node has said how much is held."""
+        self._matched = max(self._matched, blocks)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {g.name: n for g, n in zip(self._layout.groups, self._counts, strict=True)}
+
+    @property
+    def released(self) -> bool:
+        return self._backend is None
+
+    def release(self) -> None:
+        backend, self._backend, self.slots = self._backend, None, None
+        if backend is not None and self.link is not None:
+            backend.release(self.link, self.number)
+
+
+class _RemoteReservation(Reservation):
+    """A reservation of the node's, by its number; ``link`` is None when there is nothing to tell it any more."""
+
+    __slots__ = ("link", "number")
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        views: Sequence[Span],
+        depths: Sequence[int],
+        finish: Callable[[Reservation, bool], None],
+    ) -> None:
+        super().__init__(keys, _NO_ROWS, views, depths, [], finish)
+        self.link: NodeLink | None = None
+        self.number = 0
+
+
+class RemoteBackend:
+    """The desk of a store that is behind a socket."""
+
+    def __init__(self, client: LinkOwner, model: Model, tenant: Tenant) -> None:
+        self._client = client
+        self.layout: Layout = model.layout
+        self._opening = p.Open(p.describe(model.layout), model.layout.block_tokens, model.namespace(tenant), tenant.tag)
+        self._lock = threading.Lock()
+        self._link: NodeLink | None = None
+        self._number = 0
+        self._invited: tuple[str, int] | None = None
+
+    @property
+    def first_part(self) -> int:
+        try:
+            return _FIRST_PART if self._client.link.welcome.colder else self.largest
+        except NodeUnavailable:
+            return 0
+
+    @property
+    def largest(self) -> int:
+        try:
+            return self._client.link.welcome.largest
+        except NodeUnavailable:
+            return 0
+
+    def _session(self) -> tuple[NodeLink, int]:
+        """Our session at the node that there is now."""
+        if self._link is not None and self._link.alive:
+            return self._link, self._number
+        with self._lock:
+            link = self._client.link
+            if link is not self._link:
+                number = link.ask_one(self._opening)
+                assert isinstance(number, int)
+                try:
+                    if self._invited is not None:
+                        link.ask_one(p.Invite(number, *self._invited))
+                except RightError:  # the node has not let go of our last session's crew yet
+                    link.post(p.Close(number))
+                    raise NodeUnavailable from None
+                except NodeLate:  # nobody will know of this session
+                    link.post(p.Close(number))
+                    raise
+                self._number = number
+                self._link = link  # last: who finds it takes the number with it
+            return link, self._number
+
+    def open(self) -> None:
+        """Open our session at the node now, and not when it is first used: a node tells events of open sessions'
+        blocks. Whatever is wrong with it is told at its first use."""
+        with contextlib.suppress(NodeUnavailable, KvtideError):
+            self._session()
+
+    def invite(self, token: str, ranks: int) -> None:
+        """Let workers join this session, at this node and its successors."""
+        with self._lock:
+            self._invited, link = (token, ranks), self._link
+        with contextlib.suppress(NodeUnavailable):
+            if link is self._session()[0]:  # else it was just opened, with the invitation
+                link.tell(p.Invite(self._number, token, ranks))
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(
+        self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+    ) -> RemotePrefixLease:
+        try:
+            link, session = self._session()
+            speed, cost = self._wired(prefill, have, names.blocks)
+            had = min(have, names.blocks)
+            found = link.ask_one(p.Match(session, names.joined, had, speed, cost, again, names.tokens, record))
+            assert isinstance(found, p.Matched)
+            link.own(found.holding, found.slots or ())
+            return RemotePrefixLease(self, link, have, found)
+        except NodeUnavailable:
+            nothing = [0] * len(self.layout.groups)
+            missed = p.Matched(0, min(have, names.blocks), 0.0, None, nothing, True, False, None)
+            return RemotePrefixLease(self, None, have, missed)
+
+    def _wired(
+        self, prefill: Prefill | None, have: int, blocks: int
+    ) -> tuple[float | None, tuple[float, float] | None]:
+        """A caller's cost of computing as ``Match`` has it: with the mean speed for a node that knows no other."""
+        if not isinstance(prefill, PrefillCost):
+            return prefill, None
+        tokens = self.layout.block_tokens
+        mean = prefill.speed(min(have, blocks) * tokens, max(1, blocks) * tokens)
+        return mean, (prefill.per_token, prefill.per_token_context)
+
+    def find(self, names: BlockNames) -> list[bool]:
+        try:
+            link, session = self._session()
+            found = link.ask_one(p.Find(session, names.joined))
+            assert isinstance(found, p.Found)
+            return found.blocks
+        except NodeUnavailable:
+            return [False] * names.blocks
+
+    def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
+        found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
+        sizes = {name: geometry.footprint for name, geometry in self.layout.geometry.items()}
+        views = {name: link.spans(some.places, sizes[name], right) for name, some in found.items()}
+        return CollectedBlocks(blocks, {name: some.first for name, some in found.items()}, views)
+
+    def release(self, link: NodeLink, holding: int) -> None:
+        self._give_back(link, holding, p.Release(self._number, [holding]))
+
+    def _give_back(self, link: NodeLink, right: int, operation: p.Operation, wait: bool = False) -> None:
+        link.disown(right)
+        try:
+            if link is not self._link:
+                raise NodeUnavailable
+            if wait:
+                link.tell(operation)
+            else:
+                link.later(operation)
+        except NodeUnavailable:
+            self._client.settle()
+
+    def load(self, holding: RemotePrefixLease, deadline: float | None) -> Transfer:
+        transfer = Transfer.within(self._client.clock, deadline, self._client.deadline, self._client.calls.put)
+        if holding.ready or holding.link is None:
+            transfer.started()
+            return transfer
+        try:
+            holding.loaded_by(transfer)
+            self._client.promised(holding.link, p.Load(self._number, holding.number, deadline), transfer)
+        except NodeUnavailable:
+            transfer.cancel()
+        return transfer
+
+    def collect(self, holding: RemotePrefixLease) -> CollectedBlocks:
+        if holding.released:
+            raise RightError("this match was released while its load was under way")
+        link, number, slots = holding.link, holding.number, holding.slots
+        if link is not None:
+            with contextlib.suppress(NodeUnavailable):
+                if slots is not None:
+                    return self._collected(holding.plan.blocks, slots, link, number)
+                answer = link.ask_one(p.Collect(self._number, number))
+                assert isinstance(answer, p.Collected)
+                holding.collected(answer.blocks)
+                return self._collected(answer.blocks, answer.slots, link, number)
+        blocks = min(holding.have, holding.plan.blocks)
+        tokens = self.layout.block_tokens
+        first = {g.name: g.needs(blocks, tokens, holding.have).start for g in self.layout.groups}
+        return CollectedBlocks(blocks, first, {name: [] for name in first})
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: BlockNames,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+    ) -> Reservation:
+        last = after if isinstance(after, _RemoteReservation) else None
+        try:
+            link, wanted = self.reserving(groups, names, start, stop, ttl, priority, last)
+            made = self._ask_reserve(link, wanted, last)
+            footprints = [self.layout.geometry[g.name].footprint for g in self.layout.groups]
+            slots = link.spans(made.places, max(footprints))
+            link.own(made.reservation)
+        except NodeUnavailable:
+            nothing = _RemoteReservation([], [], [], self._finish)
+            nothing.refused = (stop - start) * len(groups)
+            return nothing
+        if last is not None:
+            if last.link is link:
+                link.disown(last.number)
+                last.link = None  # the node has sealed it
+            last.seal()
+        views = [span[: footprints[g]] for span, g in zip(slots, made.groups, strict=True)]
+        reservation = _RemoteReservation(self.keys(wanted, made), views, made.depths, self._finish)
+        reservation.link, reservation.number, reservation.refused = link, made.reservation, made.refused
+        reservation.pending = made.pending
+        return reservation
+
+    def _ask_reserve(self, link: NodeLink, wanted: p.Reserve, last: _RemoteReservation | None) -> p.Reserved:
+        """What the node answers. ``last`` is sealed with it, if it is of the same line. Raises Lost."""
+        try:
+            made = link.ask_one(wanted)
+        except NodeLate as late:
+            if last is not None:  # it is written, and counts as stored
+                if late.sent and wanted.after is not None:
+                    link.disown(last.number)
+                    last.link = None  # the node seals it with this request, or is told to: see late_answers.py
+                last.seal()
+            raise
+        except AccessError:  # who may only read goes on without storing, as if no node were there
+            raise NodeUnavailable from None
+        assert isinstance(made, p.Reserved)
+        return made
+
+    def reserving(
+        self,
+        groups: Sequence[Group],
+        names: BlockNames,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        last: _RemoteReservation | None = None,
+        writers: Sequence[int] = (),
+        wait: bool = True,
+    ) -> tuple[NodeLink, p.Reserve]:
+        """What the node is asked for a reservation, for ourselves or for ``writers``, and whom to ask. Raises Lost."""
+        link, session = self._session()
+        digests, tokens = names.joined[: 32 * stop], b""
+        first = start if p.TOKENS_FROM_START in link.welcome.features else 0
+        if link.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
+            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
+        sealed = last.number if last is not None and last.link is link else None
+        numbers = [self.layout.groups.index(g) for g in groups]
+        return link, p.Reserve(
+            session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers), wait
+        )
+
+    def keys(self, wanted: p.Reserve, made: p.Reserved) -> list[BlockKey]:
+        """Of the blocks that were given slots."""
+        return [
+            BlockKey(wanted.digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)
+            for g, d in zip(made.groups, made.depths, strict=True)
+        ]
+
+    def abort(self, link: NodeLink, reservation: int) -> None:
+        """Give up what was reserved for others."""
+        with contextlib.suppress(NodeUnavailable, RightError):  # it has ended
+            link.tell(p.Finish(self._number, reservation, False))
+
+    def _finish(self, reservation: Reservation, sealed: bool) -> None:
+        assert isinstance(reservation, _RemoteReservation)
+        link, number = reservation.link, reservation.number
+        if link is not None:  # without a node it is not stored, as if it had been evicted
+            # Nobody waits for the end of an abort: least of all who closes while the node hangs.
+            self._give_back(link, number, p.Finish(self._number, number, sealed), wait=sealed)
+
+    def persist(self, names: BlockNames, wanted: Mapping[str, range]) -> PersistRequest:
+        transfer = Transfer(self._client.clock, run=self._client.calls.put)
+        blocks = [(name, number) for name, numbers in wanted.items() for number in numbers]
+        refused: Unwritten | None = None
+        groups = {g.name: i for i, g in enumerate(self.layout.groups)}
+        asked = [(groups[name], some.start, some.stop) for name, some in wanted.items() if some]
+        try:
+            link, session = self._session()
+            stop = max((last for _, _, last in asked), default=0)
+            if asked:
+                self._client.promised(link, p.Flush(session, names.joined[: 32 * stop], asked), transfer)
+        except NodeLate:
+            refused = Unwritten.TIMEOUT
+        except NodeUnavailable:
+            refused = Unwritten.NODE_GONE
+        except AccessError:  # who may only read has stored nothing
+            refused = Unwritten.NOT_STORED
+        except RightError:
+            refused = Unwritten.CLIENT_LIMIT
+        if refused is not None or not asked:
+            transfer.cancel()
+
+        def result() -> Persisted:
+            told, failed = transfer.report, dict[tuple[int, int], Unwritten]()
+            for_all = refused
+            if refused is None and isinstance(told, p.Ended):
+                failed = {(group, number): Unwritten.of(why) for group, number, why in told.failed}
+                for_all = None if told.written >= 0 else Unwritten.UNKNOWN
+            elif refused is None and transfer.ended:
+                for_all = Unwritten.CANCELLED if link.alive else Unwritten.NODE_GONE
+            elif refused is None:
+                for_all = Unwritten.TIMEOUT
+            return persisted((block, for_all or failed.get((groups[block[0]], block[1]))) for block in blocks)
+
+        return PersistRequest(transfer, result)
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
+        try:
+            link, session = self._session()
+            operation = p.Pin(session, names.joined, stop, step)
+            try:
+                count = link.ask_one(operation)
+            except NodeLate as late:
+                if step < 0 and not late.sent:
+                    link.later(operation)
+                return 0
+        except NodeUnavailable:
+            return 0
+        assert isinstance(count, int)
+        return count
+
+    def drop(self, names: BlockNames, start: int, timeout: float | None) -> int:
+        gone = "the node went away before it said that the blocks are erased; drop them again when it is back"
+        late = "the node has not answered in time whether the blocks are erased; drop them again when it does"
+        try:
+            link, session = self._session()
+            completion = self._client.promised(link, p.Drop(session, names.joined, start), Completion())
+        except NodeLate:
+            raise TierError(late) from None
+        except NodeUnavailable:
+            raise TierError(gone) from None
+        if not completion.event.wait(timeout):
+            blocks = names.blocks - start
+            raise TierError(f"dropping {blocks} blocks took longer than {timeout} s; it goes on in the background")
+        if completion.lost:
+            raise TierError(gone)
+        if completion.failure:
+            raise TierError(
+                f"{completion.failure} dropped blocks could not be erased from disk. They are not served, but may be "
+                "found again when the node is next started: see its log for the disk's error, then drop them again"
+            )
+        return completion.count
+
+    def expire(self, names: BlockNames, start: int, ttl: float | None, timeout: float | None) -> int:
+        gone = "the node went away before it said when the blocks expire; call expire again when it is back"
+        late = "the node has not answered in time when the blocks expire; call expire again when it does"
+        try:
+            link, session = self._session()
+            completion = self._client.promised(link, p.Expire(session, names.joined, start, ttl), Completion())
+        except NodeLate:
+            raise TierError(late) from None
+        except NodeUnavailable:
+            raise TierError(gone) from None
+        if not completion.event.wait(timeout):
+            raise TierError(
+                f"changing the expiry of {names.blocks - start} blocks took longer than {timeout} s; it goes on in the "
+                "background"
+            )
+        if completion.lost:
+            raise TierError(gone)
+        if completion.failure:
+            raise TierError(
+                f"the copies on disk of {completion.failure} blocks still say that they live longer. They expire as "
+                "asked while the node runs: see its log for the disk's error, then call expire again"
+            )
+        return completion.count
+
+    def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
+        with contextlib.suppress(
+            NodeUnavailable, KvtideError
+        ):  # a hint that does not reach the node costs nothing else
+            link, session = self._session()
+            if p.EXPECT in link.welcome.features and not link.behind:
+                link.post(p.Expect(session, names.joined, turn or "", returns_in))
+
+    def close(self) -> None:
+        with contextlib.suppress(NodeUnavailable), self._lock:
+            if self._link is not None and self._link.alive:
+                self._link.post(p.Close(self._number))

@@ -1,0 +1,164 @@
+"""Runs a node until it is told to stop, or is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from kvtide.config import Config
+from kvtide.errors import ConfigError, KvtideError
+from kvtide.forks import LockFile
+from kvtide.node.server.auth import HttpAuth
+from kvtide.node.server.http import Http
+from kvtide.node.server.ledger import Ledger, beside
+from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.server import Node
+from kvtide.store.store import Store
+from kvtide.version import __version__
+
+__all__ = ["detach", "serve"]
+
+log = logging.getLogger("kvtide.node")
+
+_PATIENCE = 60.0
+"""Seconds to wait for a predecessor that is writing down what it has."""
+
+
+def serve(
+    config: Config,
+    path: Path,
+    stop_seconds: float = 30.0,
+    idle_seconds: float | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve a store at ``path`` until SIGTERM or SIGINT, or until no client was there for ``idle_seconds``.
+
+    Then write down what is worth keeping, for ``stop_seconds`` at most: if it takes longer the process ends at once,
+    whatever hangs. ``ready`` is called when clients may come.
+    """
+    if not run_in_loop(_serve(config, path, stop_seconds, idle_seconds, ready)):
+        log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
+        logging.shutdown()
+        os._exit(1)
+
+
+async def _serve(
+    config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
+) -> bool:
+    """Answers whether it ended in good order."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with _alone(path, stop) as alone:
+        if not alone:
+            return True
+        passes = HttpAuth(config.node)
+        ledger = Ledger(beside(path, "lent"))
+        store = Store(config, shared=True, aside=ledger.elsewhere)
+        node = None
+        try:
+            node = Node(store, path, ledger)
+            http = Http(node, passes)
+            if config.node.http:
+                await http.listen(config.node.http)
+        except BaseException:
+            if node is not None:
+                node.close()
+            store.close()
+            raise
+        log.info("kvtide %s serves at %s", __version__, path)
+        ready()
+        _notify("READY=1")
+        gc.collect()
+        gc.freeze()  # what is here stays: looking at it again and again would make clients wait
+        if idle_seconds is not None:
+            node.when_idle(idle_seconds, stop.set)
+        await stop.wait()
+        _notify("STOPPING=1")
+        node.close()
+        closing = threading.Thread(target=store.close, name="kvtide-close", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, stop_seconds)
+        http.close()
+        return not closing.is_alive()
+
+
+@contextlib.asynccontextmanager
+async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
+    """Be the only node of a socket. One that is just stopping is waited for; one that serves is not.
+
+    False if we were stopped before.
+    """
+    end = time.monotonic() + _PATIENCE
+    file = beside(path, "alive")
+    try:
+        alive = LockFile(file)
+    except OSError as e:
+        raise ConfigError(f"a node cannot be at {path}: {e}; give a --socket in a folder that it may write to") from e
+    with alive:
+        while not stop.is_set():
+            try:
+                alive.take(wait=False)
+                break
+            except BlockingIOError:
+                if path.exists() or time.monotonic() > end:
+                    raise ConfigError(f"another node serves {path}; stop it, or give another socket") from None
+                await asyncio.sleep(0.02)
+        if not stop.is_set() and path.is_socket():
+            path.unlink()  # left behind by one that was killed
+        yield not stop.is_set()
+
+
+def detach(run: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``run`` go on in a process that is nobody's child; returns when it has called what it was given.
+
+    Call it before there are other threads. Raises KvtideError if it ends before.
+    """
+    ours, theirs = os.pipe()
+    if os.fork():
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as answer:
+            text = answer.read().decode()
+        if text != "ready":
+            raise KvtideError(text or "the node ended before it was ready")
+        return
+    os.close(ours)
+    os.setsid()
+    listening = True
+
+    def say(text: str) -> None:
+        nonlocal listening
+        if listening:
+            listening = False
+            os.write(theirs, text.encode())
+            os.close(theirs)
+
+    try:
+        run(lambda: say("ready"))
+    except BaseException as e:
+        say(str(e))
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, if it started us."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)

@@ -1,0 +1,314 @@
+"""A client's session at the node: its desk, and what it holds."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey
+from kvtide.errors import LayoutError, RightError
+from kvtide.index.keys import ROOT
+from kvtide.index.lease import Reservation
+from kvtide.index.pins import PinCharge
+from kvtide.node import work_limits
+from kvtide.node.server.workers import ServerWorkerGroup
+from kvtide.plan.prefill import Prefill
+from kvtide.store.backend import LocalBackend, LocalPrefixLease
+from kvtide.store.node_statistics import ModelStatistics
+from kvtide.store.store import Store
+
+__all__ = ["ClientMemory", "ServerSession", "WireBlockNames"]
+
+log = logging.getLogger("kvtide.node")
+
+_RIGHTS = 10_000
+"""That one session may have at a time."""
+_NO_COUNTS = np.zeros(1, np.int32)
+
+
+class WireBlockNames:
+    """A prompt's blocks, as they came over the socket."""
+
+    _digests: tuple[Any, ...] = ()
+    _keys: dict[bytes, list[BlockKey]] | None = None
+    """Made when they are first asked for: many prompts are known by their digests as a whole, and need no more."""
+
+    def __init__(
+        self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"", first: int = 0
+    ) -> None:
+        """``tag`` is that of the client's trust domain; ``tokens`` has ``size`` bytes a block, from ``first`` on."""
+        self.blocks, rest = divmod(len(digests), 32)
+        if rest:
+            raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
+        if self.blocks * groups > work_limits.BLOCKS:
+            raise LayoutError(
+                f"a prompt of {self.blocks} blocks is too long; "
+                f"{work_limits.BLOCKS} of all groups together go at a time"
+            )
+        self._tag = tag
+        self.tokens = 0
+        self.joined = digests
+        self._tokens = tokens
+        self._size = size
+        self._first = first
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        if self._keys is None:
+            self._digests = struct.unpack("32s" * self.blocks, self.joined)
+            if len(set(self._digests)) != self.blocks:
+                raise LayoutError("a prompt cannot have one block twice")
+            self._keys = {}
+        keys = self._keys.get(suffix)
+        if keys is None:
+            ending = suffix + self._tag
+            keys = self._keys[suffix] = [digest + ending for digest in self._digests]
+        return keys
+
+    def parts(self, start: int, stop: int | None, blocks: int) -> Iterator[WireBlockNames]:
+        """The blocks from ``start`` to ``stop``, as prompts of so many."""
+        some = range(self.blocks)[start:stop]
+        for at in range(some.start, some.stop, blocks):
+            end = min(at + blocks, some.stop)
+            yield WireBlockNames(self.joined[32 * at : 32 * end], tag=self._tag)
+
+    def parent(self, block: int) -> bytes:
+        return self.joined[32 * block - 32 : 32 * block] if block else ROOT
+
+    def tokens_of(self, block: int) -> bytes:
+        at = (block - self._first) * self._size
+        return self._tokens[at : at + self._size]
+
+
+class ClientMemory:
+    """What one client has of the node's memory, in all its sessions.
+
+    It outlives them: what workers still use when a session has ended is lost to others as before.
+
+    Requests that begin alike hold the same blocks. As long as there is plenty of room what each holds is simply added
+    up; when there is not, each block is counted once, which takes longer.
+    """
+
+    __slots__ = ("_counts", "_enough", "_first", "_free", "_held", "_kept", "_others", "_store", "keeps")
+
+    def __init__(self, room: int) -> None:
+        self._free = room
+        """Bytes that it may still hold or pin, pins not counted. For the node's thread alone."""
+        self._store: Store | None = None
+        self._first = PinCharge()
+        """What it has pinned in that store. Pins end on any thread: with a block that expires, for one."""
+        self._others: dict[Store, PinCharge] = {}
+        """What it has pinned in others. There are some only where shares are reserved for tenants."""
+        self.keeps = room
+        """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
+        leave."""
+        self._enough = room // 2
+        self._kept: defaultdict[Store, Counter[int]] = defaultdict(Counter)
+        """How many of its reservations keep a row: those of one prompt keep the same."""
+        self._held: dict[LocalPrefixLease, LocalBackend] = {}
+        self._counts: dict[Store, npt.NDArray[np.int32]] | None = None
+        """How many of its holdings have a row, once there is not plenty of room."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        free = self._free - self._first.nbytes
+        if self._others:
+            free -= sum(charge.nbytes for charge in self._others.values())
+        return free
+
+    def charge(self, nbytes: int) -> None:
+        """So many more bytes are held for it, or fewer."""
+        self._free -= nbytes
+
+    def pins(self, store: Store) -> PinCharge:
+        """Where its sessions say what they have pinned in a store."""
+        if self._store is None:
+            self._store = store
+        return self._first if store is self._store else self._others.setdefault(store, PinCharge())
+
+    def hold(self, holding: LocalPrefixLease, backend: LocalBackend) -> None:
+        self._held[holding] = backend
+        if self._counts is not None:
+            self._free -= self._count(holding, backend, 1)
+            return
+        self._free -= holding.part.nbytes
+        if not self.ample:
+            self._counts = {}
+            for held, its in self._held.items():
+                self._free += held.part.nbytes - self._count(held, its, 1)
+
+    def give_back(self, holding: LocalPrefixLease) -> None:
+        backend = self._held.pop(holding)
+        if self._counts is None:
+            self._free += holding.part.nbytes
+            return
+        self._free += self._count(holding, backend, -1)
+        if not self._held:
+            self._counts = None
+
+    def _count(self, holding: LocalPrefixLease, backend: LocalBackend, step: int) -> int:
+        """Count its rows, or count them no more (``step`` -1); the bytes of those that no other holding has."""
+        assert self._counts is not None
+        nbytes = 0
+        for name, rows in holding.part.rows.items():
+            counts = self._counts.get(backend.store, _NO_COUNTS)
+            top = int(rows.max(initial=0))
+            if top >= len(counts):
+                counts = np.pad(counts, (0, 2 * top + 1 - len(counts)))
+                self._counts[backend.store] = counts
+            counts[rows] += step
+            alone = int(np.count_nonzero(counts[rows] == max(0, step)))
+            nbytes += alone * backend.layout.geometry[name].footprint
+        return nbytes
+
+    def room_for(self, backend: LocalBackend, names: WireBlockNames, have: int) -> int:
+        """Bytes that a match of this prompt may have: those of its beginning that are held already cost nothing."""
+        if self._counts is None:
+            return self.room
+        counts, index, free = self._counts.get(backend.store, _NO_COUNTS), backend.store.index, 0
+        for group in backend.layout.groups:
+            with index.lock:
+                rows = index.rows(names.keys(group.suffix))[have:]
+            here = (rows > 0) & (rows < len(counts))
+            held = np.append(counts[np.where(here, rows, 0)] * here > 0, False)
+            free += int(np.argmin(held)) * backend.layout.geometry[group.name].footprint
+        return self.room + free
+
+    def reserved(self, made: Reservation, nbytes: int, store: Store) -> None:
+        """It has those slots, and keeps those blocks, until the reservation ends."""
+        kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
+        self._free -= nbytes
+        for rows, size in kept:
+            self.keeps -= size * sum(row not in counts for row in rows)
+            counts.update(rows)
+
+        def let_go(_: Reservation) -> None:
+            self._free += nbytes
+            for rows, size in kept:
+                for row in rows:
+                    counts[row] -= 1
+                    if not counts[row]:
+                        del counts[row]
+                        self.keeps += size
+
+        made.on_end.append(let_go)
+
+    @property
+    def ample(self) -> bool:
+        """Whether it may hold so much more that what it gives back can wait."""
+        if self._others:
+            return self.room > self._enough
+        return self._free - self._first.nbytes > self._enough  # asked twice at every step of an engine
+
+
+class ServerSession:
+    """A session of a client: its desk, and what it holds."""
+
+    def __init__(self, backend: LocalBackend, account: ClientMemory, model: ModelStatistics | None) -> None:
+        """``model``: what may be told of it."""
+        self.layout = backend.layout
+        self.model = model
+        self.backend = backend
+        self._account = account
+        self.holdings: dict[int, LocalPrefixLease] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.worker_group: ServerWorkerGroup | None = None
+
+    @property
+    def rights(self) -> int:
+        return (
+            len(self.holdings)
+            + len(self.reservations)
+            + (self.worker_group.rights if self.worker_group is not None else 0)
+        )
+
+    @property
+    def slots(self) -> int:
+        """Of its own rights."""
+        held = sum(len(h.part.all) for h in self.holdings.values())
+        return held + sum(len(r.keys) for r in self.reservations.values())
+
+    def holding(self, number: int) -> LocalPrefixLease:
+        try:
+            return self.holdings[number]
+        except KeyError:
+            raise RightError(f"there is no holding {number}") from None
+
+    def reservation(self, number: int) -> Reservation:
+        try:
+            return self.reservations[number]
+        except KeyError:
+            raise RightError(f"there is no reservation {number}") from None
+
+    def check_rights(self) -> None:
+        if len(self.holdings) + len(self.reservations) >= _RIGHTS:
+            raise RightError(f"this session holds {_RIGHTS} rights; release some")
+
+    def match(
+        self, number: int, names: WireBlockNames, have: int, prefill: Prefill | None, again: bool, record: bool
+    ) -> LocalPrefixLease:
+        """Hold what is found, under that number."""
+        holding = self.backend.match(
+            names, have, prefill, again, record, self._account.room_for(self.backend, names, have)
+        )
+        self.holdings[number] = holding
+        self._account.hold(holding, self.backend)
+        return holding
+
+    def pin(self, names: WireBlockNames, stop: int | None, step: int) -> int:
+        return self.backend.pin(names, stop, step)
+
+    def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
+        """Slots to be written, by the client or by workers of its team."""
+        self._account.reserved(made, sum(len(view) for view in made.views), self.backend.store)
+        if writers:
+            assert self.worker_group is not None
+            self.worker_group.delegate(number, made, writers)
+        else:
+            self.reservations[number] = made
+
+    def release(self, number: int) -> int:
+        """A holding is not looked at any more, by its client at least. Answers how many blocks it had."""
+        holding = self.holdings.pop(number, None)
+        if holding is None:
+            return 0
+        if self.worker_group is None:
+            self._give_back(holding)
+        else:
+            self.worker_group.when_free(number, lambda: self._give_back(holding))
+        return len(holding.part.all)
+
+    def _give_back(self, holding: LocalPrefixLease) -> None:
+        holding.release()
+        self._account.give_back(holding)
+
+    def ending(self) -> Iterator[int]:
+        """Give everything back: the client does not look at the memory any more, though its workers may.
+
+        In steps of so many units of work, between which others may be served.
+        """
+        while self.holdings:
+            number, holding = next(iter(self.holdings.items()))
+            self._end(partial(self.release, number))
+            yield 1 + len(holding.part.all) // work_limits.MOVE
+        while self.reservations:
+            _, reservation = self.reservations.popitem()
+            self._end(reservation.abort)
+            yield 1 + len(reservation.keys) * work_limits.MOVE
+        if self.worker_group is not None:
+            self._end(self.worker_group.fail)
+        self.backend.close()
+
+    @staticmethod
+    def _end(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:  # the others must not suffer
+            log.exception("a right could not be given back")

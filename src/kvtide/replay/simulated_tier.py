@@ -1,0 +1,122 @@
+"""Tiers that keep the books of real ones, slot by slot, but no bytes: for replaying a trace at the speed of the books.
+
+Every block's span is the same piece of memory, which nobody reads. All else is as in the tiers that they stand for:
+budgets, segments, generations, and who must leave to make room.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import BlockKey, Span
+from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.dram.memory import Memory
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.segments import Segments, ladder
+
+__all__ = ["SimulatedDram", "SimulatedTier"]
+
+
+class _Nothing(Memory):
+    """No memory at all."""
+
+    def __init__(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SimulatedDram(Dram):
+    """Slots in memory that is not there."""
+
+    def __init__(self, budget: int, segment: int, block: int) -> None:
+        super().__init__(budget, segment, huge_pages="no")
+        self._span = memoryview(bytearray(block))
+
+    def _allocate(self, nbytes: int) -> Memory:
+        return _Nothing()
+
+    def span(self, place: int, nbytes: int) -> Span:
+        return self._span[:nbytes]
+
+    def spans(self, places: Sequence[int], nbytes: int) -> list[Span]:
+        return [self._span[:nbytes]] * len(places)
+
+
+class SimulatedTier:
+    """A colder tier with a book of slots. ``evict`` is asked for room, as an NVMe tier asks. Answers at once."""
+
+    def __init__(self, budget: int, segment: int, evict: Callable[[int], bool]) -> None:
+        self.segments = Segments(budget, segment)
+        self.book_lock = threading.Lock()
+        self._evict = evict
+        self._read = self._written = self._blocks = self._failed = 0
+
+    def __repr__(self) -> str:
+        return f"<Hollow {self._blocks} blocks>"
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        self._read += sum(item.identity.geometry.footprint for item in batch)
+        done([True] * len(batch))
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        done([self._write(item.identity.geometry.footprint, item.owner) for item in batch])
+
+    def _write(self, nbytes: int, owner: int) -> int:
+        size = ladder(nbytes)
+        while True:
+            with self.book_lock:
+                place = self.segments.take(size, owner)
+                if place is None and self._grow(size):
+                    place = self.segments.take(size, owner)
+            if place is not None:
+                self._written += nbytes
+                self._blocks += 1
+                return place
+            if not self._evict(size):
+                self._failed += 1
+                return NOWHERE
+
+    def _grow(self, size: int) -> bool:
+        spare = self.segments.spare(size)
+        if spare is not None:
+            self.segments.remove(spare)
+        if slots := self.segments.fit(size):
+            self.segments.add(size, slots)
+        return bool(slots)
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        for key, place in items:
+            if place != NOWHERE:
+                self.evict(key, place)
+        done([True] * len(items))
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        with self.book_lock:
+            self.segments.release(place)
+        self._blocks -= 1
+
+    def scan(self) -> Iterator[Held]:
+        return iter(())
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Nobody's: it holds nothing from before."""
+
+    def statistics(self) -> TierStatistics:
+        with self.book_lock:
+            segments = self.segments
+            return TierStatistics(
+                blocks=self._blocks,
+                bytes_used=segments.used,
+                bytes_taken=segments.taken,
+                budget=segments.budget,
+                bytes_read=self._read,
+                bytes_written=self._written,
+                failed_writes=self._failed,
+            )
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

@@ -1,0 +1,332 @@
+"""Data keys in memory: who may use them, and for how long.
+
+A key is here under a *lease*: some seconds after it was last confirmed it is gone, and what it seals is a miss until it
+is confirmed anew. Confirming means that the key file still has it and the wrapper still unwraps it. So whoever destroys
+a key, in the file or at the key service, knows by when every process has lost it, even those that he cannot reach.
+Threads that read and write blocks only look a key up; they fetch one when they first need it. The ring's own thread
+confirms all of them at half their lease, and says which tenants' keys are gone: their blocks in memory must go too.
+
+A tenant gets its first key when its first block is sealed, and another if that was destroyed: what it stores after that
+is new. What was stored before is still in the memory of processes that have not heard of it, and must not be sealed
+with the new key, nor be written in the open where nothing is sealed. So a ring allows no writing for a tenant from when
+the file says that a key of its was destroyed until this process has dropped the tenant's blocks. Ids are random. A key
+service that fails is not asked again at once: blocks must not queue up behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.clock import Clock, SystemClock
+from kvtide.config import Security
+from kvtide.errors import ConfigError, KeyFileError
+from kvtide.security.audit import Audit, audit_of
+from kvtide.security.key_file import KeyEntry, KeyFile, Keys
+from kvtide.security.wrapping import Away, Unavailable, Wrapper, wrapper
+
+__all__ = ["DESTROYED", "OWN", "UNKNOWN", "DataKey", "KeyRing", "open_ring"]
+
+log = logging.getLogger("kvtide.security")
+
+OWN = bytes(16)
+"""The tag under which a store keeps the key of its own papers, such as journals. No tenant has it."""
+
+DESTROYED = "its key was destroyed"
+"""Why a key is ``Unavailable`` for good."""
+
+UNKNOWN = "its key is not known here"
+"""Why a key is ``Unavailable`` that is not in the key file."""
+
+_ALL = b""
+"""For all keys at once."""
+_PAUSE = 5.0
+"""Seconds after which it is tried again to fetch a key that could not be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataKey:
+    """A tenant's key. Never shown."""
+
+    id: bytes
+    tenant: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"<DataKey {self.id.hex()}>"
+
+
+class KeyRing:
+    """The keys of a key file, unwrapped as they are needed. Safe from any thread."""
+
+    def __init__(
+        self,
+        file: KeyFile,
+        wrapper: Wrapper,
+        lease: float = 60.0,
+        clock: Clock | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        self._file = file
+        self._wrapper = wrapper
+        self.lease = lease
+        self._clock = clock or SystemClock()
+        self._audit = audit
+        self._lock = threading.RLock()
+        self._keys: dict[bytes, tuple[DataKey, float]] = {}
+        """By id, with the time at which it is gone."""
+        self._current: dict[bytes, bytes] = {}
+        """The id of the key that seals a tenant's blocks now."""
+        self._missing: dict[bytes, tuple[str, float]] = {}
+        """Why a key, by id or tenant, cannot be had, and until when it is not asked again."""
+        self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
+        """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
+        self._seen: tuple[tuple[int, int, int], Keys] = (0, 0, 0), Keys()
+        """What the file said, and which version of it."""
+        self._gone: list[Callable[[bytes], None]] = []
+        self._telling = threading.Lock()
+        """Held while those who have blocks are told that a key was destroyed."""
+        self._forgetting: Counter[bytes] = Counter()
+        """Tenants whose blocks are being removed by whoever destroys their keys, and how many do so."""
+        self._stop = threading.Event()
+        self._soon = threading.Event()
+        """There is something to tend now."""
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<Ring of {len(self._keys)} keys>"
+
+    # -- using keys ---------------------------------------------------------------------------------------
+
+    def of(self, tenant: bytes) -> DataKey:
+        """The key that seals what a tenant stores now; made, if there is none. Raises Unavailable."""
+        current = self._current.get(tenant)
+        if current is not None and (found := self._here(current)) is not None:
+            return found
+        return self._fetch(tenant, lambda: self._latest(tenant))
+
+    def find(self, number: bytes) -> DataKey:
+        """The key with that id. Raises Unavailable."""
+        return self._here(number) or self._fetch(number, lambda: self._unwrap(self._entry(number)))
+
+    def _here(self, number: bytes) -> DataKey | None:
+        key, until = self._keys.get(number, (None, 0.0))
+        return key if self._clock.monotonic() < until else None
+
+    def _fetch(self, what: bytes, fetch: Callable[[], DataKey]) -> DataKey:
+        with self._lock:
+            for missing in (what, _ALL):
+                why, until = self._missing.get(missing, ("", 0.0))
+                if self._clock.monotonic() < until:
+                    raise Unavailable(why)
+            since = self._clock.monotonic()
+            try:
+                key = fetch()
+            except Exception as e:
+                why = str(e) if isinstance(e, Unavailable) else "the key file, audit log or service cannot be used"
+                self._missing[_ALL if isinstance(e, Away) else what] = why, self._clock.monotonic() + _PAUSE
+                raise Unavailable(why) from e
+            self._missing.pop(what, None)
+            self._keys[key.id] = key, since + self.lease
+            return key
+
+    def _latest(self, tenant: bytes) -> DataKey:
+        keys = self._file.read()
+        self._check_heard(keys, tenant)
+        entry = keys.of(tenant)
+        if entry is None:
+            made = DataKey(secrets.token_bytes(16), tenant, secrets.token_bytes(32))
+            wrapped = self._wrapper.wrap(made.secret + tenant + made.id)
+            with self._file.change() as keys:
+                self._check_heard(keys, tenant)
+                entry = keys.of(tenant)  # another process may have been quicker
+                if entry is None:
+                    entry = KeyEntry(made.id.hex(), tenant.hex(), self._clock.time(), wrapped.hex())
+                    keys.keys.append(entry)
+                    if self._audit is not None:
+                        self._audit.record("make key", "done", tenant=entry.tenant, key=entry.id)
+        key = self._unwrap(entry)
+        self._current[tenant] = key.id
+        return key
+
+    def _check_heard(self, keys: Keys, tenant: bytes) -> None:
+        """Raises Unavailable while blocks may be here that were stored before a key of this tenant was destroyed."""
+        if any(e.tenant == tenant.hex() and e.destroyed is not None and e.id not in self._destroyed for e in keys.keys):
+            self._soon.set()
+            raise Unavailable(DESTROYED)
+
+    def check_heard(self, tenant: bytes) -> None:
+        """For those who write in the open. Raises Unavailable while blocks may be here that were stored before a key of
+        this tenant was destroyed. One look at the file's date, unless it has changed."""
+        try:
+            about = self._file.path.stat()
+            version = about.st_mtime_ns, about.st_size, about.st_ino
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise Unavailable("the key file cannot be read") from e
+        if version != self._seen[0]:
+            try:
+                self._seen = version, self._file.read()
+            except KeyFileError as e:
+                raise Unavailable("the key file cannot be read") from e
+        self._check_heard(self._seen[1], tenant)
+
+    def _entry(self, number: bytes) -> KeyEntry:
+        return _entry(self._file.read(), number)
+
+    def _unwrap(self, entry: KeyEntry) -> DataKey:
+        if entry.destroyed is not None:
+            raise Unavailable(DESTROYED)
+        number, tenant = bytes.fromhex(entry.id), bytes.fromhex(entry.tenant)
+        secret = self._wrapper.unwrap(bytes.fromhex(entry.wrapped))
+        if len(secret) != 64 or secret[32:] != tenant + number:
+            raise Unavailable("its key was wrapped for another tenant")
+        return DataKey(number, tenant, secret[:32])
+
+    # -- leases -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Confirm keys in the background from now on."""
+        self._thread = threading.Thread(target=self._run, name="kvtide-keys", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._soon.wait(self.lease / 4):
+                self._soon.clear()
+            if self._stop.is_set():
+                return
+            try:
+                self.tend()
+            except Exception:
+                log.exception("could not confirm keys")
+
+    def on_gone(self, call: Callable[[bytes], None]) -> None:
+        """Call with the tag of every tenant that loses a key: destroyed, or not confirmed in time."""
+        self._gone.append(call)
+
+    def tend(self) -> None:
+        """Confirm keys that have had half their lease, and drop those that cannot be confirmed in time.
+
+        A tenant whose key was destroyed by another process is told of even if its key is not here: its blocks may be.
+        """
+        now = self._clock.monotonic()
+        lost: list[DataKey] = []
+        with self._lock:
+            due = [key for key, until in self._keys.values() if until - now <= self.lease / 2]
+        keys: Keys | None = None
+        # First those that are gone for good: to confirm the others may take long.
+        with self._telling:
+            destroyed: list[KeyEntry] = []
+            with contextlib.suppress(KeyFileError):
+                keys = self._file.read()
+                destroyed = [e for e in keys.keys if e.destroyed is not None and e.id not in self._destroyed]
+                destroyed = [e for e in destroyed if bytes.fromhex(e.tenant) not in self._forgetting]
+            for e in destroyed:
+                here = self._keys.get(bytes.fromhex(e.id))
+                lost.append(here[0] if here else DataKey(b"", bytes.fromhex(e.tenant), b""))
+            with self._lock:
+                self._drop(lost)
+            self._tell(lost)
+            self._heard(destroyed)  # not before the blocks have left
+        destroyed_ids, lost, away = {key.id for key in lost}, [], None
+        for key in due:
+            if key.id in destroyed_ids:
+                continue
+            try:
+                if keys is None:
+                    raise Unavailable("the key file cannot be read")
+                if away is not None:
+                    raise away
+                if self._stop.is_set():
+                    return
+                self._unwrap(_entry(keys, key.id))
+            except Exception as e:  # noqa: BLE001 - whatever a key service does, a lease ends
+                away = e if isinstance(e, Away) else away  # it is not asked for every key
+                if self._here(key.id) is None:
+                    log.warning("key %s is dropped: %s", key.id.hex(), e)
+                    lost.append(key)
+                continue
+            with self._lock:
+                if key.id in self._keys:  # else it was revoked meanwhile
+                    self._keys[key.id] = key, now + self.lease
+        with self._lock:
+            self._drop(lost)
+        self._tell(lost)
+
+    @contextlib.contextmanager
+    def forgetting(self, tenant: bytes) -> Iterator[None]:
+        """While the caller destroys a tenant's keys and removes its blocks himself: nobody else here is told to.
+
+        He calls ``revoke`` when the keys are destroyed, and ``forgotten`` when the blocks are gone. If he does not get
+        so far, those who have blocks are told afterwards, as if another process had destroyed the keys.
+        """
+        with self._telling:
+            self._forgetting[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._telling:
+                self._forgetting[tenant] -= 1
+                if not self._forgetting[tenant]:
+                    del self._forgetting[tenant]
+
+    def revoke(self, tenant: bytes) -> None:
+        """Drop a tenant's keys now. Until its blocks are ``forgotten`` nothing is sealed for it."""
+        with self._lock:
+            self._missing.clear()
+            self._drop([key for key, _ in self._keys.values() if key.tenant == tenant])
+
+    def forgotten(self, tenant: bytes, keys: Keys) -> None:
+        """No block is here that was stored before the keys of this tenant were destroyed of which ``keys`` says so."""
+        self._heard([e for e in keys.keys if e.tenant == tenant.hex() and e.destroyed is not None])
+
+    def _heard(self, destroyed: Iterable[KeyEntry]) -> None:
+        with self._lock:
+            for e in destroyed:
+                self._destroyed.add(e.id)
+                self._missing.pop(bytes.fromhex(e.tenant), None)
+
+    def _drop(self, lost: list[DataKey]) -> None:
+        for key in lost:
+            self._keys.pop(key.id, None)
+            if self._current.get(key.tenant) == key.id:
+                del self._current[key.tenant]
+
+    def _tell(self, lost: list[DataKey]) -> None:
+        for tenant in {key.tenant for key in lost} - {OWN}:
+            for call in self._gone:
+                call(tenant)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._soon.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._keys.clear()
+
+
+def open_ring(settings: Security, clock: Clock | None = None) -> KeyRing | None:
+    """The ring of a configuration; None where it has no keys. Raises ConfigError or KeyFileError."""
+    if not settings.key_source:
+        if settings.encrypt:
+            raise ConfigError("security.encrypt needs security.key_source: file:PATH, env:NAME or vault:URL")
+        return None
+    if not settings.key_file:
+        raise ConfigError("security.key_source needs security.key_file: where the wrapped keys are to be kept")
+    file = KeyFile(Path(settings.key_file).expanduser())
+    return KeyRing(file, wrapper(settings.key_source), settings.lease, clock, audit_of(settings, clock))
+
+
+def _entry(keys: Keys, number: bytes) -> KeyEntry:
+    found = next((e for e in keys.keys if e.id == number.hex()), None)
+    if found is None:
+        raise Unavailable(UNKNOWN)
+    return found

@@ -1,0 +1,693 @@
+"""What a session asks of a store, by the names of blocks: the line along which a store can be cut in two.
+
+A ``Session`` knows tokens and its callers' buffers. A ``Backend`` knows blocks by name and answers with memory; nothing
+that crosses it is larger than names, numbers and the right to look at slots. Here is the desk of a store in this
+process; a node's client has another, with the store behind a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvtide.block import BlockKey, Group, Layout, Span
+from kvtide.errors import RightError
+from kvtide.index import slices
+from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
+from kvtide.index.keys import ROOT
+from kvtide.index.lease import Lease, Reservation
+from kvtide.index.pins import PinCharge, Pins
+from kvtide.index.prompt_cache import CachedPrompt, PromptCache, PromptRows
+from kvtide.plan.planner import Plan
+from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
+from kvtide.plan.usage import Turn
+from kvtide.store.recorder import RecordedShape
+from kvtide.tiers.base import Identity
+from kvtide.transfer.pipeline import WriteRequest
+from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted, Unwritten
+
+if TYPE_CHECKING:
+    from kvtide.store.store import Store
+
+__all__ = ["Backend", "BlockNames", "CollectedBlocks", "LocalBackend", "PersistRequest", "PrefixLease", "persisted"]
+
+_AFTER = 16
+"""Beginnings that are remembered of a prompt."""
+_FIRST_PART = 8 << 20
+_BROUGHT = 8
+"""One part in so many of DRAM may be brought back at a time for one prompt that is expected."""
+
+
+class BlockNames(Protocol):
+    """The blocks of a prompt; a ``Chain`` is one."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the prompt has, those after its last full block too; less where nobody has said."""
+
+    @property
+    def joined(self) -> bytes:
+        """The digests, one after another: what tells one prompt from another."""
+
+    def keys(self, suffix: bytes) -> list[BlockKey]: ...
+
+    def parent(self, block: int) -> bytes: ...
+
+    def tokens_of(self, block: int) -> bytes: ...
+
+
+class PrefixLease:
+    """A prefix that the store has and holds, until it is released."""
+
+    __slots__ = ("have", "pending", "plan", "ready")
+
+    plan: Plan
+    have: int
+    """Blocks at the start that need not be loaded."""
+    ready: bool
+    """Whether a load has nothing to bring: all blocks of all groups are in DRAM."""
+    pending: bool
+
+    @property
+    def held(self) -> int:
+        """Blocks at the start of the prompt that can be had now: from DRAM, or from the caller who has them."""
+        raise NotImplementedError
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks of each group a load brings."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let the blocks go."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedBlocks:
+    """What is in memory of a holding: so many blocks of the prompt, and the slots of each group from ``first`` on."""
+
+    blocks: int
+    first: dict[str, int]
+    spans: dict[str, list[Span]]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistRequest:
+    """Blocks on their way to a durable tier: what ends when they are there, and how far that is now."""
+
+    transfer: Transfer
+    result: Callable[[], Persisted]
+
+
+class Backend(Protocol):
+    """For one model and tenant. Safe from any thread."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes that one reservation should have at most, so that there can be room for it."""
+
+    @property
+    def first_part(self) -> int:
+        """Bytes that a store begins with: few where colder tiers wait for them, many where a part costs a message."""
+
+    def match(
+        self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+    ) -> PrefixLease:
+        """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already.
+
+        ``again``: it is part of a use of these blocks that was counted before. ``record``: see ``Session.match``.
+        """
+
+    def find(self, names: BlockNames) -> list[bool]:
+        """Which blocks are here now, with all groups that are required."""
+
+    def load(self, holding: Any, deadline: float | None) -> Transfer:
+        """Bring what is held to DRAM, within ``deadline`` seconds (None: the configuration's)."""
+
+    def collect(self, holding: Any) -> CollectedBlocks:
+        """The longest part of what is held that is in DRAM now."""
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: BlockNames,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+    ) -> Reservation:
+        """Slots for those blocks from ``start`` to ``stop`` that are not here.
+
+        Until it ends, no block of the prompt before ``stop`` leaves: room for its next blocks must not be made by
+        losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
+        """
+
+    def persist(self, names: BlockNames, wanted: Mapping[str, range]) -> PersistRequest:
+        """Begin to make blocks durable, by group and number. Those that are being written are waited for."""
+
+    def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
+        """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
+
+    def drop(self, names: BlockNames, start: int, timeout: float | None) -> int:
+        """Remove blocks for good; answers how many there were."""
+
+    def expire(self, names: BlockNames, start: int, ttl: float | None, timeout: float | None) -> int:
+        """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
+
+    def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
+        """Blocks were used, and this is known of their next use; see ``Session.expect``. Waits for nothing."""
+
+    def close(self) -> None:
+        """The session has ended, and has given back its rights."""
+
+
+class LocalPrefixLease(PrefixLease):
+    """A part of a prompt, under a lease."""
+
+    __slots__ = ("_backend", "lease", "part")
+
+    def __init__(
+        self, backend: LocalBackend, plan: Plan, have: int, part: PromptRows, lease: Lease, ready: bool, pending: bool
+    ) -> None:
+        self._backend = backend
+        self.plan = plan
+        self.have = have
+        self.part = part
+        self.lease: Lease | None = lease
+        self.ready = ready
+        self.pending = pending
+
+    @property
+    def held(self) -> int:
+        return self.plan.blocks if self.ready else self._backend.held(self)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: len(rows) for name, rows in self.part.rows.items()}
+
+    def release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+
+class _Digests:
+    """A prompt of which nothing but the names of its blocks is known. ``tag`` ends them."""
+
+    def __init__(self, joined: bytes, tag: bytes) -> None:
+        self.joined = joined
+        self.blocks = len(joined) // 32
+        self.tokens = 0
+        self._tag = tag
+
+    def keys(self, suffix: bytes) -> list[BlockKey]:
+        return [BlockKey(self.parent(i + 1) + suffix + self._tag) for i in range(self.blocks)]
+
+    def parent(self, block: int) -> bytes:
+        return self.joined[32 * block - 32 : 32 * block] if block else ROOT
+
+    def tokens_of(self, block: int) -> bytes:
+        return b""
+
+
+class LocalBackend:
+    """The desk of a store in this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        namespace: bytes,
+        tenant: bytes,
+        domain: int = 0,
+        tag: bytes = b"",
+        charge: PinCharge | None = None,
+    ) -> None:
+        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names.
+
+        ``charge`` is told how many bytes are pinned.
+        """
+        self.store = store
+        self._index = store.index
+        self._pipeline = store.pipeline
+        self._ready = store.pipeline.ready
+        self.layout = layout
+        tokens, sizes = layout.block_tokens, layout.geometry
+        self._identities = {
+            g.name: Identity(
+                namespace, tenant, layout.digest, g.suffix + tag, tokens, sizes[g.name], g.itemsize, domain
+            )
+            for g in layout.groups
+        }
+        self.asker = {who.group: who.fingerprint for who in self._identities.values()}
+        """By what ends the keys of each group: the fingerprint of its blocks."""
+        self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
+        """What ends the keys of each group: the group's number."""
+        self._budget = store.room_of(tenant)
+        self.largest = min(store.largest_part, self._budget)
+        self.first_part = _FIRST_PART if store.has_colder else self.largest
+        self._checked = store.config.dram.checksum
+        self._prefill = cost_of(store.config.plan.prefill_tokens_per_second)
+        self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
+        self.pins = Pins(charge)
+        self._prompt_cache = PromptCache(self._index)
+        self._more = partial(store.search.pending, layout, self._identities)
+        self._recorder = store.recorder
+        self._shape = RecordedShape(tokens, self._footprint)
+        self._tenant, self._tag = tenant, tag
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: Prefill | None,
+        again: bool = False,
+        record: bool = True,
+        room: int | None = None,
+    ) -> LocalPrefixLease:
+        """``room``: bytes that may be held at most, if that is less than all of DRAM."""
+        room = self._budget if room is None else max(0, min(room, self._budget))
+        if self.store.returns.wants_uses and not again:
+            self.store.returns.used(self, names.blocks, names.parent)
+        cost = self._prefill if prefill is None else cost_of(prefill)
+        try:
+            now = self.store.sweep()
+            with self._index.lock:
+                try:
+                    found = self._match(names, have, cost, room, now, again)
+                except BaseException:
+                    self._pipeline.repair()
+                    raise
+        finally:
+            if self._ready:  # whoever waited for what was given up or repaired here
+                self._pipeline.call_ready()
+        if self._recorder is not None and record and not again:
+            # What a client says of its prompt's length is believed only as far as its blocks show it.
+            full = names.blocks * self._shape.block_tokens
+            tokens = names.tokens if 0 <= names.tokens - full < self._shape.block_tokens else full
+            self._recorder.request(names.joined, tokens, self._shape, self._tenant, self._tag)
+        return found
+
+    def _match(
+        self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
+    ) -> LocalPrefixLease:
+        layout, index = self.layout, self._index
+        if self._pipeline.abandoned:
+            self._pipeline.reclaim()
+        resident = self._prompt_cache.find(names.joined, now)
+        if resident is None:
+            rows = self._all_rows(names)
+            resident = None if self._checked else self._prompt_cache.note(names.joined, rows, now)
+        if resident is not None and (names.blocks - have) * self._footprint <= room:
+            return self._all_here(names, resident, have, prefill, now, again)
+        rows = resident.rows if resident is not None else rows
+        whole = {name: index.usable(r, now) for name, r in rows.items()}
+        if have:
+            for mask in whole.values():
+                mask[:have] = True
+        usable = index.lengths(layout, rows, whole)
+        plan = self.store.planner.plan(layout, rows, usable, have, prefill, self.store.read_bytes_queued, room)
+        wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
+        needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
+        for g in layout.groups:
+            if not g.required:
+                needed[g.name] = needed[g.name][: _leading(whole[g.name][have : plan.blocks])]
+        part = PromptRows(needed, self._nbytes(needed))
+        lease = self._pipeline.lease(part.all)
+        if not again and self._prompt_cache.is_new(names.parent(names.blocks), plan.blocks, now):
+            for r in rows.values():
+                chain_rows = r[: plan.blocks]
+                self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
+        ready = every(index.state[DRAM][part.all] == SEALED)
+        pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
+        if not again:
+            colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
+            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
+
+    def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
+        """The rows of a prompt's blocks by group; another's are none. Under the index's lock."""
+        rows, mine = self._index.own_rows, self._identities
+        return {g.name: rows(names.keys(g.suffix), mine[g.name].fingerprint) for g in self.layout.groups}
+
+    def _all_here(
+        self, names: BlockNames, resident: CachedPrompt, have: int, prefill: PrefillCost | None, now: float, again: bool
+    ) -> LocalPrefixLease:
+        """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
+        blocks = names.blocks
+        have = min(have, blocks)
+        part = resident.after.get(have)
+        if part is None:
+            wanted = {g.name: g.needs(blocks, self.layout.block_tokens, have) for g in self.layout.groups}
+            needed = {name: resident.rows[name][need.start : need.stop] for name, need in wanted.items()}
+            if len(resident.after) >= _AFTER:
+                resident.after.clear()
+            part = resident.after[have] = PromptRows(needed, self._nbytes(needed))
+        lease = self._pipeline.lease(part.all)
+        plan = Plan(blocks, 0.0, None if prefill is None else 0.0)
+        if not again:
+            if self._prompt_cache.is_new(names.parent(blocks), blocks, now):
+                for r in resident.rows.values():
+                    self._pipeline.asked(r, blocks)
+            self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
+        return LocalPrefixLease(self, plan, have, part, lease, True, False)
+
+    def find(self, names: BlockNames) -> list[bool]:
+        layout, index, now = self.layout, self._index, self.store.sweep()
+        with index.lock:
+            rows = self._all_rows(names)
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            here = np.logical_and.reduce([whole[g.name] for g in layout.groups if g.required])
+            if not here.all():
+                self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
+        return list(map(bool, here))
+
+    def load(self, holding: LocalPrefixLease, deadline: float | None) -> Transfer:
+        transfer, slices = self.begin_load(holding, deadline)
+        for _ in slices:
+            pass
+        return transfer
+
+    def begin_load(
+        self, holding: LocalPrefixLease, deadline: float | None, blocks: int = sys.maxsize, *, wait: bool = True
+    ) -> tuple[Transfer, Iterator[int]]:
+        """The same for a caller who begins it in slices of so many blocks, and is told the size of each; 0: who does
+        not ``wait`` for memory goes on a little later."""
+        usual = self.store.config.plan.deadline_seconds
+        if (most := holding.plan.trial) is not None:  # see planner.py
+            given = usual or None if deadline is None else deadline
+            deadline = most if given is None else min(most, given)
+        transfer = Transfer.within(self.store.clock, deadline, usual)
+        if holding.ready:
+            transfer.started()
+            return transfer, iter(())
+        wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+        return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks, wait=wait)
+
+    def collect(self, holding: LocalPrefixLease) -> CollectedBlocks:
+        blocks, first, places = self.places(holding)
+        dram, geometry = self.store.dram, self.layout.geometry
+        return CollectedBlocks(
+            blocks, first, {n: dram.spans(p.tolist(), geometry[n].footprint) for n, p in places.items()}
+        )
+
+    def places(self, holding: LocalPrefixLease) -> tuple[int, dict[str, int], dict[str, Rows]]:
+        """As ``collect``, with places in the arena instead of memory."""
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
+        with index.lock:
+            if holding.lease is None:
+                raise RightError("this match was released while its load was under way")
+            place = index.place[DRAM]
+            if holding.ready and not self._checked:
+                first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
+                places = {name: place[rows] for name, rows in holding.part.rows.items()}
+                self.store.dram.moved(read=self._nbytes(places))
+                return blocks, first, places
+            come, first, whole = self._come(holding)
+            places = {}
+            for g in layout.groups:
+                mine = holding.part.rows[g.name][: max(0, come - first[g.name])]
+                if not g.required:
+                    mine = mine[: _leading(whole[g.name][first[g.name] :][: len(mine)])]
+                for row in mine.tolist():
+                    if not self._pipeline.intact(row):
+                        raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
+                places[g.name] = place[mine]
+        self.store.dram.moved(read=self._nbytes(places))
+        return come, first, places
+
+    def held(self, holding: LocalPrefixLease) -> int:
+        """How many blocks of the prompt can be had from DRAM now; 0 when they are not leased any more."""
+        with self._index.lock:
+            if holding.lease is None:
+                return 0
+            # What is leased stays in DRAM, so this need not be looked at again.
+            here = every(self._index.state[DRAM][holding.part.all] == SEALED)
+            others = (self._index.others(r, self._identities[n].fingerprint) for n, r in holding.part.rows.items())
+            holding.ready = here and all(other is None for other in others)
+            return self._come(holding)[0]
+
+    def _come(self, holding: LocalPrefixLease) -> tuple[int, dict[str, int], dict[str, Mask]]:
+        """The longest prefix that the rules of all groups allow from DRAM alone; of each group the number of the first
+        block that is held, and which blocks are there. Under the lock."""
+        index, layout, blocks = self._index, self.layout, holding.plan.blocks
+        whole, first = {}, {}
+        for g in layout.groups:
+            mask = np.zeros(blocks, np.bool_)
+            mask[: holding.have] = True
+            start = g.needs(blocks, layout.block_tokens, holding.have).start
+            rows = holding.part.rows[g.name]
+            mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
+            # A row that is held, and was nowhere meanwhile, may have got another's block.
+            if (other := index.others(rows, self._identities[g.name].fingerprint)) is not None:
+                mask[start : start + len(rows)] &= ~other
+            whole[g.name], first[g.name] = mask, start
+        spaced = {name: np.zeros(blocks, np.int64) for name in whole}
+        return int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1]), first, whole
+
+    def _nbytes(self, blocks: dict[str, Rows]) -> int:
+        """Bytes of so many blocks of each group."""
+        return sum(len(found) * self.layout.geometry[name].footprint for name, found in blocks.items())
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        groups: Sequence[Group],
+        names: BlockNames,
+        start: int,
+        stop: int,
+        ttl: float | None,
+        priority: int,
+        after: Reservation | None = None,
+        keep: int = sys.maxsize,
+        *,
+        wait: bool = True,
+    ) -> Reservation:
+        """``keep``: bytes of blocks before ``stop`` that may stay for it, at most. ``wait``: see ``Pipeline``."""
+        now = self.store.sweep()
+        expiry = now + (float("inf") if ttl is None else ttl)
+        if now >= self._index.next_expiry:
+            self._remove_expired(groups, names, stop, now)
+        with contextlib.ExitStack() as stack:
+            kept: list[tuple[Rows, int]] = []
+            for group in groups:
+                size = self.layout.geometry[group.name].footprint
+                with self._index.lock:
+                    rows = self._raised(names, group, stop, priority)
+                    rows = stack.enter_context(self._pipeline.keep(rows, keep // size)).rows
+                    kept.append((rows[self._index.state[DRAM][rows] == SEALED], size))
+                keep -= len(kept[-1][0]) * size
+            if after is not None:
+                after.followed = True
+                after.seal()
+            numbers = range(start, stop)
+            reservation = self._pipeline.reserve(
+                [
+                    WriteRequest(
+                        self._identities[group.name],
+                        names.keys(group.suffix)[start:stop],
+                        [names.parent(i) for i in numbers],
+                        numbers,
+                        expiry,
+                        priority,
+                        [names.tokens_of(i) for i in numbers] if self.store.config.nvme.token_ids else (),
+                    )
+                    for group in groups
+                ],
+                wait=wait,
+            )
+            leases = stack.pop_all()
+        reservation.kept = kept
+        if not reservation.keys and not reservation.refused:
+            self._extend(groups, names, stop, expiry)  # nothing is to be written, so nobody may think of sealing it
+
+        def ended(reservation: Reservation) -> None:
+            try:
+                if reservation.sealed and not reservation.followed:
+                    self._stored(groups, names, stop, priority, expiry)
+            finally:
+                leases.close()
+
+        reservation.on_end.append(ended)
+        return reservation
+
+    def _stored(self, groups: Sequence[Group], names: BlockNames, stop: int, priority: int, expiry: float) -> None:
+        try:
+            with self._index.lock:
+                try:
+                    for group in groups:
+                        rows = self._raised(names, group, stop, priority)
+                        self._pipeline.extend(rows, expiry)
+                        self._pipeline.stored(rows)
+                except BaseException:
+                    self._pipeline.repair()
+                    raise
+        finally:
+            if self._ready:
+                self._pipeline.call_ready()
+
+    def _extend(self, groups: Sequence[Group], names: BlockNames, stop: int, expiry: float) -> None:
+        """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
+        if self._index.mortal:
+            for group in groups:
+                with self._index.lock:
+                    self._pipeline.extend(self._rows(names, group, stop), expiry)
+
+    def _remove_expired(self, groups: Sequence[Group], names: BlockNames, stop: int, now: float) -> None:
+        """Remove the blocks of a prompt that have expired, so that they can be stored again."""
+        for group in groups:
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                try:
+                    with self._index.lock:
+                        rows = self._index.rows(keys)
+                        events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                finally:
+                    if self._ready:
+                        self._pipeline.call_ready()
+                self.store.feed.publish(events)
+
+    def _rows(self, names: BlockNames, group: Group, stop: int | None) -> Rows:
+        """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
+        rows = self._index.own_rows(names.keys(group.suffix)[:stop], self._identities[group.name].fingerprint)
+        return rows[rows > 0]
+
+    def _raised(self, names: BlockNames, group: Group, stop: int, priority: int) -> Rows:
+        """The same, of at least that priority from now on: a parent outlasts its children."""
+        rows = self._rows(names, group, stop)
+        self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
+        return rows
+
+    def persist(self, names: BlockNames, wanted: Mapping[str, range], most: int = sys.maxsize) -> PersistRequest:
+        """``most``: bytes of blocks that may be held for it; the rest is refused."""
+        blocks: list[tuple[str, int]] = []
+        asked: list[tuple[BlockKey, Identity]] = []
+        for name, numbers in wanted.items():
+            keys, who = names.keys(self.layout.group(name).suffix), self._identities[name]
+            for number in numbers:
+                blocks.append((name, number))
+                most -= who.geometry.footprint
+                if most >= 0:
+                    asked.append((keys[number], who))
+        request = self._pipeline.persister.persist(asked, self.store.clock)
+
+        def result() -> Persisted:
+            reasons = [request.reason(i) for i in range(len(asked))]
+            reasons += [Unwritten.CLIENT_LIMIT] * (len(blocks) - len(asked))
+            return persisted(zip(blocks, reasons, strict=True))
+
+        return PersistRequest(request.transfer, result)
+
+    # -- keeping and removing -----------------------------------------------------------------------------
+
+    def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
+        index, count, now = self._index, 0, self.store.clock.time()
+        for group in self.layout.groups:
+            size, mine = self.layout.geometry[group.name].footprint, self._identities[group.name].fingerprint
+            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+                with index.lock:
+                    try:
+                        rows = index.own_rows(keys, mine) if step > 0 else index.rows(keys)
+                        rows = rows[rows > 0]
+                        if step < 0:
+                            count += index.unpin(rows, self.pins)
+                        else:
+                            rows = rows[index.expiry[rows] > now]
+                            index.pin(rows, self.pins, size)
+                            count += len(rows)
+                    except BaseException:
+                        index.repair_pins(self.pins)
+                        raise
+        return count
+
+    def drop(self, names: BlockNames, start: int, timeout: float | None) -> int:
+        keys = [k for g in self.layout.groups for k in names.keys(g.suffix)[start:]]
+        return self.store.drop(keys, timeout, who=self.asker)
+
+    def expire(self, names: BlockNames, start: int, ttl: float | None, timeout: float | None) -> int:
+        keys, heads = self.expiring(names, start)
+        return self.store.expire(keys, heads, self.expiry(ttl), timeout, self.asker)
+
+    def expiring(self, names: BlockNames, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """The keys of a prompt from block ``start`` on, and those before."""
+        every = [names.keys(g.suffix) for g in self.layout.groups]
+        return [k for keys in every for k in keys[start:]], [k for keys in every for k in keys[:start]]
+
+    def expiry(self, ttl: float | None) -> float:
+        """When a block expires that lives ``ttl`` seconds from now on."""
+        return float("inf") if ttl is None else self.store.clock.time() + ttl
+
+    def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
+        self.store.sweep()
+        with self._index.lock:
+            rows = {g.name: self._rows(names, g, None) for g in self.layout.groups}
+            self._pipeline.expect(list(rows.values()), turn, returns_in)
+        if returns_in is not None and (nbytes := self._nbytes(rows)):
+            self.store.returns.expect(self, names.joined, nbytes, returns_in)
+
+    def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
+        names = _Digests(joined, self._tag)
+        holding = self.match(names, 0, 0, again=True, room=self._budget // _BROUGHT)
+        begun: Transfer | None = None
+        try:
+            with self._index.lock:
+                if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
+                    rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
+                    # What is brought and not kept would be the first to leave.
+                    if self._pipeline.keep_expected(rows, seconds):
+                        begun = Transfer.within(self.store.clock, seconds, 0.0)
+            if begun is not None:
+                begun.on_end(holding.release)
+                wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+                for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
+                    if not count:  # memory would have to be taken from the system: nobody waits for that here
+                        begun.cancel()
+        except BaseException:
+            if begun is not None:
+                begun.cancel()
+            holding.release()
+            raise
+        if begun is None:
+            holding.release()
+        return begun
+
+    def close(self) -> None:
+        self.store.returns.forget(self)
+        more = True
+        while more:
+            with self._index.lock:
+                try:
+                    more = self._index.unpin_some(self.pins, slices.SLICE)
+                except BaseException:
+                    self._index.repair_pins(self.pins)
+                    raise
+
+
+def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:
+    """What became of blocks, by group and number; a reason for each that is not durable."""
+    durable, failed = 0, dict[str, dict[int, Unwritten]]()
+    for (name, number), reason in blocks:
+        if reason is None:
+            durable += 1
+        else:
+            failed.setdefault(name, {})[number] = reason
+    return Persisted(durable, failed)
+
+
+def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """How many True come first."""
+    return len(mask) if mask.all() else int(np.argmin(mask))

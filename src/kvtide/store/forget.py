@@ -1,0 +1,162 @@
+"""A store forgets a tenant: its keys first, then its blocks, wherever they lie; and the audit log says so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtide import arguments
+from kvtide.block import BlockKey
+from kvtide.errors import KvtideError, LayoutError, TierError, UnknownTenantError
+from kvtide.index.index import SEALED
+from kvtide.index.slices import slices
+from kvtide.security.audit import audit_of
+from kvtide.security.key_admin import destroy
+from kvtide.security.key_file import KeyFile
+from kvtide.security.key_ring import OWN
+from kvtide.tiers.format.record import belongs
+from kvtide.tiers.nvme.tier import Nvme
+
+if TYPE_CHECKING:
+    from kvtide.store.store import Store
+
+__all__ = ["Forgotten", "forget", "keys_of", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was forgotten of a tenant."""
+
+    blocks: int
+    """Blocks that there were, in any tier."""
+    held: int = 0
+    """Slots in memory that somebody holds still. They are zeroed when he lets go.
+
+    Slots that could not be zeroed, which the log tells of, are counted too: nobody gets them before they are.
+    """
+
+    announced: bool = False
+    """Whether neither a key nor a block of it was found, and all that was done was to tell those who use the storage:
+    whose a blob there is that nobody here has met, nobody can say."""
+
+    def __str__(self) -> str:
+        if self.announced:
+            return (
+                "but neither a key nor a block of it was found here: whoever uses the same storage was told to forget "
+                "it, and blobs of it there are not served any more. Check its tag if there should have been blocks"
+            )
+        later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)
+        return f"{self.blocks} blocks{later}"
+
+
+def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
+    """See ``Store.forget``."""
+    arguments.kind(tenant, bytes, "tenant")
+    if len(tenant) != 16 or tenant == OWN:
+        raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
+    settings = store.config.security
+    audit = audit_of(settings, store.clock)
+    mine: set[bytes] = set()
+    result = "failed"
+    if audit is not None:
+        audit.record("forget", "begun", who, tenant=tenant.hex())  # what cannot be written down is not done
+    try:
+        with contextlib.ExitStack() as refused:
+            # First: what came in behind the search for its blocks would stay.
+            for part in store.parts:
+                refused.enter_context(part.pipeline.forgetting(tenant))
+            if store.key_ring is not None:
+                refused.enter_context(store.key_ring.forgetting(tenant))
+            known = [set(part.pipeline.keys_of(tenant)) for part in store.parts]
+            here = any(known)
+            file = KeyFile(Path(settings.key_file).expanduser()) if settings.key_file else None
+            if file is not None:
+                destroy(file, tenant, store.clock, known=here)
+                mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
+            if store.key_ring is not None:
+                store.key_ring.revoke(tenant)
+            found, held, errors = 0, 0, []
+            traces = False
+            # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
+            for part, before in zip(store.parts, known, strict=True):
+                try:
+                    keys = keys_of(part, tenant, mine)
+                    traces |= bool(keys)  # of free slots too: what was there is gone, though no block was found
+                    found += part.drop(keys, told=False) + len(before.difference(keys))  # the ring may have been faster
+                except KvtideError as e:
+                    errors.append(e)  # the others forget it all the same
+                held += part.zero_traces(tenant)
+            if traces and not mine and not here and file is not None:
+                destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
+            errors += _tell_others(store, tenant)
+            if errors:
+                raise errors[0]
+            if store.key_ring is not None and file is not None:
+                store.key_ring.forgotten(tenant, file.read())
+        # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
+        nothing = not (found or traces or mine)
+        if nothing and (settings.encrypt or not store.shared_tiers):
+            raise UnknownTenantError(unknown(tenant))
+        forgotten = Forgotten(found, held, announced=nothing)
+        result = f"done: {forgotten}"
+        return forgotten
+    except KvtideError as e:
+        result = f"{type(e).__name__}: {e}"
+        raise
+    finally:
+        if audit is not None:
+            audit.record("forget", result, who, tenant=tenant.hex())
+
+
+def _tell_others(store: Store, tenant: bytes) -> list[KvtideError]:
+    """Let all who use the same storage forget a tenant; answers what went wrong."""
+    errors: list[KvtideError] = []
+    for cold, tier in store.shared_tiers:
+        ended: SimpleQueue[Sequence[bool]] = SimpleQueue()
+        tier.forget(tenant, ended.put)
+        try:
+            told = all(ended.get(timeout=cold.patience))
+        except Empty:
+            told = False
+        if not told:
+            errors.append(
+                TierError(
+                    f"others who use the storage of {cold.name} could not be told that {tenant.hex()} is forgotten, "
+                    "and may still have its blocks: see the statistics for the storage's error, then forget it again"
+                )
+            )
+    return errors
+
+
+def unknown(tenant: bytes) -> str:
+    """What is said of a tenant of whom nothing is known."""
+    return (
+        f"there is no tenant {tenant.hex()}: neither a key nor a block of it is known here. "
+        "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. Whose "
+        "a block in shared storage is cannot be told without a key"
+    )
+
+
+def keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
+    """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
+
+    In shared storage nobody can tell whose a blob is, without a key that is gone too.
+    """
+    index, keys = store.index, list[BlockKey]()
+    for cold in store.colds:
+        if not isinstance(tier := cold.tier, Nvme):
+            continue
+        places, names = tier.shred(lambda page: belongs(page, tenant, data_keys))
+        keys += names
+        for some in slices(np.array(places, np.int64)):
+            with index.lock:
+                rows = tier.owners(some)
+                here = (rows > 0) & (index.state[cold.number][rows] == SEALED)
+                keys += index.keys(rows[here & (index.place[cold.number][rows] == some)])
+    return list(dict.fromkeys([*store.pipeline.keys_of(tenant), *keys]))

@@ -1,0 +1,223 @@
+"""What the store answers: how much of a prompt it has, and what a load or a store brought."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from kvtide import forks
+from kvtide.block import Span
+from kvtide.index.keys import Chain
+from kvtide.interrupts import to_the_end
+from kvtide.store.backend import PersistRequest, PrefixLease
+from kvtide.transfer.transfer import Transfer
+from kvtide.transfer.written import Persisted
+
+if TYPE_CHECKING:
+    from kvtide.store.session import Session
+
+__all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of the blocks given to ``Session.store``."""
+
+    stored: int
+    """New in the store."""
+    present: int
+    """There before; nothing was copied."""
+    dropped: int
+    """Not kept: no room could be made without waiting."""
+    pending: int = 0
+    """Not kept, and not here yet: two others are writing them. Store them again later if they must be kept."""
+
+
+class Persist(Stored):
+    """What became of the blocks given to ``Session.store(durable=True)``, which are on their way to a durable tier.
+
+    ``wait`` for it in a thread or ``await`` it in asyncio: its end means that each block of the prompt was written and
+    synced in a tier that survives a restart, or the answer says which were not, and why.
+    """
+
+    __slots__ = ("_persisting",)
+
+    _persisting: PersistRequest
+
+    def __init__(self, stored: Stored, persisting: PersistRequest) -> None:
+        super().__init__(stored.stored, stored.present, stored.dropped, stored.pending)
+        object.__setattr__(self, "_persisting", persisting)
+
+    @property
+    def transfer(self) -> Transfer:
+        return self._persisting.transfer
+
+    def wait(self, timeout: float | None = None) -> Persisted:
+        """Which blocks are durable when all have ended, or when ``timeout`` seconds have passed: it goes on then, and
+        may be waited for again."""
+        self.transfer.wait(timeout)
+        return self._result()
+
+    def cancel(self) -> None:
+        """Stop waiting. What is being written is written all the same, but nothing more because of this store."""
+        self.transfer.cancel()
+
+    def _result(self) -> Persisted:
+        return self._persisting.result()
+
+    def __await__(self) -> Generator[Any, None, Persisted]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Persisted:
+        await self.transfer
+        return self._result()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought: the first ``tokens`` tokens of the prompt need not be computed.
+
+    ``views`` has, for each group, the blocks that were asked for as read-only memory, the first of them for block
+    ``first[group]``. They hold until the match is released.
+    """
+
+    tokens: int
+    first: dict[str, int]
+    views: dict[str, list[Span]]
+
+    @property
+    def blocks(self) -> list[Span]:
+        """The views of the only group."""
+        (views,) = self.views.values()
+        return views
+
+
+class Match:
+    """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
+
+    ``tokens`` of the prompt are in the store, in whatever tier. ``held_tokens`` of them are in DRAM, verified and held
+    for this match: only these may be promised to an engine. It grows while a load brings the rest. ``ready`` says that
+    both are equal. ``pending`` says that the next block is just being written, or looked for in storage that
+    others write to as well: ask again and perhaps get more.
+    ``plan`` has the expectations that decided the length.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "blocks",
+        "chain",
+        "have",
+        "holding",
+        "pending",
+        "plan",
+        "session",
+        "tokens",
+    )
+
+    def __init__(self, session: Session, chain: Chain, holding: PrefixLease) -> None:
+        self.session = session
+        self.chain = chain
+        self.holding = holding
+        self.plan = holding.plan
+        self.blocks = holding.plan.blocks
+        self.have = holding.have
+        self.tokens = self.blocks * session.layout.block_tokens
+        self.pending = holding.pending
+        self._held = True
+
+    def __repr__(self) -> str:
+        where = ("in DRAM" if self.ready else f"{self.held_tokens} in DRAM") if self.held else "released"
+        more = ", more may come" if self.pending else ""
+        return f"<Match {self.tokens} of {self.chain.tokens} tokens, {where}{more}>"
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens at the start of the prompt that can be had now, without a load; 0 after the release.
+
+        They are in DRAM, verified and leased, or among the ``have`` tokens of the caller. The end of a ``load`` has
+        brought it up to date. A node's client answers from what the node last said, without asking: the node may have
+        more by then, never less.
+        """
+        return self.holding.held * self.chain.block_tokens if self._held else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ``tokens`` are held: nothing must be waited for."""
+        return self.held_tokens == self.tokens and self._held
+
+    @property
+    def wanted(self) -> dict[str, range]:
+        """The blocks of each group that a load brings, by their numbers in the prompt."""
+        return {
+            g.name: range(start, start + self.holding.counts[g.name])
+            for g in self.session.layout.groups
+            for start in [g.needs(self.blocks, self.chain.block_tokens, self.have).start]
+        }
+
+    def release(self) -> None:
+        """Let the blocks go. Views of them must not be used any more."""
+        if self._held and self.session.origin is not forks.here:
+            self._held = False  # the blocks are our parent's to release
+        elif self._held:
+            # In this order: a release that is interrupted can be repeated.
+            self.holding.release()
+            self.session.ended(self)
+            self._held = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        to_the_end(self.release)
+
+
+class Load:
+    """A load under way: ``wait`` for it in a thread, ``await`` it in asyncio, or ``cancel`` it."""
+
+    __slots__ = ("_collect", "_into", "transfer")
+
+    def __init__(self, transfer: Transfer, collect: Callable[[], Loaded], into: bool) -> None:
+        self.transfer = transfer
+        self._collect = collect
+        self._into = into
+
+    def wait(self, timeout: float | None = None) -> Loaded:
+        """What has come when all is here, or the deadline or ``timeout`` has passed: perhaps a shorter prefix."""
+        if not self.transfer.wait(timeout):
+            self.transfer.cancel()
+        return self._collect()
+
+    def cancel(self) -> None:
+        self.transfer.cancel()
+
+    def __await__(self) -> Generator[Any, None, Loaded]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Loaded:
+        try:
+            await self.transfer
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if not self._into:
+            return self._collect()
+        # Copying gigabytes would stop the loop; making views does not.
+        copying = asyncio.ensure_future(asyncio.to_thread(self._collect))
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            # The buffers are the caller's own again only when nobody writes into them any more.
+            while not copying.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([copying])
+            copying.exception()
+            raise

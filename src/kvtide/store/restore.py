@@ -1,0 +1,44 @@
+"""What a disk held before: entered into the index, and charged to tenants that have quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from kvtide.config import Security
+from kvtide.index.index import SEALED, Index
+from kvtide.index.tenant_usage import TenantUsage
+from kvtide.plan.usage import UsageTracker
+from kvtide.security.key_file import KeyFile
+from kvtide.tiers.nvme.tier import Nvme
+
+__all__ = ["adopt", "charge"]
+
+
+def adopt(tier: Nvme, number: int, index: Index, uses: UsageTracker) -> None:
+    """Enter what a tier holds into the index."""
+    for held in tier.scan():
+        rows, parents = index.add_many(held.keys, held.parents, held.depths)
+        index.state[number][rows] = SEALED
+        index.place[number][rows] = held.places
+        index.expire_at(rows, held.expiries)
+        index.priority[rows] = held.priorities
+        index.identity[rows] = held.identities
+        first = int(rows[0]) if len(rows) else 0
+        uses.restore(rows, np.where(parents > 0, parents - first, -1), held.sequences)
+        tier.own(held.places, rows)
+
+
+def charge(tier: Nvme, index: Index, account: TenantUsage, tenants: Mapping[bytes, int], security: Security) -> None:
+    """Find out what tenants with quotas have there. The journal does not say, so a page of every record is read."""
+    marks = dict(tenants)
+    if security.key_file:
+        keys = KeyFile(Path(security.key_file).expanduser()).read().keys
+        marks |= {bytes.fromhex(key.id): tenants.get(bytes.fromhex(key.tenant), 0) for key in keys}
+    for place, mark in tier.marks():
+        if number := marks.get(mark):
+            row = np.array([tier.segments.owner(place)])
+            index.tenant[row] = number
+            account.enter(row, tier.segments.size(place))

@@ -1,0 +1,314 @@
+"""Records that say nothing to whoever has no key: header and sections sealed with AES-256-GCM.
+
+Every record has keys of its own, made from its tenant's data key and 32 random bytes that stand in its header, so no
+nonce is ever used twice though nonces are plain numbers::
+
+    header key     HKDF-SHA256(data key, salt, "kvtide 1 header")
+    section key    HKDF-SHA256(data key, salt, "kvtide 1 sections" + block key)
+
+The *body* of the header (all but magic, version, size, flags, checksum, key id, salt and tag) is sealed with the first,
+with the clear fields as associated data. Each section is sealed with the second, its number for a nonce, so that it can
+be read alone; its tag stands in the section table in the place of the checksum. The table is part of the sealed body,
+so nobody can put another section, or the same one of another time, in its place. Compression comes before. The
+header's checksum is over what is on the disk: it tells accidents from a wrong key.
+
+A header must be readable by whoever opens a directory and does not know yet which blocks are in it; that is why its
+key does not depend on the block's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
+from kvtide.security.key_ring import DESTROYED, OWN, DataKey, KeyRing
+from kvtide.security.wrapping import Unavailable, aead
+from kvtide.tiers.disk import VECTORS
+from kvtide.tiers.format.record import BODY, FLAG_SEALED, NotForAsker, Rejected, cuts_of, plain, sealed_by
+from kvtide.tiers.format.scratch import Scratch
+
+__all__ = ["NO_KEY", "OPEN", "TAG", "Encryption", "FileCipher", "RecordCipher", "TaggedBuffer"]
+
+TAG = 16
+_HEADER = b"\xff" * 12
+"""The nonce of a header's body. It has a key of its own; the number is one that no section has."""
+_SHORT = 128 << 10
+"""Sections with fewer bytes take the cipher less time than a thread takes to wake up."""
+_TURNS = itertools.cycle((threading.Lock(), threading.Lock()))
+
+
+def _derive(key: DataKey, salt: bytes, what: bytes) -> Any:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return aead(HKDF(SHA256(), 32, salt, what).derive(key.secret))
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+@lru_cache(maxsize=256)
+def _nonces(sections: range) -> tuple[bytes, ...]:
+    return tuple(map(_nonce, sections))
+
+
+def _clear(page: Span | bytearray) -> bytes:
+    """The fields that stand open, without checksum and tag: nobody may change them either."""
+    return bytes(page[:16]) + bytes(page[32:80])
+
+
+def turn() -> threading.Lock:
+    """One of two, for one of many threads."""
+    return next(_TURNS)
+
+
+class TaggedBuffer:
+    """Memory for the payload of a sealed record, in which every section has room for its tag behind it.
+
+    So it can be opened from there into a block's span, which saves a copy: of short sections, in each of which the
+    copy keeps all other threads waiting, that is a third of the time.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Scratch()
+        self._geometry: Geometry | None = None
+        self._sections: list[Span] = []
+        self.tagged: list[Span] = []
+        """Sections with their tags."""
+        self.tags: npt.NDArray[np.uint8] = np.empty((0, TAG), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def drop(self) -> None:
+        """Let go of the memory."""
+        self._forget()
+        self._memory.drop()
+
+    def _forget(self) -> None:
+        self._geometry, self._sections, self.tagged = None, [], []
+        self.tags = np.empty((0, TAG), np.uint8)
+
+    @staticmethod
+    def needed(geometry: Geometry) -> int:
+        """Bytes for a block of that geometry."""
+        return geometry.sections * padded(geometry.section + TAG)
+
+    def sections(self, geometry: Geometry) -> Sequence[Span]:
+        """Where the sections of a block of that geometry go, each at the start of a page."""
+        if geometry != self._geometry:
+            size, count = geometry.section, geometry.sections
+            each = padded(size + TAG)
+            self._forget()
+            memory = self._memory.get(count * each)
+            self._sections = [memory[i : i + size] for i in range(0, count * each, each)]
+            self.tagged = [memory[i : i + size + TAG] for i in range(0, count * each, each)]
+            self.tags = np.frombuffer(memory, np.uint8).reshape(count, each)[:, size : size + TAG]
+            self._geometry = geometry
+        return self._sections
+
+
+class RecordCipher:
+    """What seals one record, and opens it."""
+
+    __slots__ = ("_key", "_salt")
+
+    def __init__(self, key: DataKey, salt: bytes) -> None:
+        self._key = key
+        self._salt = salt
+
+    @property
+    def name(self) -> bytes:
+        """The id of its key and its salt: what ``Encryption.old`` needs."""
+        return self._key.id + self._salt
+
+    def paper(self) -> FileCipher:
+        """What seals a file of the store's own."""
+        return FileCipher(_derive(self._key, self._salt, b"kvtide 1 paper"))
+
+    def close_header(self, page: Span) -> None:
+        """Seal a header that was packed in the open."""
+        page[12:16] = FLAG_SEALED.to_bytes(4, "little")
+        page[16:32] = bytes(16)
+        page[32:48], page[48:80] = self._key.id, self._salt
+        sealed = _derive(self._key, self._salt, b"kvtide 1 header").encrypt(_HEADER, page[BODY:], _clear(page))
+        page[80:BODY], page[BODY:] = sealed[-TAG:], sealed[:-TAG]
+        page[16:32] = xxh3_128_digest(page)
+
+    def open_header(self, page: bytearray) -> None:
+        """Put a header's body in the open, in place. Raises Rejected."""
+        from cryptography.exceptions import InvalidTag
+
+        opener = _derive(self._key, self._salt, b"kvtide 1 header")
+        try:
+            page[BODY:] = opener.decrypt(_HEADER, bytes(page[BODY:]) + bytes(page[80:BODY]), _clear(page))
+        except InvalidTag as e:
+            raise Rejected("forged header") from e
+
+    def close_sections(self, payload: Span, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> Span:
+        """Seal a payload into ``out``, which has ``TAG`` bytes more, and put the tags into the table."""
+        seal, checks = _derive(self._key, self._salt, b"kvtide 1 sections" + key).encrypt_into, []
+        for nonce, cut in zip(_nonces(range(len(table))), cuts_of(table), strict=True):
+            end = cut.stop
+            # The tag comes right behind, where the next section, or padding, goes afterwards.
+            seal(nonce, payload[cut], None, out[cut.start : end + TAG])
+            checks.append(out[end : end + TAG].tobytes())
+            if end % ALIGN:
+                out[end : padded(end)] = bytes(padded(end) - end)
+        table["check"] = np.array(checks, "V16")
+        return out[: len(payload)]
+
+    def open_sections(
+        self, payload: Span, table: npt.NDArray[np.void], sections: range, key: BlockKey, scratch: Span
+    ) -> None:
+        """Verify sections, of which ``payload`` starts with the first, and put them in the open, in place.
+
+        ``scratch`` has room for the largest and ``TAG`` bytes. Raises Rejected.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        unseal = _derive(self._key, self._salt, b"kvtide 1 sections" + key).decrypt_into
+        part = table[sections.start : sections.stop]
+        try:
+            for nonce, cut, tag in zip(_nonces(sections), cuts_of(part), part["check"].tolist(), strict=True):
+                section = payload[cut]
+                size = len(section)
+                if size < _SHORT:
+                    scratch[:size] = section
+                else:  # numpy does not keep others from running meanwhile
+                    np.copyto(np.frombuffer(scratch, np.uint8, size), np.frombuffer(section, np.uint8))
+                scratch[size : size + TAG] = tag
+                unseal(nonce, scratch[: size + TAG], None, section)
+        except InvalidTag as e:
+            raise Rejected("corrupt payload") from e
+
+    def open_aside(
+        self, aside: TaggedBuffer, table: npt.NDArray[np.void], geometry: Geometry, key: BlockKey, out: Span
+    ) -> None:
+        """Verify all sections of a block that were read to ``aside``, and put them in the open in its span.
+
+        Raises Rejected.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        aside.tags[:] = np.frombuffer(table["check"].tobytes(), np.uint8).reshape(-1, TAG)
+        unseal = _derive(self._key, self._salt, b"kvtide 1 sections" + key).decrypt_into
+        sections = map(out.__getitem__, plain(geometry, int(table["offset"][0])).cuts)
+        calls = map(unseal, _nonces(range(len(table))), aside.tagged, itertools.repeat(None), sections)
+        try:
+            deque(calls, 0)  # with no line of Python in between
+        except InvalidTag as e:
+            raise Rejected("corrupt payload") from e
+
+
+class FileCipher:
+    """Seals the parts of one file that is only appended to; where a part lies is its nonce."""
+
+    def __init__(self, cipher: Any) -> None:
+        self._cipher = cipher
+
+    def close(self, at: int, part: bytes) -> bytes:
+        return bytes(self._cipher.encrypt(_nonce(at), part, None))
+
+    def open(self, at: int, part: Span) -> bytes:
+        """Raises ValueError for what was not sealed there."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return bytes(self._cipher.decrypt(_nonce(at), part, None))
+        except InvalidTag as e:
+            raise ValueError("this was not sealed here") from e
+
+
+class Encryption:
+    """Seals records and opens them, with the keys of a ring; without one, it does neither.
+
+    With ``seals`` False what is written stays in the open, and what was sealed before can still be read. Where it
+    seals, a record in the open is none, because somebody without a key could have made it, unless ``accept_open``.
+    """
+
+    def __init__(self, key_ring: KeyRing | None = None, *, seals: bool = True, accept_open: bool = False) -> None:
+        self._key_ring = key_ring
+        self.seals = seals and key_ring is not None
+        self.accepts_open = accept_open or not self.seals
+        """Whether what is in the open is believed, though somebody without a key could have made it."""
+
+    def new(self, tenant: bytes) -> RecordCipher | None:
+        """What seals a new record of a tenant's; None where records stay in the open. Raises Rejected."""
+        if self._key_ring is None:
+            return None
+        try:
+            if not self.seals:  # what was stored before a key was destroyed must not be written in the open either
+                self._key_ring.check_heard(tenant)
+                return None
+            return RecordCipher(self._key_ring.of(tenant), secrets.token_bytes(32))
+        except Unavailable as e:
+            raise Rejected(str(e)) from e
+
+    def turns(self, section: int) -> bool:
+        """Whether to hold a ``turn`` while a record with sections of that size is sealed or opened.
+
+        Every call of the cipher lets another thread have the interpreter, and then waits for it. Of a short section
+        that takes longer than the cipher does: two threads seal more of them than many.
+        """
+        return self._key_ring is not None and section < _SHORT
+
+    def aside(self, geometry: Geometry) -> bool:
+        """Whether records of such blocks are best read to where ``TaggedBuffer`` says."""
+        # Not where sections are padded: in a slot, what was there before would stay in between.
+        even = geometry.section == geometry.stride and geometry.sections < VECTORS  # the header is one too
+        return self.seals and geometry.section < _SHORT and even
+
+    def old(self, number: bytes, salt: bytes) -> RecordCipher:
+        """What opens a record that was sealed with that key and salt. Raises Rejected.
+
+        A key that cannot be had now may be there later, so its record is kept; one that was destroyed never comes back.
+        """
+        if self._key_ring is None:
+            raise NotForAsker("its key is not here")
+        try:
+            return RecordCipher(self._key_ring.find(number), salt)
+        except Unavailable as e:
+            raise Rejected(DESTROYED) if str(e) == DESTROYED else NotForAsker(str(e)) from e
+
+    def name(self, key: BlockKey) -> str:
+        """The name of a block in storage that others see too. Raises Rejected.
+
+        A digest of the key would do against reading it, but the default tenant's keys can be guessed with the prompt:
+        where records are sealed, a name says nothing to whoever has no keys.
+        """
+        secret = b""
+        if self._key_ring is not None and self.seals:
+            try:
+                secret = self._key_ring.of(OWN).secret
+            except Unavailable as e:
+                raise Rejected(str(e)) from e
+        return blake3(secret + key, derive_key_context="kvtide 1 name in shared storage").hexdigest()
+
+    def check(self, start: Span) -> None:
+        """Raises Rejected if a record that begins so is in the open and must not be."""
+        if not self.accepts_open and not start[12] & FLAG_SEALED:
+            raise Rejected("not sealed")
+
+    def open_header(self, page: bytearray) -> None:
+        """Put a sealed header's body in the open, in place. Raises Rejected."""
+        self.old(*sealed_by(page)).open_header(page)
+
+
+NO_KEY = ("its key", "the key")
+"""How the reasons begin for which a sealed record cannot be read though it may be whole."""
+
+OPEN = Encryption()
+"""For those who keep records in the open and cannot read others."""

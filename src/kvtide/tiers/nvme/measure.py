@@ -1,0 +1,168 @@
+"""How fast a local disk is, measured as a tier uses it: pieces of a megabyte, as many at a time as its threads move.
+
+A file of its own is written and then read, if the budget has room for it beside what blocks may soon need, and the disk
+has room too. Those bytes are lent from the budget meanwhile, so that segments and this file together never take more.
+The file has a name for a moment only, then nothing but a descriptor: whatever happens to the process, the system takes
+its bytes back. (In that moment a process may be killed: opening the directory removes the name.) Where there is no
+room, slots that hold blocks are read instead, if that does not go through the page cache; then nothing is known of
+writing.
+
+All of it moves ``FILE`` bytes each way at most, and begins nothing more after ``_SECONDS`` each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtide import forks
+from kvtide.block import Span
+from kvtide.clock import Clock
+from kvtide.tiers.disk import Disk, check_regular
+from kvtide.tiers.format.scratch import Scratch
+
+__all__ = ["FILE", "Measured", "Piece", "measure_file", "measure_slots"]
+
+FILE = 64 << 20
+_PIECE = 1 << 20
+_SECONDS = 0.25
+_SPARE = 4
+"""The disk must have so many times the file's bytes left."""
+
+
+class Measured(NamedTuple):
+    """Bytes and the seconds that they took; None: not measured."""
+
+    read: tuple[int, float] | None = None
+    written: tuple[int, float] | None = None
+
+
+class Piece(NamedTuple):
+    """A part of a file."""
+
+    fd: int
+    offset: int
+    size: int
+
+
+class _Nameless:
+    """A file without a name, for this process alone."""
+
+    def __init__(self, path: Path, disk: Disk, direct: bool) -> None:
+        self._disk = disk
+        path.unlink(missing_ok=True)
+        self.fd = disk.open(path, direct=direct, create=True)
+        try:
+            check_regular(self.fd, path)
+            path.unlink()
+        except BaseException:
+            self.close()
+            raise
+        forks.tell(self)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._disk.close(fd)
+
+    def forked(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            forks.close([fd])
+
+
+def measure_file(
+    path: Path, disk: Disk, direct: bool, threads: int, clock: Clock, stop: Callable[[], bool]
+) -> Measured:
+    """Write and read a file that has the name ``path`` for a moment. Raises OSError where the disk does not want it."""
+    facts = os.statvfs(path.parent)
+    if facts.f_bavail * facts.f_frsize < _SPARE * FILE:
+        return Measured()
+    with contextlib.closing(_Nameless(path, disk, direct)) as file:
+        disk.resize(file.fd, FILE)
+        data = Scratch().get(_PIECE)
+        data[:] = os.urandom(_PIECE)  # a drive may compress what it is given
+        pieces = [Piece(file.fd, offset, _PIECE) for offset in range(0, FILE, _PIECE)]
+
+        def write(piece: Piece, _: Span) -> int:
+            disk.write_all(piece.fd, [data], piece.offset, direct)
+            return piece.size
+
+        moved, seconds = _at_once(write, pieces, threads, clock, stop)
+        written = pieces[: moved // _PIECE]
+        if not direct:
+            disk.sync(file.fd)
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be measured
+        return Measured(_reading(written, disk, threads, clock, stop), (moved, seconds) if moved else None)
+
+
+def measure_slots(slots: Sequence[Piece], disk: Disk, threads: int, clock: Clock, stop: Callable[[], bool]) -> Measured:
+    """Read what is in the slots of a tier, and look at none of it."""
+    pieces = [
+        Piece(fd, offset + start, min(size - start, _PIECE))
+        for fd, offset, size in slots
+        for start in range(0, size, _PIECE)
+    ]
+    return Measured(_reading(pieces[: FILE // _PIECE], disk, threads, clock, stop))
+
+
+def _reading(
+    pieces: Sequence[Piece], disk: Disk, threads: int, clock: Clock, stop: Callable[[], bool]
+) -> tuple[int, float] | None:
+    moved, seconds = _at_once(
+        lambda piece, into: disk.read(piece.fd, [into[: piece.size]], piece.offset), pieces, 2 * threads, clock, stop
+    )
+    return (moved, seconds) if moved else None
+
+
+def _at_once(
+    move: Callable[[Piece, Span], int],
+    pieces: Sequence[Piece],
+    threads: int,
+    clock: Clock,
+    stop: Callable[[], bool],
+) -> tuple[int, float]:
+    """Move pieces, in their order, by so many threads; answers bytes and seconds. The first error is raised here."""
+    turn, go, over = itertools.count(), threading.Event(), threading.Event()
+    moved: list[int] = []
+    errors: list[BaseException] = []
+    began = 0.0
+
+    def work() -> None:
+        buffer = Scratch().get(_PIECE)
+        buffer[:1] = b"\0"
+        go.wait()
+        try:
+            while not (over.is_set() or stop() or clock.monotonic() - began > _SECONDS):
+                if (number := next(turn)) >= len(pieces):
+                    break
+                moved.append(move(pieces[number], buffer))
+        except BaseException as e:  # noqa: BLE001 - raised below
+            errors.append(e)
+            over.set()
+
+    workers = [
+        threading.Thread(target=work, name="kvtide-measure", daemon=True) for _ in range(min(threads, len(pieces)))
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for worker in workers:
+            worker.start()
+            started.append(worker)
+    except RuntimeError as e:  # no more threads
+        errors.append(OSError(str(e)))
+        over.set()
+    finally:
+        began = clock.monotonic()
+        go.set()
+        for worker in started:
+            worker.join()
+    seconds = clock.monotonic() - began
+    if errors:
+        raise errors[0]
+    return sum(moved), seconds

@@ -1,0 +1,337 @@
+"""Opening an NVMe directory: what its segments are, and what lies in their slots.
+
+By the journal if it can be trusted, else by the headers, which are the truth. If any file is newer than this kvtide,
+nothing is touched.
+
+What another version of kvtide wrote is not lost by an opening, as long as it fits the budget:
+
+- a segment of an older version is read, and never written to: its blocks leave as all do, and the file is cut anew when
+  it is empty;
+- one of an older version that cannot be read any more is *kept*: it counts, and leaves when room is needed;
+- a record that cannot be read, in a segment that can, is kept likewise; a newer one until somebody drops it.
+
+Sequence numbers go on from the highest that is found, so a single forged one could leave none for what is written after
+it. No writer gets to 2^62 by counting. If a number from there on is found, whatever has 2^61 or more counts as damaged,
+and the count goes on from what is left. A lower forged number leaves enough for all writes to come; if it is so close
+to 2^62 that these pass it, the next opening drops them together with the forged one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import ALIGN, BlockKey, padded
+from kvtide.errors import TierError, TierVersionError
+from kvtide.tiers.base import Held
+from kvtide.tiers.disk import Irregular, check_regular
+from kvtide.tiers.format.encryption import NO_KEY
+from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected
+from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
+from kvtide.tiers.nvme.journal import (
+    FREED,
+    HOLDS,
+    KEEPS,
+    PER_SLOT,
+    RECORD,
+    WRITING,
+    Journal,
+    entry,
+    latest,
+    longest,
+    replay,
+)
+from kvtide.tiers.segments import KEPT, OLD, Segment, Segments, by_segment, place_of, segment_of, slot_of
+
+__all__ = ["ANY", "Recovery", "current"]
+
+log = logging.getLogger("kvtide.nvme")
+
+ANY = BlockKey(b"")
+"""What a header that could not be read may name: every drop overwrites it."""
+
+
+_DOUBTFUL = FAR // 2
+"""Whatever has a higher sequence number than this goes when one above FAR is found."""
+_NEVER = (1 << 63) - 1
+"""The "cut" of a segment that cannot be read: whatever the journal says of it is older."""
+
+
+def _worth(item: tuple[int, SegmentHeader | str]) -> tuple[int, int]:
+    """Of a segment: newer formats are worth more, then lower numbers."""
+    number, header = item
+    return header.version if isinstance(header, SegmentHeader) else FORMAT, -number
+
+
+def _holds(place: int, found: Header) -> bytes:
+    """The journal's record of what a header says."""
+    facts = found.parent, found.depth, found.expiry, found.priority, found.identity
+    return entry(HOLDS, place, found.key, found.sequence, *facts)
+
+
+def _unread(reason: str) -> bool:
+    """Whether a header may be whole, though it could not be read this time."""
+    return reason in ("torn", "not sealed") or reason.startswith(("unreadable", *NO_KEY))
+
+
+def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, int]) -> npt.NDArray[np.bool_]:
+    """Which journal records speak of slots as they are cut now; ``cuts`` has the sequence number of each cutting."""
+    count = max((s.number for s in segments), default=-1) + 1
+    slots, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    for s in segments:
+        slots[s.number], first[s.number] = s.slots, cuts[s.number]
+    places = records["place"].astype(np.int64)
+    numbers = np.where((places >= 0) & (places >> 32 < count), places >> 32, count)
+    current: npt.NDArray[np.bool_] = places & 0xFFFFFFFF < slots[numbers]
+    return current & (records["sequence"] >= first[numbers])
+
+
+class Recovery:
+    """What was found. Fills ``segments``; the other parts of the book are here until the tier takes them over."""
+
+    def __init__(self, directory: Directory, direct: bool, segments: Segments) -> None:
+        self._directory = directory
+        self._disk = directory.disk
+        self._direct = direct
+        self._segments = segments
+        self.files: dict[int, int] = {}
+        self.sequences: dict[int, npt.NDArray[np.int64]] = {}
+        self.sequence = 1
+        self.cuts: dict[int, int] = {}
+        self.stale: dict[int, BlockKey] = {}
+        self.kept: dict[int, tuple[BlockKey, bool]] = {}
+        """Slots with records of other versions: which block each names, if that is known, and whether it is newer."""
+        self.unseen: dict[int, npt.NDArray[np.bool_]] = {}
+        """By segment: slots whose headers were not looked at, because the journal says what is in them."""
+        self.reasons: Counter[str] = Counter()
+
+    def run(self, journal: Journal) -> Held:
+        """Open all files; answers what was here before. The journal is then as short as can be."""
+        numbers = list(self._directory.segments())
+        # First look at all of them: if one is newer, nothing may be touched.
+        headers = {number: self._look(number) for number in numbers}
+        forged = any(isinstance(h, SegmentHeader) and h.readable and h.cut >= FAR for h in headers.values())
+        # If the budget does not suffice for all, the oldest go first, before them those that nobody can read.
+        for number, header in sorted(headers.items(), key=_worth, reverse=True):
+            self._open_segment(number, header)
+        self._directory.upgrade()
+        # Of segments that fit the budget alone: a header may say that there are billions of slots.
+        most = longest(self._segments.slots)
+        records, doubt = replay(self._directory.journal, journal.boot, self._directory.encryption, most)
+        if doubt:
+            if numbers:
+                log.warning("%s: the journal is %s; reading headers", self._directory.path, doubt)
+            records = self._from_headers()
+            forged = forged or int(records["sequence"].max(initial=0)) >= FAR
+        else:
+            records = self._finish_writing(latest(records))
+            self._not_seen(records)
+        if forged:
+            records = self._without_doubtful(records)
+        return self._adopt(records, journal)
+
+    def _without_doubtful(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Let go of whatever has a sequence number that nobody reaches; answers the other records."""
+        doubtful = [s for s in self._segments if _DOUBTFUL <= self.cuts[s.number] != _NEVER]
+        for segment in doubtful:
+            number = segment.number
+            self._segments.remove(segment)
+            self.kept = {place: what for place, what in self.kept.items() if segment_of(place) != number}
+            del self.sequences[number], self.cuts[number]
+            self.unseen.pop(number, None)
+            self._let_go(number, "a sequence number that cannot be")
+        cuts = (cut for cut in self.cuts.values() if cut != _NEVER)
+        self.sequence = max(cuts, default=0) + 1
+        wrong = records["sequence"] >= _DOUBTFUL
+        self.reasons += Counter({"a sequence number that cannot be": int(wrong.sum())})
+        records = records.copy()
+        # Their slots are free. Which blocks their headers name is as doubtful: every drop overwrites them.
+        records["kind"][wrong], records["key"][wrong], records["sequence"][wrong] = FREED, ANY, self.sequence
+        return records[current(records, self._segments, self.cuts)]
+
+    def _look(self, number: int) -> SegmentHeader | str:
+        """Open a segment file; answers how it is cut, or why that cannot be said."""
+        path = self._directory.segment(number)
+        try:
+            fd = self._disk.open(path, direct=self._direct)
+            self.files[number] = fd
+            if not check_regular(fd, path).st_size:
+                return ""  # emptied, and not needed since
+        except Irregular as e:
+            if path.is_dir() and not path.is_symlink():
+                raise TierError(f"cannot open {path}: it is a folder, which is not kvtide's. Take it away") from e
+            return str(e.strerror)
+        try:
+            return self._directory.segment_header(fd)
+        except OSError as e:
+            raise TierError(
+                f"{path} cannot be read: {e.strerror or e}. Nothing was touched. Mend the disk, or take that file away "
+                "if its blocks may be lost"
+            ) from e
+        except OtherVersion as e:
+            if e.newer:
+                raise TierVersionError(
+                    f"{path} has format {str(e).split()[-1]}, newer than this kvtide's {FORMAT}; nothing was touched. "
+                    "Upgrade kvtide, or give another directory"
+                ) from None
+            return SegmentHeader(max(ALIGN, padded(os.fstat(fd).st_size) - ALIGN), 1, _NEVER, version=-1)
+        except Rejected as e:
+            return str(e)
+
+    def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
+        """Take a segment into the book, or its bytes back."""
+        path = self._directory.segment(number)
+        problem = header
+        if isinstance(header, SegmentHeader):
+            problem, fd = "", self.files[number]
+            if header.nbytes + header.slots * PER_SLOT > self._segments.budget - self._segments.taken:
+                problem = "over budget"
+            elif header.version == FORMAT and os.fstat(fd).st_size != header.nbytes:
+                try:
+                    self._disk.resize(fd, header.nbytes)
+                except OSError as e:
+                    # What is there can be read. Slots behind its end are empty; a write there may find room one day.
+                    log.warning("%s is shorter than it was, and stays so: %s", path, e.strerror or e)
+                    self.reasons[f"segment: {e.strerror or e}"] += 1
+            if not problem:
+                self.sequences[number] = np.zeros(header.slots, np.int64)
+                segment = self._segments.add(
+                    header.size | (OLD if header.version < FORMAT else 0), header.slots, number
+                )
+                self.cuts[number] = header.cut
+                if header.readable:
+                    self.sequence = max(self.sequence, header.cut + 1)
+                else:
+                    log.warning("%s has a format that cannot be read any more; it stays until room is needed", path)
+                    self._segments.claim(segment, np.zeros(1, np.int64), KEPT)
+                    self.kept[place_of(number, 0)] = ANY, False
+                return
+        assert isinstance(problem, str)
+        self._let_go(number, problem)
+
+    def _let_go(self, number: int, problem: str) -> None:
+        path, fd = self._directory.segment(number), self.files.pop(number, None)
+        if problem:
+            log.warning("%s: %s; its blocks are lost and its bytes reclaimed", path, problem)
+            self.reasons[f"segment: {problem}"] += 1
+        if fd is not None:
+            self._disk.close(fd)
+        self._disk.unlink(path)
+
+    def _from_headers(self) -> npt.NDArray[np.void]:
+        """Journal records made from what the slots' headers say."""
+        parts: list[bytes] = []
+        for segment in self._segments:
+            if self.cuts[segment.number] == _NEVER:
+                continue
+            for slot, found in self._records(segment):
+                if isinstance(found, OtherVersion):
+                    place = place_of(segment.number, slot)
+                    parts.append(entry(KEEPS, place, ANY, self.cuts[segment.number]))
+                    self._keep(place, ANY, found)
+                    continue
+                if isinstance(found, str):
+                    self.reasons[found] += 1
+                    if _unread(found):
+                        parts.append(entry(FREED, place_of(segment.number, slot), ANY, self.cuts[segment.number]))
+                    continue
+                parts.append(_holds(place_of(segment.number, slot), found))
+        if sealed := {why: count for why, count in self.reasons.items() if why.startswith(NO_KEY)}:
+            said = ", ".join(f"{count} {why}" for why, count in sealed.items())
+            log.warning(
+                "%s: %d sealed records cannot be read (%s) and count as free",
+                self._directory.path,
+                sum(sealed.values()),
+                said,
+            )
+        return np.frombuffer(b"".join(parts), RECORD)
+
+    def _keep(self, place: int, key: BlockKey, why: OtherVersion) -> None:
+        self.kept[place] = key, why.newer
+        self.reasons[str(why)] += 1
+
+    def _not_seen(self, records: npt.NDArray[np.void]) -> None:
+        """Which slots hold something by the journal's word alone."""
+        places = records["place"][records["kind"] == HOLDS].astype(np.int64)
+        for number, mine in by_segment(places):
+            self.unseen[number] = np.zeros(self._segments[number].slots, np.bool_)
+            self.unseen[number][places[mine] & 0xFFFFFFFF] = True
+
+    def _records(
+        self, segment: Segment, slots: range | None = None
+    ) -> Iterator[tuple[int, Header | OtherVersion | str]]:
+        header = SegmentHeader(segment.size, segment.slots, self.cuts[segment.number])
+        return self._directory.records(self.files[segment.number], header, slots)
+
+    def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?
+
+        Those that were kept are looked at too: this kvtide may be the one that can read them.
+        """
+        records = records[current(records, self._segments, self.cuts)]
+        for i in np.flatnonzero(records["kind"] == KEEPS).tolist():
+            place = int(records["place"][i])
+            key, slot = BlockKey(records["key"][i].tobytes().rstrip(b"\0")), slot_of(place)
+            records["kind"][i], records["key"][i] = FREED, ANY
+            for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
+                if isinstance(found, OtherVersion):
+                    records["kind"][i], records["key"][i] = KEEPS, key
+                    self._keep(place, key, found)
+                elif isinstance(found, Header):
+                    records[i : i + 1] = np.frombuffer(_holds(place, found), RECORD)
+        for i in np.flatnonzero(records["kind"] == WRITING).tolist():
+            place = int(records["place"][i])
+            slot = slot_of(place)
+            records["kind"][i] = FREED
+            for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
+                if isinstance(found, Header):
+                    records["key"][i] = found.key
+                elif isinstance(found, str) and _unread(found):
+                    records["key"][i] = ANY
+        return records
+
+    def _adopt(self, records: npt.NDArray[np.void], journal: Journal) -> Held:
+        """Take the records for true, as far as they fit the segments that are there."""
+        records = records[current(records, self._segments, self.cuts)]
+        places = records["place"].astype(np.int64)
+        self.sequence = max(self.sequence, int(records["sequence"].max(initial=0)) + 1)
+        kept = records[records["kind"] == KEEPS]
+        records, places = records[records["kind"] != KEEPS], places[records["kind"] != KEEPS]
+        for number, mine in by_segment(kept["place"].astype(np.int64)):
+            slots = kept["place"][mine].astype(np.int64) & 0xFFFFFFFF
+            self._segments.claim(self._segments[number], slots, KEPT)
+        keys: list[BlockKey] = np.ascontiguousarray(records["key"]).view("S48").tolist()
+        live = records["kind"] == HOLDS
+        if not live.all() or len(keys) != len(set(keys)):
+            newest: dict[BlockKey, int] = {}
+            for i in np.argsort(records["sequence"]).tolist():
+                if live[i]:
+                    if keys[i] in newest:
+                        live[newest[keys[i]]] = False
+                    newest[keys[i]] = i
+        self.stale = {int(places[i]): keys[i] for i in np.flatnonzero(~live).tolist()}
+        stale = records[~live]
+        stale["kind"] = FREED
+        records, places = records[live], places[live]
+        if not live.all():
+            keys = np.ascontiguousarray(records["key"]).view("S48").tolist()
+        for number, mine in by_segment(places):
+            taken = places[mine] & 0xFFFFFFFF
+            self.sequences[number][taken] = records["sequence"][mine]
+            self._segments.claim(self._segments[number], taken)
+        journal.rewrite(np.concatenate([records, stale, kept]))
+        return Held(
+            keys=keys,
+            parents=np.ascontiguousarray(records["parent"]),
+            places=places,
+            depths=records["depth"].astype(np.int64),
+            expiries=records["expiry"].astype(np.float64),
+            priorities=records["priority"].astype(np.int8),
+            sequences=records["sequence"].astype(np.int64),
+            identities=records["identity"].astype(np.int64),
+        )

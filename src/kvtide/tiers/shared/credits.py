@@ -1,0 +1,402 @@
+"""What a node may write into shared storage: the credits that it has got of the steward; see budget.py.
+
+*It asks for what it wants to write.* Storage may be full, and then every byte that is asked for costs another block. So
+a node asks only when a block found no credit, and for the bytes of such blocks that could still be written. While it
+writes it asks for a little more, at most what it wrote between two looks and a small part of the budget, so that not
+every block has to be tried twice.
+
+*It gives back what it does not use.* When nothing was written for a third of a lease, or a credit is too old to begin
+a write with, the rest is given back by a paper (``back.``) as soon as the last write under it has ended. The steward
+then knows what was used, and gives the rest to others. A credit under which a write failed is never given back: a part
+of the block may be there, or still come. It counts as used until its lifetime has passed, and while much was lost in
+this way the node asks for no more, or a node whose writes all fail would have all blocks of the others removed.
+
+It also tells the steward what it has used, and hears what the steward has removed. All that talks to storage is in
+``step``, on the thread of a ``BudgetThread``; a storage that hangs holds up that thread and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtide.clock import Clock, SystemClock
+from kvtide.tiers.shared.budget import (
+    LOGS,
+    RESIGNED,
+    BudgetCoordinator,
+    BudgetCoordinatorStatistics,
+    CoordinationBlob,
+    CoordinationBlobs,
+    largest_block,
+    largest_credit,
+    paper_reserve,
+)
+from kvtide.tiers.shared.eviction_log import EvictionLogReader, packed
+from kvtide.tiers.shared.tier import Permit
+
+__all__ = ["BudgetStatistics", "BudgetThread", "WriteCredits"]
+
+log = logging.getLogger("kvtide.steward")
+
+_AHEAD = 64
+"""At most so large a part of the budget is asked for before a block needs it, by a node that is writing."""
+_REMEMBERED = 1 << 16
+"""Blobs in use that are remembered until the steward is told, and blocks that wait for credit."""
+_PATIENCE = 3.0
+"""Seconds that the end of a store waits for credit at most."""
+_FEWEST = 64
+"""Blobs in use that are told at a time even where the budget is small."""
+_NAME = 32
+"""Bytes of a blob's name in what is told."""
+
+
+@dataclass(slots=True, eq=False)
+class _Credit:
+    term: int
+    number: int
+    left: int
+    until: float
+    writing: int = 0
+    """Writes under it that have not ended."""
+    closing: bool = False
+    """No write begins under it any more."""
+    in_doubt: bool = False
+    """A write under it failed: some of its bytes may be there, or still come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken(Permit):
+    credits: tuple[_Credit, ...] = field(default=(), compare=False)
+
+
+class WriteCredits:
+    """Credits. ``take``, ``end`` and ``used`` from any thread, ``step`` and ``close`` from one.
+
+    ``filled`` is called when credit has come that blocks wait for, and ``removed`` with the names of blocks that the
+    steward has removed; with None if it cannot be said which. ``waiting`` answers how many bytes of blocks that were
+    refused could still be written. ``budget`` is that of this process; where the steward has another one, that counts.
+    """
+
+    def __init__(
+        self,
+        coordination: CoordinationBlobs,
+        budget: int,
+        filled: Callable[[], None] = lambda: None,
+        removed: Callable[[list[str] | None], None] = lambda _: None,
+        waiting: Callable[[], int] = lambda: sys.maxsize,
+        clock: Clock | None = None,
+    ) -> None:
+        self._coordination = coordination
+        self._budget = budget
+        self._filled = filled
+        self._removed = removed
+        self._waiting = waiting
+        self._eviction_log = EvictionLogReader(coordination.blobs, coordination.timeout)
+        self._clock = clock or SystemClock()
+        self._me = secrets.token_hex(6)
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._credits: list[_Credit] = []
+        """The first to end first."""
+        self._asked: dict[int, tuple[float, CoordinationBlob]] = {}
+        """What was asked for, and when it was looked who is steward."""
+        self._given_back: list[tuple[float, CoordinationBlob]] = []
+        """What was given back, and when."""
+        self._wanted: dict[str, int] = {}
+        """Bytes of blocks that found no credit, by name; what has left memory since may be among them."""
+        self._spent = 0
+        """Bytes that were taken since the last step."""
+        self._active = self._clock.monotonic()
+        """When credit was last taken, or came."""
+        self._lost: list[tuple[float, int]] = []
+        """Bytes of writes that failed, and until when they count."""
+        self._looked = self._served = False
+        """Whether there was a steward at the last step."""
+        self._alive = False
+        """Whether it has said so while this process looked: the beat that is found first may be of one that died."""
+        self._used: dict[str, None] = {}
+        self._told = BudgetCoordinatorStatistics()
+        self._beat: tuple[int, int] = (0, 0)
+        self._beat_at = self._clock.monotonic()
+        self.low = threading.Event()
+        """Set when it is time for a step."""
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that a block may have."""
+        return largest_block(self._told.budget or self._budget)
+
+    def take(self, name: str, nbytes: int) -> Permit | None:
+        # What is begun must be done before the credit ends.
+        now = self._clock.monotonic()
+        least = now + self._coordination.lifetime / 3
+        with self._lock:
+            usable = [credit for credit in self._credits if credit.left and credit.until > least and not credit.closing]
+            if sum(credit.left for credit in usable) >= nbytes:
+                return self._take(name, nbytes, usable, now)
+            if nbytes <= self.largest and len(self._wanted) < _REMEMBERED:
+                self._wanted[name] = nbytes
+        if self._served and not self._asked:
+            self.low.set()
+        return None
+
+    def _take(self, name: str, nbytes: int, usable: Sequence[_Credit], now: float) -> Permit:
+        from_these, short = [], nbytes
+        for credit in usable:
+            part = min(short, credit.left)
+            credit.left -= part
+            credit.writing += 1
+            short -= part
+            from_these.append(credit)
+            if not short:
+                break
+        self._wanted.pop(name, None)
+        self._spent += nbytes
+        self._active = now
+        return _Taken(min(credit.until for credit in from_these), nbytes, tuple(from_these))
+
+    def end(self, permit: Permit, *, failed: bool) -> None:
+        assert isinstance(permit, _Taken)
+        with self._lock:
+            for credit in permit.credits:
+                credit.writing -= 1
+                credit.in_doubt |= failed
+            if failed:
+                # The steward made the grant at most half a lifetime after this node looked, from when ``until`` counts.
+                self._lost.append((permit.until + self._coordination.lifetime / 2, permit.nbytes))
+
+    def used(self, names: Sequence[str]) -> None:
+        most = min(_REMEMBERED, max(_FEWEST, paper_reserve(self._budget) // LOGS // _NAME))
+        with self._lock:
+            if len(self._used) < most:
+                self._used.update(dict.fromkeys(names))
+
+    def told(self) -> BudgetCoordinatorStatistics:
+        """What the steward, whoever it is, said last."""
+        return self._told
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its last beat was seen."""
+        return self._clock.monotonic() - self._beat_at
+
+    @property
+    def credit(self) -> int:
+        """Bytes that may be written now."""
+        now = self._clock.monotonic()
+        with self._lock:
+            return sum(credit.left for credit in self._credits if credit.until > now and not credit.closing)
+
+    @property
+    def asks(self) -> bool:
+        """Whether blocks wait for credit and a steward is there who may give it."""
+        return self._served and self._alive and bool(self._wanted or self._asked)
+
+    def step(self) -> None:
+        """Ask for credit, take what was given, give back what is not used, tell what was used, hear what is gone.
+
+        Raises OSError where storage refuses.
+        """
+        looked = self._clock.monotonic()
+        beats, pages = self._coordination.beats_and_pages()
+        removed = self._eviction_log.hear(pages)
+        if removed != []:
+            self._removed(removed)
+        last = beats[-1] if beats else (0, 0)
+        if last != self._beat:
+            self._alive = self._looked
+            self._beat, self._beat_at = last, looked
+            self._told = self._coordination.told(*last) or self._told
+        self._looked = True
+        self._served = bool(last[0]) and last[1] != RESIGNED and looked - self._beat_at <= self._coordination.lease
+        if not self._served:
+            return  # nobody would answer
+        self._collect(last[0])
+        self._tell()
+        self._give_back(last[0])
+        self._ask(last[0], looked)
+
+    def close(self) -> None:
+        """Give everything back: nothing is written any more. Raises OSError where storage refuses."""
+        asked, self._asked = self._asked, {}
+        self._coordination.burn([paper for _, paper in asked.values()])
+        with self._lock:
+            self._wanted.clear()
+            for credit in self._credits:
+                credit.closing = True
+        if self._served:
+            self._give_back(self._beat[0])
+
+    def _collect(self, term: int) -> None:
+        if not self._asked:
+            return
+        for grant in self._coordination.find("grant", term, self._me):
+            asked = self._asked.pop(grant.number, None)
+            if asked is not None:
+                with self._lock:
+                    until = asked[0] + self._coordination.lifetime
+                    self._credits.append(_Credit(term, grant.number, grant.nbytes, until))
+                    self._credits.sort(key=lambda credit: credit.until)
+                    self._active = self._clock.monotonic()
+            self._coordination.burn([grant])
+        over = self._clock.monotonic() - self._coordination.lifetime / 2
+        stale = [number for number, (when, paper) in self._asked.items() if when < over or paper.term != term]
+        self._coordination.burn([self._asked.pop(number)[1] for number in stale])
+
+    def _tell(self) -> None:
+        with self._lock:
+            used, self._used = self._used, {}
+        if used:
+            name = f"used.{self._me}.{next(self._numbers):010d}"
+            self._coordination.blobs.create(name, packed(used), self._coordination.timeout)
+
+    def _give_back(self, term: int) -> None:
+        now = self._clock.monotonic()
+        ended: list[_Credit] = []
+        with self._lock:
+            idle = not self._wanted and now - self._active >= self._coordination.lease / 3
+            kept = []
+            for credit in self._credits:
+                credit.closing |= idle or not credit.left or credit.until <= now + self._coordination.lifetime / 3
+                if credit.until <= now:
+                    continue  # the steward knows that without us
+                if not credit.closing or credit.writing or credit.in_doubt:
+                    kept.append(credit)
+                elif credit.term == term:
+                    ended.append(credit)
+            self._credits = kept
+        for credit in ended:
+            self._given_back.append((now, self._coordination.say("back", term, self._me, credit.number, credit.left)))
+        # A steward of an earlier version does not read these papers, and leaves them.
+        old = [paper for when, paper in self._given_back if when < now - self._coordination.lifetime]
+        self._coordination.burn(old)
+        del self._given_back[: len(old)]
+
+    def _ask(self, term: int, looked: float) -> None:
+        now = self._clock.monotonic()
+        with self._lock:
+            spent, self._spent = self._spent, 0
+            wanted = dict(self._wanted)
+            least = now + self._coordination.lifetime / 3
+            left = sum(credit.left for credit in self._credits if credit.until > least and not credit.closing)
+            self._lost = [(until, nbytes) for until, nbytes in self._lost if until > now]
+            lost = sum(nbytes for _, nbytes in self._lost)
+            quiet = now - self._active
+        need = min(sum(wanted.values()), self._waiting()) if wanted else 0
+        if not need:  # what was refused is not in memory any more
+            self._forget(wanted)
+        elif min(wanted.values()) <= left:
+            if quiet < self._coordination.lease:
+                # At each step: a block is known to wait only when its whole batch has ended.
+                self._filled()
+            else:  # they have left memory, though others are still there
+                self._forget(name for name, nbytes in wanted.items() if nbytes <= left)
+        if self._asked:
+            if not need and quiet >= self._coordination.lease / 3:
+                asked, self._asked = self._asked, {}
+                self._coordination.burn([paper for _, paper in asked.values()])
+            return
+        budget = self._told.budget or self._budget
+        ahead = min(spent, budget // _AHEAD)
+        if lost > budget // _AHEAD or (need <= left and left >= ahead / 2):
+            return
+        most = largest_credit(budget)
+        large = max((nbytes for nbytes in wanted.values() if most < nbytes <= need), default=0)
+        nbytes = max(large, min(need + ahead, most)) - left
+        if nbytes > 0:
+            number = next(self._numbers)
+            self._asked[number] = looked, self._coordination.say("ask", term, self._me, number, nbytes)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._wanted.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStatistics:
+    """The byte budget of a shared storage, as one process sees it."""
+
+    steward: BudgetCoordinatorStatistics
+    """What whoever keeps it said with the last beat that was seen."""
+    here: bool
+    """Whether that is this process."""
+    silence: float
+    """Seconds since that beat was seen; if there was none, since this process began to look."""
+    credit: int
+    """Bytes that this process may write now."""
+
+
+class BudgetThread:
+    """The thread that lets a steward, and a purse where there is one, take their steps."""
+
+    def __init__(
+        self, coordination: CoordinationBlobs, steward: BudgetCoordinator, write_credits: WriteCredits | None = None
+    ) -> None:
+        self._period = coordination.lease / 6
+        self.steward = steward
+        self._write_credits = write_credits
+        self._wake = write_credits.low if write_credits is not None else threading.Event()
+        self._stepped = threading.Condition()
+        self._over = False
+        self._failed = False
+        self._thread = threading.Thread(target=self.run, name="kvtide-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def statistics(self) -> BudgetStatistics:
+        own, write_credits = self.steward.statistics(), self._write_credits
+        if write_credits is None:
+            return BudgetStatistics(own, bool(own.term), 0.0, 0)
+        return BudgetStatistics(
+            own if own.term else write_credits.told(), bool(own.term), write_credits.silence, write_credits.credit
+        )
+
+    def run(self) -> None:
+        """Take steps until it is closed."""
+        while not self._over:
+            try:
+                if self._write_credits is not None:
+                    self._write_credits.step()
+                self.steward.step()
+                self._failed = False
+            except Exception as e:  # noqa: BLE001 - somebody else's blob where our papers are, say; it must go on
+                if not self._failed:
+                    log.warning("the byte budget of shared storage cannot be kept: %s; nothing is stored until then", e)
+                self._failed = True
+            with self._stepped:
+                self._stepped.notify_all()
+            # Blocks wait in memory for an answer to what was asked: look for it sooner.
+            self._wake.wait(
+                self._period / 4 if self._write_credits is not None and self._write_credits.asks else self._period
+            )
+            self._wake.clear()
+        if self._write_credits is not None:
+            with contextlib.suppress(OSError):
+                self._write_credits.close()
+        with contextlib.suppress(OSError):
+            self.steward.resign()
+
+    def wait_for_credit(self, timeout: float | None = None) -> None:
+        """Wait while blocks wait for credit that may come: half a lease, in which a steward answers, or 3 seconds."""
+        write_credits = self._write_credits
+        if write_credits is None or not self._thread.is_alive():
+            return
+        most = min(3 * self._period, _PATIENCE, *() if timeout is None else (timeout,))
+        with self._stepped:
+            self._stepped.wait_for(lambda: not write_credits.asks, most)
+
+    def close(self) -> None:
+        """End, unless storage hangs: then it is left alone."""
+        self._over = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(6 * self._period)

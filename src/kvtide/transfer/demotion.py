@@ -1,0 +1,473 @@
+"""Blocks on their way down: from DRAM to colder tiers, while they stay readable where they are.
+
+If a lane has no room, or a tier's budget of writes or its tenant's quota is used up, the write is not made: stores are
+dropped, callers never wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtide.block import BlockKey
+from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.interrupts import to_the_end
+from kvtide.plan.policy import Policy
+from kvtide.plan.quota import Quota
+from kvtide.tiers.base import Renewal, Renewing, Write
+from kvtide.tiers.format.record import header_bytes
+from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.eraser import Eraser
+from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.written import Flushed, Unwritten
+
+__all__ = ["Demotion"]
+
+_WRITES = 8
+_CHUNK = 64 << 20
+"""A write is cut into jobs of so many blocks and bytes, so that a read that comes meanwhile need not wait for all."""
+_ENOUGH = 8 << 20
+"""Small blocks are more to a job, so that it has these bytes."""
+_LOOK = 1 << 14
+"""Rows that are looked at in one turn of the index's lock, to tell what is not written."""
+
+
+_Watcher = tuple[Callable[[list[Any]], None], object]
+"""Whom to tell, and of what."""
+
+
+class Demotion:
+    """Writes rows of DRAM down. ``counts`` is told what happened."""
+
+    def __init__(
+        self,
+        index: Index,
+        residents: Residents,
+        colds: Sequence[ColdTier],
+        policy: Policy,
+        eraser: Eraser,
+        feed: Feed,
+        counts: Counter[str],
+    ) -> None:
+        self._index = index
+        self._residents = residents
+        self._colds = colds
+        self._policy = policy
+        self._eraser = eraser
+        self._feed = feed
+        self._counts = counts
+        self._unsaid: list[Event] = []
+        """What left a tier so that other blocks of its tenant could be written; told when one of those is."""
+        self.lost: Counter[Unwritten] = Counter()
+        """Blocks that have left DRAM and are in no tier, though one was to have them; and why it had not."""
+        self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
+        """Whom to tell when a write has ended, by tier and row."""
+        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in colds}
+        """Rows that are to be written on request, by tier."""
+        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
+        """Those of them that are being written, and their bytes."""
+        self._told: list[_Watcher] = []
+        """Whom ``tell`` is to tell. Kept here, so that an interrupted caller does not forget them."""
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+
+    def write(self, cold: ColdTier, rows: Rows) -> None:
+        """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
+        if len(rows) and len(refused := self._submit(cold, rows)):
+            self._counts[f"stores dropped: the queue of {cold.name} is full"] += len(refused)
+            if not cold.admission.keeps_leaving:  # else it is tried again before they leave
+                self._residents.note_unwritten(refused.tolist(), cold.number, Unwritten.QUEUE_FULL)
+
+    def _submit(self, cold: ColdTier, rows: Rows, *, last: bool = False, requested: bool = False) -> Rows:
+        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock.
+
+        What its budget of writes does not allow is dropped, unless this is the ``last`` chance. There is always room
+        for what was ``requested``: who asks gives it little at a time.
+        """
+        index = self._index
+        rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
+        if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
+            rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
+        beyond = rows[:0]
+        if cold.quota is not None:
+            if cold.budget is not None and not last and cold.budget.statistics().bytes_left <= 0:
+                rows = self._over_budget(cold, rows)
+            rows, beyond = self._within(cold, cold.quota, rows, requested)
+        charged = rows
+        since = cold.heard()
+        items: list[Write] = []
+        for row in rows.tolist():
+            span = self._residents.span(row)
+            if cold.budget is not None and not cold.budget.take(len(span), last):
+                self._over_budget(cold, rows[len(items) :])
+                rows = rows[: len(items)]
+                break
+            if not cold.lane.room(len(span), requested):
+                if cold.budget is not None:
+                    cold.budget.give_back(len(span))
+                break
+            write = Write(
+                index.key(row),
+                self._residents.identity(row),
+                span,
+                index.parent(row),
+                int(index.depth[row]),
+                row,
+                float(index.expiry[row]),
+                int(index.priority[row]),
+                self._residents.tokens.get(row, b"") if cold.keep_tokens else b"",
+                since,
+            )
+            items.append(write)
+        rows, refused = rows[: len(items)], np.concatenate([rows[len(items) :], beyond])
+        if cold.quota is not None:
+            for row in charged[len(items) :].tolist():
+                cold.quota.account.leave(row)
+        index.state[cold.number][rows] = PENDING
+        index.hold(rows)
+        size = max((len(item.span) for item in items), default=1)
+        step = max(1, min(max(_WRITES, _ENOUGH // size), _CHUNK // size))
+        for i in range(0, len(items), step):
+            part = items[i : i + step]
+            # Submitting takes no I/O; a tier that answers at once takes the index's lock again, which is reentrant.
+            cold.lane.write(part, functools.partial(self._written, cold, part))
+        return refused
+
+    def _over_budget(self, cold: ColdTier, rows: Rows) -> Rows:
+        """A tier's budget of writes does not allow these rows; answers none. Under the lock."""
+        self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
+        self._residents.refused.update(rows.tolist())
+        self._residents.note_unwritten(rows.tolist(), cold.number, Unwritten.WRITE_BUDGET)
+        self._index.changes += 1  # they may leave DRAM now
+        return rows[:0]
+
+    def _within(self, cold: ColdTier, quota: Quota, rows: Rows, requested: bool) -> tuple[Rows, Rows]:
+        """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
+        that its lane would not take: for them nothing need leave. What was ``requested`` it takes. Under the lock."""
+        good = np.ones(len(rows), np.bool_)
+        full: set[int] = set()
+        room, stop = cold.lane.write_room, len(rows)
+        for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
+            identity = self._residents.identity(row)
+            room -= identity.geometry.footprint
+            if room < 0 and not requested and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+                stop = i
+                break
+            if tenant not in quota.account.quotas:
+                continue
+            tokens = 4 * identity.block_tokens if cold.keep_tokens else 0
+            nbytes = header_bytes(identity.geometry.sections, tokens) + identity.geometry.footprint
+            allowed, own = (0, []) if tenant in full else quota.allow(tenant, 1, nbytes)
+            if own:
+                self.evict(cold, own, self._unsaid)
+            if not allowed:
+                full.add(tenant)
+                good[i] = False
+                quota.refuse(tenant, "store", 1, self._counts)
+                self._residents.refused.add(row)
+                self._residents.note_unwritten([row], cold.number, Unwritten.QUOTA)
+            else:
+                quota.account.enter(rows[i : i + 1], nbytes)
+        return rows[:stop][good[:stop]], rows[stop:]
+
+    def evict(self, cold: ColdTier, rows: list[int], events: list[Event]) -> bool:
+        """Let rows leave a colder tier; answers whether there were any. Under the lock."""
+        keys = self._index.keys(rows_of(rows))
+        if rows and self._feed.followed:
+            events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
+        for row, key in zip(rows, keys, strict=True):
+            cold.tier.evict(key, self._index.remove(row, cold.number))
+            self._index.retire(row)
+        if rows:
+            self._counts[f"blocks evicted from {cold.name}"] += len(rows)
+        return bool(rows)
+
+    def _written(self, cold: ColdTier, items: Sequence[Write], places: Sequence[int]) -> None:
+        index, residents, quota, number = self._index, self._residents, cold.quota, cold.number
+        kept: list[Write] = []
+        dropped: list[tuple[BlockKey, int]] = []
+        small = cold.tier.statistics().budget if NOWHERE in places else 0
+        shorter: list[Renewal] = []
+        owners = [item.owner for item in items]
+        rows = rows_of(owners)
+        with index.lock:
+            doomed, refused, unwritten = residents.doomed, residents.refused, residents.unwritten
+            for item, row, place, expiry in zip(items, owners, places, index.expiry[rows].tolist(), strict=True):
+                charged = quota.account.charged(row) if quota is not None else 0
+                index.remove(row, number)
+                if row in doomed:
+                    # A failed write too may have left its name.
+                    dropped.append((item.key, place))
+                elif place == NOWHERE:
+                    refused.add(row)
+                    reason = Unwritten.TIER_TOO_SMALL if 0 < small < len(item.span) else Unwritten.WRITE_FAILED
+                    residents.note_unwritten([row], number, reason)
+                else:
+                    index.put(row, number, SEALED, place)
+                    if quota is not None and charged:
+                        # A compressed block takes less than it was charged for.
+                        taken = charged if cold.evictor is None else cold.evictor.size(place)
+                        quota.account.enter(rows_of([row]), taken)
+                    refused.discard(row)
+                    if unwritten:
+                        residents.note_written(row, number)
+                    kept.append(item)
+                    if item.expiry > expiry:
+                        shorter.append((item.key, place, expiry))
+            self._counts[f"blocks written to {cold.name}"] += len(kept)
+            residents.unhold(rows)
+            events, self._unsaid = self._unsaid, []
+            if self._watchers or self._under_way[number]:
+                self._over(cold, owners)
+        if dropped:
+            self._eraser.erase(cold, dropped)
+        if kept and self._feed.followed:
+            whose = tuple(item.identity.fingerprint for item in kept)
+            events.append(BlockStored(cold.name, tuple(item.key for item in kept), whose))
+        self._feed.publish(events)
+        if shorter:  # its expiry was changed while it was written
+            self.renew(cold, shorter, lambda erased: None)
+        self.tell()
+
+    def renew(self, cold: ColdTier, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
+        """See ``Pipeline.renew``."""
+        if isinstance(cold.tier, Renewing):
+            cold.tier.renew(items, functools.partial(self._renewed, cold, items, done))
+        else:
+            self._renewed(cold, items, done, [False] * len(items))
+
+    def _renewed(
+        self, cold: ColdTier, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None], results: Sequence[bool]
+    ) -> None:
+        index = self._index
+        bad = [(key, place) for (key, place, _), good in zip(items, results, strict=True) if not good]
+        events: list[Event] = []
+        with index.lock:
+            rows = index.rows([key for key, _ in bad])
+            there = index.place[cold.number][rows] == np.array([place for _, place in bad], np.int64)
+            there &= index.state[cold.number][rows] == SEALED
+            # What was evicted meanwhile has given its place back, perhaps to another block.
+            bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
+            if len(rows := rows[there]):
+                events.append(BlockRemoved(cold.name, index.keys(rows), "expired", index.identities(rows)))
+                index.remove_many(rows, cold.number)
+                index.retire_many(rows)
+        self._feed.publish(events)
+        if bad:
+            cold.tier.drop(bad, done)
+        else:
+            done(())
+
+    # -- on request ---------------------------------------------------------------------------------------
+
+    def watch(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
+        """Call ``told`` once, when the next write of a row to a tier has ended or was refused. Under the lock.
+
+        It is called outside the lock, on any thread, with ``what`` of all rows that end together. The caller holds the
+        row, or it could be another's by then.
+        """
+        self._watchers.setdefault((cold.number, row), []).append((told, what))
+
+    def unwatch(self, row: int, told: Callable[[list[Any]], None]) -> None:
+        """End what ``watch`` began, in all tiers: what then nobody watches is not written any more, unless that has
+        begun. Under the lock."""
+        for cold in self._colds:
+            if watchers := self._watchers.get((cold.number, row)):
+                if others := [watcher for watcher in watchers if watcher[0] is not told]:
+                    self._watchers[cold.number, row] = others
+                else:
+                    del self._watchers[cold.number, row]
+
+    def watched(self, cold: ColdTier, row: int, what: object) -> bool:
+        """Whether somebody is to be told ``what`` when a write of a row to a tier has ended. Under the lock."""
+        return any(known is what for _, known in self._watchers.get((cold.number, row), ()))
+
+    def request(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
+        """``watch`` a row that ``write_on_request`` is to write. Under the lock."""
+        self._requested[cold.number].append(row)
+        self.watch(cold, row, told, what)
+
+    def withdraw(self, told: Callable[[list[Any]], None]) -> None:
+        """Nobody is to be told through ``told`` any more; what only it asked for is not written. Under the lock."""
+        for place, watchers in list(self._watchers.items()):
+            left = [watcher for watcher in watchers if watcher[0] is not told]
+            if left:
+                self._watchers[place] = left
+            else:
+                del self._watchers[place]
+        for number, waiting in self._requested.items():
+            self._requested[number] = deque(row for row in waiting if (number, row) in self._watchers)
+
+    def write_on_request(self, cold: ColdTier) -> None:
+        """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
+        wait. Who watches them is told of each. Not under the lock."""
+        try:
+            with self._index.lock:
+                try:
+                    self._write_requested(cold)
+                except BaseException:
+                    self.interrupted()
+                    raise
+        finally:
+            self.tell()
+
+    def repair(self) -> bool:
+        """Writes that were given up have ended: whoever watches one that is neither under way nor to be begun is to be
+        told. Answers whether ``tell`` has somebody to tell. Under the lock, when the states of the rows are right."""
+        for cold in self._colds:
+            state, under_way = self._index.state[cold.number], self._under_way[cold.number]
+            for row in [row for row in under_way if state[row] != PENDING]:
+                del under_way[row]
+            waiting = set(self._requested[cold.number])
+            for number, row in list(self._watchers):
+                if number == cold.number and state[row] != PENDING and row not in waiting:
+                    self._ended(number, row)
+        return bool(self._told)
+
+    def _ended(self, number: int, row: int) -> None:
+        """A write has ended, or will not be made: who watches it is to be told. Under the lock."""
+        # In this order: who is interrupted in between lets them be told twice, and not never.
+        self._told += self._watchers.get((number, row), ())
+        self._watchers.pop((number, row), None)
+
+    def tell(self) -> None:
+        """Tell those who watched what has ended. Outside the lock."""
+        if self._told:
+            to_the_end(self._tell_all)  # others wait for it
+
+    def _tell_all(self) -> None:
+        some: list[_Watcher] = []
+        try:
+            with self._index.lock:
+                some, self._told = self._told, some
+            _tell(some)
+        except BaseException:
+            with self._index.lock:
+                self._told = some + self._told
+            raise
+
+    def _write_requested(self, cold: ColdTier) -> None:
+        """Write more of what was asked for, if there is little of it under way. Under the lock; ``tell`` outside."""
+        waiting, under_way = self._requested[cold.number], self._under_way[cold.number]
+        while waiting and sum(under_way.values()) < _CHUNK:
+            some: dict[int, int] = {}
+            while waiting and sum(some.values()) < _ENOUGH:
+                row = waiting.popleft()
+                if (cold.number, row) not in self._watchers:  # who asked has cancelled, and the row may be another's
+                    continue
+                if self._index.state[DRAM][row] == SEALED:
+                    some[row] = len(self._residents.span(row))
+                else:
+                    self._ended(cold.number, row)
+            under_way.update(some)  # before they are submitted: a tier may answer at once
+            self._submit(cold, rows_of(list(some)), requested=True)
+            for row in some:
+                if self._index.state[cold.number][row] != PENDING:
+                    under_way.pop(row, None)
+                    self._ended(cold.number, row)
+
+    def _over(self, cold: ColdTier, rows: Sequence[int]) -> None:
+        """Writes have ended. Under the lock; ``tell`` outside."""
+        under_way = self._under_way[cold.number]
+        for row in rows:
+            under_way.pop(row, None)
+            self._ended(cold.number, row)
+        self._write_requested(cold)
+
+    # -- what is written ----------------------------------------------------------------------------------
+
+    def report(self, timed_out: bool) -> Flushed:
+        """What is in DRAM and written, or why it is not; ``timed_out``: though writes are still under way."""
+        index, residents, found = self._index, self._residents, dict[Unwritten, int]()
+        written = 0
+
+        def note(reason: Unwritten, count: int) -> None:
+            if count:
+                found[reason] = found.get(reason, 0) + count
+
+        size = index.size
+        for first in range(0, size, _LOOK):
+            some = slice(first, min(first + _LOOK, size))
+            with index.lock:
+                here = index.state[DRAM][some] == SEALED
+                if not (timed_out or residents.unwritten or residents.doomed):
+                    missing = here.copy()
+                    for cold in self._colds:
+                        missing &= index.state[cold.number][some] != SEALED
+                    if not missing.any():  # as usual
+                        written += int(np.count_nonzero(here))
+                        continue
+                rows = first + np.flatnonzero(here)
+                if residents.doomed:
+                    rows = rows[~residents.are_doomed(rows)]
+                saved = self.saved(rows)
+                written += int(np.count_nonzero(saved))
+                coming = np.zeros(len(rows), np.bool_)
+                for cold in self._colds:
+                    coming |= index.state[cold.number][rows] == PENDING
+                if timed_out:
+                    note(Unwritten.TIMEOUT, int(np.count_nonzero(coming)))
+                rest = ~saved & ~coming
+                if residents.unwritten:
+                    for i, row in enumerate(rows.tolist()):
+                        if (reasons := residents.unwritten.get(row)) is not None:
+                            for reason in reasons.values():
+                                note(reason, 1)
+                            rest[i] = False
+                note(Unwritten.NOT_ADMITTED if self._colds else Unwritten.NO_TIER, int(np.count_nonzero(rest)))
+        return Flushed(written, found, complete=Unwritten.TIMEOUT not in found)
+
+    def count_lost(self, rows: Sequence[int]) -> None:
+        """Rows leave DRAM: note which of them no tier has, though one was to have them. Under the lock."""
+        for row in rows:
+            if (reasons := self._residents.unwritten.get(row)) and not self.saved(rows_of([row]))[0]:
+                self.lost[next(iter(reasons.values()))] += 1
+
+    def saved(self, rows: Rows) -> Mask:
+        """Which rows are whole in a colder tier too."""
+        saved = np.zeros(len(rows), np.bool_)
+        for cold in self._colds:
+            saved |= self._index.state[cold.number][rows] == SEALED
+        return saved
+
+    def may_leave(self, rows: Rows) -> Mask:
+        """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
+        free = self.saved(rows)
+        if refused := self._residents.refused:
+            free |= np.isin(rows, np.fromiter(refused, np.int64, len(refused)))
+        return free
+
+    def flush(self) -> None:
+        """Write down what only DRAM has, hottest first, where the admission says that it should outlive DRAM."""
+        for cold in self._colds:
+            if not cold.admission.keeps_leaving:
+                continue
+            with self._index.lock:
+                # Pinned ones too: what must not leave DRAM must not be lost with it either.
+                rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
+                rows = rows[~self.saved(rows)]
+                rows = self._flush(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
+            while len(rows) and cold.lane.wait_idle(cold.patience):
+                with self._index.lock:
+                    rows = self._flush(cold, rows)
+
+    def _flush(self, cold: ColdTier, rows: Rows) -> Rows:
+        try:
+            return self._submit(cold, rows, last=True)
+        except BaseException:
+            self.interrupted()
+            raise
+
+
+def _tell(watchers: list[_Watcher]) -> None:
+    """Tell each of all that it waits for, at once."""
+    told: dict[int, tuple[Callable[[list[Any]], None], list[Any]]] = {}
+    for call, what in watchers:
+        told.setdefault(id(call), (call, []))[1].append(what)
+    for call, some in told.values():
+        call(some)

@@ -1,0 +1,306 @@
+"""Room: who must leave so that others can come.
+
+A tier makes room when it is full, by its policy. A tenant that has a quota makes room among its own blocks when that is
+used up, however empty the tier is; only then may it take what the tier has. In both cases it is decided first whether
+what may leave makes the room that is wanted; if not, nothing leaves.
+
+A block in DRAM that must not leave, and stands in the way of another slot size, is moved: under the lock it gets its
+new slot and is held, without it the bytes are copied, and under it again the row changes its place. Until then whoever
+asks for the block reads it where it was; if somebody does so at that moment, it stays there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.events import BlockRemoved, Event, Feed
+from kvtide.index.index import DRAM, Index, Rows
+from kvtide.plan.evict import Eviction, Evictor
+from kvtide.plan.quota import Quota
+from kvtide.tiers.base import Identity
+from kvtide.tiers.dram.tier import Dram, copy
+from kvtide.tiers.segments import Segment, domain_of, ladder, segment_of, size_of
+from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.demotion import Demotion
+from kvtide.transfer.residents import Moving, Residents, rows_of
+
+__all__ = ["SpaceMaker"]
+
+
+_FEW = 12
+"""Rows up to which one after the other is faster than all at once."""
+_TRIES = 4
+"""How often others are chosen when blocks that were to be moved were asked for meanwhile."""
+
+
+class _Move(NamedTuple):
+    """Blocks on their way to other slots of their kind, so that segments become empty."""
+
+    rows: Rows
+    """Which are held by it."""
+    slots: list[tuple[int, int, int, int]]
+    """Of each the row, its old place, its new one, and its bytes."""
+    drained: list[Segment]
+
+
+class SpaceMaker:
+    """All calls under the index's lock. ``tenants`` has the numbers of those with quotas, by tag."""
+
+    def __init__(
+        self,
+        index: Index,
+        residents: Residents,
+        dram: Dram,
+        colds: Sequence[ColdTier],
+        demotion: Demotion,
+        evictor: Evictor,
+        quota: Quota | None,
+        tenants: Mapping[bytes, int],
+        feed: Feed,
+        counts: Counter[str],
+    ) -> None:
+        self._index = index
+        self._residents = residents
+        self._dram = dram
+        self._colds = colds
+        self._demotion = demotion
+        self._evictor = evictor
+        self._quota = quota
+        self._tenants = tenants
+        self._feed = feed
+        self._counts = counts
+        self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
+        self._ahead = 0
+        """Blocks that may be stored before more must be written down."""
+        self._moves: list[_Move] = []
+        """Decided, and not done."""
+        self._moving = threading.Lock()
+        self.interrupted: Callable[[], None] = lambda: None
+        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+
+    def take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
+        """Slots in DRAM for as many as can be had, by evicting too, but not by growing."""
+        size, domain = what.geometry.footprint, what.domain
+        places = self._dram.take_many(size, count, owners, domain)
+        while (left := count - len(places)) and not self.growable(what):
+            if not self.make(ladder(size) | domain, left, events):
+                break
+            places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
+        return places
+
+    def growable(self, what: Identity) -> bool:
+        """Whether ``grow`` could make room for such a block, or is just about to."""
+        return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
+
+    def grow(self, what: Identity, *, wait: bool = True) -> bool | None:
+        """Move blocks that stand in the way, and take memory for such a block. Not under the lock. Who does not
+        ``wait`` is told None while memory is taken: see ``Dram.grow``.
+
+        Where the system has no memory though the budget does, evict: but only what makes room without it. If somebody
+        asked for blocks while they were moved, so that they stay, others are chosen, a few times at most.
+        """
+        size, domain = what.geometry.footprint, what.domain
+        for left in range(_TRIES, -1, -1):
+            emptied = self._move()
+            grown = self._dram.grow(size, domain, wait=wait)
+            if grown or emptied:
+                return True
+            if grown is None:
+                return None
+            if not left:
+                break
+            events: list[Event] = []
+            with self._index.lock:
+                try:
+                    made = self.make(ladder(size) | domain, 1, events, in_place=emptied is None)
+                except BaseException:
+                    self.interrupted()
+                    raise
+            self._feed.publish(events)
+            if not made or not self._moves:
+                return made
+        return False
+
+    def allow(self, what: Identity, count: int, events: list[Event]) -> int:
+        """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
+        if what.tenant in self._residents.forgotten:
+            return 0
+        quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
+        if quota is None or tenant not in quota.account.quotas or not count:
+            return count
+        kind, size = ladder(what.geometry.footprint) | what.domain, ladder(what.geometry.footprint)
+        allowed, rows = quota.allow(tenant, count, size)
+        if rows and not self._all_of(rows, kind):
+            # Slots of other kinds make the quota, but no place: is there one to be had?
+            reach = self._evictor.reach(kind, allowed)
+            if reach < allowed:
+                allowed, rows = quota.allow(tenant, reach, size)
+        self._evict(rows, events)
+        if allowed < count and self._keep_leaving:
+            self._save(quota.own(tenant))
+        return allowed
+
+    def _all_of(self, rows: list[int], kind: int) -> bool:
+        """Whether all rows are in slots of that kind."""
+        segments = self._dram.segments
+        return all(segments[segment_of(place)].kind == kind for place in self._index.place[DRAM][rows].tolist())
+
+    def refuse(self, what: Identity, verb: str, count: int) -> None:
+        """So many blocks are more than their tenant may have."""
+        if count and what.tenant in self._residents.forgotten:
+            if verb == "load":
+                self._counts["loads dropped: their tenant is being forgotten"] += count
+            else:
+                self._counts["stores dropped: their tenant is being forgotten"] += count
+        elif count and self._quota is not None:
+            self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
+
+    def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
+        """Evict from DRAM so that up to ``count`` slots of a kind come free, at once or when ``grow`` is called.
+
+        If nothing that may leave would lead to a slot, nothing does, and the answer is False.
+        """
+        eviction = self._evictor.victims(kind, count, in_place=in_place)
+        if not eviction and self._keep_leaving:
+            before = self._index.changes
+            self._save_coldest(kind)
+            if self._index.changes != before:  # a tier that answers at once has them now
+                eviction = self._evictor.victims(kind, count, in_place=in_place)
+        self._evict(eviction.leave, events)
+        if eviction.move:
+            self._begin(eviction)
+        return bool(eviction)
+
+    def _evict(self, rows: list[int], events: list[Event]) -> None:
+        if rows and self._feed.followed:
+            gone = rows_of(rows)
+            events.append(BlockRemoved("dram", self._index.keys(gone), "evicted", self._index.identities(gone)))
+        if self._residents.unwritten:
+            self._demotion.count_lost(rows)
+        if len(rows) > _FEW:
+            self._residents.leave_many(rows_of(rows))
+            self._index.retire_many(rows_of(rows))
+        else:
+            for row in rows:
+                self._residents.leave(row)
+                self._index.retire(row)
+        self._counts["blocks evicted from dram"] += len(rows)
+
+    def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event]) -> bool:
+        """Evict from a colder tier so that up to ``count`` slots of ``size`` come free."""
+        assert cold.evictor is not None
+        eviction = cold.evictor.victims(size, count)
+        moving = [row for rows in eviction.move.values() for row in rows]
+        made = self._demotion.evict(cold, eviction.leave, events)
+        if moving:
+            # They must not leave the tier, but are in DRAM too: they are written again from there.
+            made |= self._demotion.evict(cold, moving, events)
+            self._demotion.write(cold, rows_of(moving))
+        return made
+
+    def save_ahead(self, stored: int) -> None:
+        """So many blocks were stored: write the coldest down before they must leave, so that they can at once."""
+        self._ahead -= stored
+        segments = self._dram.segments
+        if self._keep_leaving and self._ahead <= 0 and segments.used * 2 >= segments.budget:
+            self._save_coldest()
+
+    def _save_coldest(self, kind: int | None = None) -> None:
+        """Write down those that would leave next.
+
+        If a slot of ``kind`` is wanted and none can be had: those in such slots too, and so many of all that a segment
+        can be emptied for it.
+        """
+        with self._dram.book_lock:
+            count = max(8, self._dram.blocks // 8)
+            if kind is not None:
+                count = max(count, max((s.slots for s in self._dram.segments), default=0))
+        rows = self._evictor.coldest(count)
+        if kind is not None:
+            rows = np.union1d(rows, self._evictor.coldest(count, kind))
+        self._save(rows)
+        self._ahead = count // 2
+
+    # -- moving -------------------------------------------------------------------------------------------
+
+    def _begin(self, eviction: Eviction) -> None:
+        """Give rows that must come out of segments their new slots. Under the lock; ``_move`` does the rest."""
+        moves: list[tuple[int, int, int, int]] = []
+        index, identity = self._index, self._residents.identity
+        for kind, rows in eviction.move.items():
+            places = self._dram.take_many(size_of(kind), len(rows), rows_of(rows), domain_of(kind))
+            moves += [
+                (row, int(index.place[DRAM][row]), new, identity(row).geometry.footprint)
+                for row, new in zip(rows, places, strict=False)
+            ]
+        for _, _, new, _ in moves:
+            self._dram.unfilled(new)
+        held = rows_of([row for row, *_ in moves])
+        index.hold(held)
+        self._moves.append(_Move(held, moves, eviction.drained))
+
+    def moving(self) -> Moving:
+        """What is under way. Under the lock."""
+        slots = [slot for move in self._moves for slot in move.slots]
+        rows, places = rows_of([row for row, *_ in slots]), rows_of([new for _, _, new, _ in slots])
+        return Moving(rows, places, [segment for move in self._moves for segment in move.drained])
+
+    def _move(self) -> bool | None:
+        """Copy blocks to their new slots, and let go of the old ones; answers whether a segment became empty, None if
+        there was nothing to move.
+
+        Sealed blocks do not change, so they may be read meanwhile. One that somebody holds when it is copied stays
+        where it is, and so does its segment; who wants room chooses again. Not under the lock.
+        """
+        if not self._moves:
+            return None
+        emptied: bool | None = None
+        events: list[Event] = []
+        with self._moving:  # who comes second needs what the first one makes
+            while self._moves:
+                move = self._moves[0]
+                copied = 0
+                try:
+                    for _, old, new, size in move.slots:
+                        copy(self._dram.span(new, size), self._dram.span(old, size))
+                        if self._dram.is_mixed(new):
+                            self._dram.zero_tail(new, size)  # a tenant may just be forgotten whose bytes are there
+                        copied += 1
+                finally:
+                    with self._index.lock:
+                        try:
+                            self._moves.remove(move)
+                            emptied = self._moved(move, copied, events) or bool(emptied)
+                        except BaseException:
+                            self.interrupted()
+                            raise
+        self._feed.publish(events)
+        return emptied
+
+    def _moved(self, move: _Move, copied: int, events: list[Event]) -> bool:
+        """So many of these blocks were copied: if nothing stays in their segments, the rest leaves. Under the lock."""
+        index, doomed = self._index, self._residents.doomed
+        for i, (row, old, new, _) in enumerate(move.slots):
+            alone = index.holds[row] == 1 and row not in doomed and index.place[DRAM][row] == old
+            if i < copied and alone:
+                index.relocate(row, DRAM, new)
+                self._dram.filled(new, self._residents.identity(row).tenant)
+                self._dram.release(old)
+                self._counts["blocks moved in dram"] += 1
+            elif row in doomed:
+                self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and there is a copy of it
+            else:
+                self._dram.release(new)
+        self._residents.unhold(move.rows)
+        self._evict(self._evictor.rest(move.drained), events)
+        return self._dram.settle(move.drained)
+
+    def _save(self, rows: Rows) -> None:
+        for cold in self._colds:
+            if cold.admission.keeps_leaving:
+                self._demotion.write(cold, rows[~self._demotion.saved(rows)])
