@@ -194,7 +194,7 @@ def test_the_words_of_the_public_interface_are_in_the_glossary() -> None:
 
     told = (ROOT / "docs/glossary.md").read_text()
     methods = {name for name, _ in inspect.getmembers(kvtide.Session, inspect.isfunction) if name[0] != "_"}
-    for verb in methods - {"close", "chain", "ended", "pledge"}:
+    for verb in methods - {"close", "chain", "ended", "write_arguments"}:
         assert f"`{verb}`" in told, verb
     for noun in ("Chain", "Extra", "Group", "Layout", "Load", "Match", "Model", "Session", "Store", "Tenant"):
         assert noun in kvtide.__all__

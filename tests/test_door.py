@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from kvtide.errors import ClosedError
 from kvtide.call_guard import CallGuard
+from kvtide.errors import ClosedError
 
 
 def test_shutting_waits_for_who_is_inside() -> None:

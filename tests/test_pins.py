@@ -121,7 +121,7 @@ def test_pins_of_a_client(done: list[tuple[str, int, tuple[int, ...]]]) -> None:
         try:
             with Client(node.path) as client:
                 assert client.statistics().pinned == 0
-                (handler,) = node.node._guests.values()
+                (handler,) = node.node._handlers.values()
                 full = handler._account.room
                 play(client, clock, done, lambda: None)
                 eventually(lambda: client.statistics().pinned == 0)

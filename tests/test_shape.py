@@ -9,7 +9,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -54,30 +53,29 @@ def part(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def at_runtime(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those under ``if TYPE_CHECKING``."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from at_runtime(node)
+def module(file: Path) -> str:
+    parts = file.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(("kvtide", *(p for p in parts if p != "__init__")))
 
 
+MODULES = {module(file): file for file in FILES}
+
+
+@cache
 def imported(file: Path) -> set[str]:
-    """The rooms of ours that a file imports when it runs."""
+    """The modules of ours that a file imports, under ``TYPE_CHECKING`` and inside functions too."""
     found = set()
-    for node in at_runtime(ast.parse(file.read_text())):
-        modules: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-        for module in modules:
-            head, _, rest = module.partition(".")
-            if head == "kvtide":
-                room = rest.split(".")[0]
-                found.add(room if (SOURCE / room).is_dir() or (SOURCE / f"{room}.py").is_file() else "__init__")
-    return found - {""}
+            found |= {alias.name for alias in node.names if alias.name in MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in MODULES:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in whole}
+    return found - {module(file)}
+
+
+def ranked(file: Path) -> int:
+    return next(i for i, row in enumerate(RANKS) if part(file) in row)
 
 
 def test_every_room_has_a_rank() -> None:
@@ -87,10 +85,73 @@ def test_every_room_has_a_rank() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_imports_go_one_way(file: Path) -> None:
-    rank = {room: i for i, row in enumerate(RANKS) for room in row}
-    mine = part(file)
-    wrong = [room for room in imported(file) if room != mine and rank[room] >= rank[mine]]
+    others = [MODULES[one] for one in imported(file) if part(MODULES[one]) != part(file)]
+    wrong = [name(other) for other in others if ranked(other) >= ranked(file)]
     assert not wrong, f"{name(file)} must not import {', '.join(wrong)}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    left = {one: set(imported(file)) for one, file in MODULES.items()}
+    while free := [one for one, needs in left.items() if not needs & left.keys()]:
+        for one in free:
+            del left[one]
+    assert not left, "these are in circles, or import some that are"
+
+
+def test_the_two_sides_of_a_node_do_not_know_each_other() -> None:
+    sides = {"kvtide.node.client": "kvtide.node.server", "kvtide.node.server": "kvtide.node.client"}
+    for one, file in MODULES.items():
+        for mine, other in sides.items():
+            if one.startswith(mine):
+                assert not [found for found in imported(file) if found.startswith(other)], name(file)
+
+
+SAME = {"config.py", "node/protocol.py"}
+"""Sections of the configuration and messages are named as what they configure and ask for."""
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    found: dict[str, str] = {}
+    for file in FILES:
+        if name(file) not in SAME:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    assert found.setdefault(node.name, name(file)) == name(file), f"{node.name} in {name(file)} too"
+
+
+LINES, FUNCTION, ARGUMENTS = 800, 80, 8
+"""What is longer is so on purpose, and stands here."""
+LONG_FILES = {"transfer/pipeline.py", "tiers/nvme/volume.py", "testing/interface.py"}
+LONG_FUNCTIONS = {
+    "benchmarks/overlap.py:measure",
+    "cli/forget.py:forget",
+    "cli/replay.py:replay",
+    "store/store.py:__init__",
+    "tiers/nvme/volume.py:__init__",
+}
+MANY_ARGUMENTS = {
+    "tiers/nvme/tier.py:Nvme",
+    "tiers/shared/tier.py:Shared",
+    "transfer/pipeline.py:Pipeline",
+    "transfer/space.py:SpaceMaker",
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name)
+def test_what_is_long_is_long_on_purpose(file: Path) -> None:
+    text = file.read_text()
+    assert (text.count("\n") > LINES) <= (name(file) in LONG_FILES), f"{name(file)} has over {LINES} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = f"{name(file)}:{node.name}"
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= FUNCTION or where in LONG_FUNCTIONS, f"{where} has {length} lines"
+        if isinstance(node, ast.ClassDef):
+            for made in node.body:
+                if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+                    given = len(made.args.posonlyargs + made.args.args + made.args.kwonlyargs) - 1
+                    where = f"{name(file)}:{node.name}"
+                    assert given <= ARGUMENTS or where in MANY_ARGUMENTS, f"{where} takes {given} arguments"
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if part(f) != "cli"], ids=name)

@@ -181,7 +181,7 @@ def test_one_that_has_written_its_part_may_go(node: Process, how: str) -> None:
     with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
         given = crew.delegate(TOKENS)
         if how == "dies":
-            first._client.close()
+            client_of(first).close()
             eventually(lambda: crew.delegate(TOKENS).keys)  # the node has heard of it, and ended what waits for it
             given = crew.delegate(OTHERS)
             script = WORKER.replace('print("ready"', 'step.__exit__(None, None, None); print("ready"')
@@ -200,7 +200,7 @@ def test_one_that_has_written_its_part_may_go(node: Process, how: str) -> None:
         if how == "resigns":
             first.close()
         else:
-            first._client.close()
+            client_of(first).close()
         with session.match(TOKENS) as match:
             assert match.pending, "the other's part is still to come"
         fill(second, given.ticket)
@@ -346,7 +346,7 @@ def test_a_crew_goes_on_at_the_next_node(node: Process) -> None:
         node.start()
         given = eventually(lambda: next((g for g in [crew.delegate(TOKENS)] if g.ticket), None))
         assert given is not None
-        eventually(lambda: worker._client.connected)
+        eventually(lambda: client_of(worker).connected)
         with worker.step(stores=[old.ticket]) as step:
             assert step.stores == [None], "its number may mean something else now"
         fill(worker, given.ticket)
@@ -444,6 +444,11 @@ def test_a_scheduler_does_not_map_what_its_workers_read(node: Process) -> None:
                 assert _mapped(other) == 1
             assert whole(session, TOKENS), "it may still look at the bytes itself"
             assert _mapped(client) == 1
+
+
+def client_of(worker: Worker) -> Client:
+    assert isinstance(worker._client, Client)
+    return worker._client
 
 
 def _mapped(client: Client) -> int:

@@ -247,7 +247,7 @@ def test_what_requests_have_in_common_counts_once(tmp_path: Path) -> None:
         prompts = [prompt(*common, 1000 + i) for i in range(20)]
         for tokens in prompts:
             session.store(tokens, data(PLAIN, tokens))
-        (handler,) = node.node._guests.values()
+        (handler,) = node.node._handlers.values()
         account, full, rng = handler._account, handler._account.room, random.Random(0)
         held: dict[int, Match] = {}
         for _ in range(300):
@@ -335,12 +335,12 @@ def test_a_process_leaves_memory_of_so_many_clients(node: Thread, monkeypatch: p
             reserved = p.Reserve(session, [0], bytes(32), 0, 1, None, 0)
             sock.sendall(p.frame(p.Request(2, [reserved, p.Close(session)])))
             assert answer(sock)[2], "it is given memory, and never says that it let go of it"
-        eventually(lambda: not node.node._guests)
+        eventually(lambda: not node.node._handlers)
     with dialled(node.path) as sock:
         greet(sock, p.frame(p.Hello(1, 1, "test", "", "four")))
         assert "memory of 3 clients" in answer(sock)[2]
     with dialled(node.path) as sock:
         greet(sock, p.frame(p.Hello(1, 1, "test", "", "one")))
         assert answer(sock)[0] == "welcome", "it has let go by now, since it says nothing else"
-    eventually(lambda: not node.node._guests)
+    eventually(lambda: not node.node._handlers)
     assert serves(node.path)

@@ -25,8 +25,9 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node.client.admin import HttpAdminClient
 from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
-from kvtide.node.server.auth import HttpAuth, HttpCaller, identify
+from kvtide.node.server.auth import HttpAuth, HttpCaller
 from kvtide.node.server.http import PAGES
+from kvtide.node.tls import client_tls
 from kvtide.security.audit import verify
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.certificates import Authority
@@ -389,7 +390,7 @@ def test_certificates_made_as_the_documentation_says_are_good(tmp_path: Path) ->
         certificate=str(tmp_path / "host7.example.com.pem"), authority=str(tmp_path / "ca.pem"), names="ops:admin"
     )
     passes = HttpAuth(node)
-    ours = identify(msgspec.structs.replace(node, certificate=str(tmp_path / "ops.pem")))
+    ours = client_tls(msgspec.structs.replace(node, certificate=str(tmp_path / "ops.pem")))
     assert passes.tls is not None
     ours.verify_flags |= ssl.VERIFY_X509_STRICT  # as later Pythons have it by default
     a, b, c, d = (ssl.MemoryBIO() for _ in range(4))

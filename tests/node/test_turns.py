@@ -323,7 +323,7 @@ def test_drops_of_one_client_have_one_turn_together(pair: Pair, monkeypatch: pyt
 
 def test_several_holdings_given_back_before_a_match_are_free_after_it(pair: Pair) -> None:
     names = os.urandom(32)
-    handler = next(g for g in pair.node.node._guests.values() if pair.session in g._sessions)
+    handler = next(g for g in pair.node.node._handlers.values() if pair.session in g._sessions)
     held = [pair.ask(pair.busy, [p.Match(pair.session, names, 0)])[0][1] for _ in range(3)]
     assert handler.rights == 3
     released, matched = pair.ask(pair.busy, [p.Release(pair.session, held), p.Match(pair.session, names, 0)])

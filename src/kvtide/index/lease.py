@@ -16,10 +16,10 @@ import numpy as np
 
 from kvtide import forks
 from kvtide.block import BlockKey, Span
+from kvtide.call_guard import CallGuard
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
 from kvtide.interrupts import to_the_end
-from kvtide.call_guard import CallGuard
 
 __all__ = ["Lease", "Reservation", "Watch"]
 

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.block import ALIGN
 from kvtide.index.holds import Rows
 
-if TYPE_CHECKING:
-    from kvtide.index.index import Index
-
 __all__ = ["TenantUsage"]
+
+
+class Columns(Protocol):
+    """What is needed of the index: columns with an entry for each row."""
+
+    tenant: npt.NDArray[np.uint16]
+    """Whose each row is."""
+    state: list[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+    """By tier whether each row is there; 0: it is not."""
+
+    @property
+    def size(self) -> int:
+        """Rows in use."""
 
 
 class TenantUsage:
     """Of one tier. All calls under the index's lock."""
 
-    def __init__(self, index: Index, quotas: Mapping[int, int]) -> None:
+    def __init__(self, index: Columns, quotas: Mapping[int, int]) -> None:
         """``quotas`` has bytes by the numbers of tenants, as in ``Index.tenant``."""
         self._index = index
         self.quotas = quotas

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,14 +27,12 @@ from kvtide.index.prompt_cache import CachedPrompt, PromptCache, PromptRows
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage import Turn
+from kvtide.store.partition import Partition
 from kvtide.store.recorder import RecordedShape
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import WriteRequest
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.written import Persisted, Unwritten
-
-if TYPE_CHECKING:
-    from kvtide.store.store import Store
 
 __all__ = ["Backend", "BlockNames", "CollectedBlocks", "LocalBackend", "PersistRequest", "PrefixLease", "persisted"]
 
@@ -227,7 +225,7 @@ class LocalBackend:
 
     def __init__(
         self,
-        store: Store,
+        store: Partition,
         layout: Layout,
         namespace: bytes,
         tenant: bytes,

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,11 +19,9 @@ from kvtide.security.audit import audit_of
 from kvtide.security.key_admin import destroy
 from kvtide.security.key_file import KeyFile
 from kvtide.security.key_ring import OWN
+from kvtide.store.partition import Partition
 from kvtide.tiers.format.record import belongs
 from kvtide.tiers.nvme.tier import Nvme
-
-if TYPE_CHECKING:
-    from kvtide.store.store import Store
 
 __all__ = ["Forgotten", "forget", "keys_of", "unknown"]
 
@@ -55,7 +52,7 @@ class Forgotten:
         return f"{self.blocks} blocks{later}"
 
 
-def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
+def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
     """See ``Store.forget``."""
     arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
@@ -114,7 +111,7 @@ def forget(store: Store, tenant: bytes, who: str) -> Forgotten:
             audit.record("forget", result, who, tenant=tenant.hex())
 
 
-def _tell_others(store: Store, tenant: bytes) -> list[KvtideError]:
+def _tell_others(store: Partition, tenant: bytes) -> list[KvtideError]:
     """Let all who use the same storage forget a tenant; answers what went wrong."""
     errors: list[KvtideError] = []
     for cold, tier in store.shared_tiers:
@@ -143,7 +140,7 @@ def unknown(tenant: bytes) -> str:
     )
 
 
-def keys_of(store: Store, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
+def keys_of(store: Partition, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
     """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
 
     In shared storage nobody can tell whose a blob is, without a key that is gone too.

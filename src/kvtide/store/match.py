@@ -7,18 +7,15 @@ import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from kvtide import forks
-from kvtide.block import Span
+from kvtide.block import Layout, Span
 from kvtide.index.keys import Chain
 from kvtide.interrupts import to_the_end
 from kvtide.store.backend import PersistRequest, PrefixLease
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.written import Persisted
-
-if TYPE_CHECKING:
-    from kvtide.store.session import Session
 
 __all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
 
@@ -96,6 +93,20 @@ class Loaded:
         return views
 
 
+class MatchOwner(Protocol):
+    """The session that a match belongs to."""
+
+    layout: Layout
+    origin: forks.Process
+    """The process that it was opened in."""
+
+    def load(self, match: Match, *, deadline: float | None = None) -> Load:
+        """Bring a match's blocks to DRAM: see ``Session.load``."""
+
+    def ended(self, right: Match) -> None:
+        """A match was given back."""
+
+
 class Match:
     """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
 
@@ -119,7 +130,7 @@ class Match:
         "tokens",
     )
 
-    def __init__(self, session: Session, chain: Chain, holding: PrefixLease) -> None:
+    def __init__(self, session: MatchOwner, chain: Chain, holding: PrefixLease) -> None:
         self.session = session
         self.chain = chain
         self.holding = holding

@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from kvtide import arguments, forks
 from kvtide.block import Span
+from kvtide.call_guard import CallGuard
 from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage import TURNS, Turn
 from kvtide.store.backend import Backend
-from kvtide.call_guard import CallGuard
 from kvtide.store.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.dram.copy import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer

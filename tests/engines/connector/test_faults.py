@@ -124,7 +124,7 @@ def test_a_node_that_hangs_too_long_is_left_and_found_again(
     eventually(lambda: hits(toy))
 
 
-@pytest.mark.parametrize(("wishes", "seconds"), [(RequestOptions(), 10), (RequestOptions(max_load_ms=50), 0.05)])
+@pytest.mark.parametrize(("options", "seconds"), [(RequestOptions(), 10), (RequestOptions(max_load_ms=50), 0.05)])
 def test_a_load_that_takes_too_long_is_computed(tmp_path: Path, options: RequestOptions, seconds: float) -> None:
     path, disk = tmp_path / "node.sock", FaultyDisk()
     dram, nvme = {"budget": "2MiB", "segment": "1MiB"}, {"budget": "16MiB", "path": str(tmp_path / "tier")}

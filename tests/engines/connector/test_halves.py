@@ -379,7 +379,7 @@ def test_blocks_live_no_longer_than_asked_for(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "kept"), [(RequestOptions(), 0), (RequestOptions(priority=50), 256), (RequestOptions(pin=True), 256)]
+    ("options", "kept"), [(RequestOptions(), 0), (RequestOptions(priority=50), 256), (RequestOptions(pin=True), 256)]
 )
 def test_what_is_wanted_more_outlasts_the_rest(tmp_path: Path, options: RequestOptions, kept: int) -> None:
     node = Process(tmp_path, KVTIDE_DRAM_BUDGET="2MiB", KVTIDE_DRAM_SEGMENT="1MiB", KVTIDE_NVME_PATH="")

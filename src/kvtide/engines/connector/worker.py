@@ -30,7 +30,8 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.engines.connector.node_connector import NodeConnector
 from kvtide.engines.connector.node_thread import NodeThread
 from kvtide.engines.connector.orders import Loading, Orders, Storing
-from kvtide.engines.paged.pages import Copy, Move, Mover, Pages
+from kvtide.engines.paged.mover import Move, Mover
+from kvtide.engines.paged.pages import Copy, Pages
 from kvtide.errors import KvtideError
 from kvtide.node.client.client import Client
 from kvtide.node.client.workers import Filling, Step, Worker

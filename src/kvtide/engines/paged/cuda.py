@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvtide.block import Span
-from kvtide.engines.paged.pages import address
+from kvtide.engines.paged.memory import address
 from kvtide.errors import TierError
 
 __all__ = ["REGISTRY", "Registry", "copy", "copy_rows"]

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvtide.engines.paged import cuda, packing
+from kvtide.engines.paged import cuda
+from kvtide.engines.paged.convert import converted, decode_pages, encode_pages
 from kvtide.engines.paged.kernels import move_pages
-from kvtide.engines.paged.lossy import decode_pages, encode_pages
-from kvtide.engines.paged.pages import WORDS, Copy, Move, Pages
+from kvtide.engines.paged.mover import Move
+from kvtide.engines.paged.pages import WORDS, Copy, Pages
 from kvtide.errors import ClosedError
 
 __all__ = ["GpuMover"]
@@ -351,7 +352,7 @@ class _Lane:
         for copy in copies:
             raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             cuda.copy(raw.data_ptr(), int(cuda.REGISTRY.find([copy.block])[0]), nbytes, self._kernels.cuda_stream)
-            block = packing.converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
+            block = converted(pages, raw)[:, :, copy.at : copy.at + len(copy.pages)]
             numbers = torch.as_tensor(np.asarray(copy.pages)).to(self._device)
             for section, part in zip(pages.sections, block, strict=True):
                 section.index_copy_(0, numbers, part.transpose(0, 1))

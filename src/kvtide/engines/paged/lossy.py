@@ -40,7 +40,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -48,10 +47,7 @@ from torch import Tensor
 
 from kvtide.block import LOSSY, run_of
 
-if TYPE_CHECKING:
-    from kvtide.engines.paged.pages import Pages
-
-__all__ = ["FORMS", "Form", "decode_pages", "encode_pages"]
+__all__ = ["FORMS", "Form"]
 
 _FLOAT8, _MOST = torch.float8_e4m3fn, 448.0
 _SMALLEST = torch.finfo(torch.bfloat16).tiny
@@ -162,28 +158,3 @@ def _form(name: str, *, floats: bool = False) -> Form:
 
 FORMS = {form.name: form for form in (_form("fp8", floats=True), _form("k8v4"), _form("r4"))}
 """Every lossy packing by its name."""
-
-
-def encode_pages(pages: Pages, numbers: Tensor, layers: range, heads: Tensor) -> None:
-    """Code an engine's pages of these numbers, all of a block, into its heads ``[layer, head, byte]``."""
-    assert pages.form is not None
-    keys, values = (
-        torch.stack([pages.sections[2 * layer + part].index_select(0, numbers) for layer in layers])
-        .view(getattr(torch, pages.group.dtype))
-        .transpose(1, 2)
-        .flatten(2, 3)
-        for part in range(2)
-    )
-    pages.form.encode(keys, values, heads)
-
-
-def decode_pages(heads: Tensor, pages: Pages, numbers: Tensor, layers: range, at: int) -> None:
-    """Decode heads ``[layer, head, byte]``, from page ``at`` of their block on, into an engine's pages."""
-    assert pages.form is not None
-    shape, dtype = (len(layers), pages.heads, len(numbers) * pages.tokens, pages.group.head_dim), pages.group.dtype
-    keys, values = (torch.empty(shape, dtype=getattr(torch, dtype), device=heads.device) for _ in range(2))
-    pages.form.decode(heads, keys, values, at * pages.tokens)
-    for part, vectors in enumerate((keys, values)):
-        atoms = vectors.view(pages.sections[0].dtype).unflatten(2, (len(numbers), pages.tokens)).transpose(1, 2)
-        for layer, atom in zip(layers, atoms, strict=True):
-            pages.sections[2 * layer + part].index_copy_(0, numbers, atom)

@@ -9,14 +9,10 @@ opaque: it is read by engines with the same one alone.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from kvtide.engines.paged.pages import Pages
-
-__all__ = ["converted", "fits", "known", "names", "pack", "unpack"]
+__all__ = ["fits", "known", "names", "pack", "unpack"]
 
 # For K and for V: the shape of a packed atom in terms of n tokens and d dims, and the permutation that brings it to
 # [token][dim]. A number is itself; "n16" is n / 16.
@@ -69,21 +65,3 @@ def pack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
     back = sorted(range(len(order)), key=order.__getitem__)
     parts = atoms.reshape(*lead, *(shape[i] for i in order)).permute(*range(n), *(n + i for i in back))
     return parts.reshape(*lead, tokens, dim).contiguous()
-
-
-def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
-    """Our heads of the block in ``raw`` bytes, in the engine's packing: ``[section, head, page, token, dim]``."""
-    group, share = pages.group, pages.share
-    size, dim = group.head_bytes(pages.layout.block_tokens), group.head_dim
-    words = raw.view(pages.sections[0].dtype)
-    atoms = words.as_strided(
-        (len(pages.sections), pages.heads, pages.layout.block_tokens // group.page, group.page, dim),
-        (pages.geometry.stride // pages.itemsize, size // pages.itemsize, group.page * dim, dim, 1),
-        share.start * size // pages.itemsize,
-    )
-    found = torch.empty(len(atoms), pages.heads, pages.each, pages.tokens, dim, dtype=words.dtype, device=raw.device)
-    for value in range(group.parts):
-        plain = unpack(atoms[value :: group.parts], group.packing, bool(value))
-        mine = plain.reshape(-1, pages.heads, pages.each, pages.tokens, dim)
-        found[value :: group.parts] = pack(mine, pages.packing, bool(value))
-    return found

@@ -12,24 +12,23 @@ exception is a layout that asks for a lossy form (see ``forms``): its blocks are
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvtide.block import DTYPES, Kind, Layout, Slice, Span
 from kvtide.engines.paged import packing
-from kvtide.engines.paged.lossy import FORMS, decode_pages, encode_pages
+from kvtide.engines.paged.lossy import FORMS
+from kvtide.engines.paged.memory import memory
 from kvtide.errors import LayoutError
 
-__all__ = ["Copy", "HostMover", "Move", "Mover", "Pages", "address", "mover", "runs"]
+__all__ = ["WORDS", "Copy", "Pages", "runs"]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Copies move integers: they are the same bits afterwards, whatever a NaN is."""
-_NEAR = 4 << 20
 
 
 class Pages:
@@ -210,107 +209,6 @@ class Copy(NamedTuple):
     """The first page of the block that they are for."""
 
 
-class Move:
-    """Copies under way."""
-
-    at_once = True
-    """Whether they were made by whoever asked for them."""
-
-    def done(self) -> bool:
-        """Whether the bytes are there. Raises what went wrong."""
-        return True
-
-    def wait(self) -> None:
-        """Wait until the bytes are there and the blocks' memory is not used any more. Raises what went wrong."""
-
-    def join(self) -> None:
-        """What the caller's stream does next sees the pages of a load, and may change those of a store. The host waits
-        for no copy."""
-
-
-class Mover(Protocol):
-    """Copies between pages and blocks. Safe from any thread."""
-
-    def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Pages into blocks. Both must stay as they are until the move is done."""
-
-    def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Blocks into pages. The blocks must stay until the move is done."""
-
-    def warm(self, pages: Pages) -> None:
-        """Do now what only the first move of pages needs, so that it takes no longer than the next. No page may be in
-        use yet; page 0 is read, and written as it was."""
-
-    def close(self) -> None:
-        """Wait for all moves, and let go of all memory."""
-
-
-class HostMover:
-    """For tensors in host memory: copies in the calling thread, without the GIL, by as many threads as torch has."""
-
-    def warm(self, pages: Pages) -> None:
-        pass
-
-    def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        pages.check(copies)
-        pages.check_store(copies)
-        if pages.form:
-            for numbers, layers, heads, _ in _coded_layers(pages, copies):
-                encode_pages(pages, numbers, layers, heads)
-            return Move()
-        stretches = list(pages.stretches())
-        for copy in copies:
-            block = pages.block(copy.block)
-            for start, stop, at in runs(copy):
-                for first, stretch in stretches:
-                    into = block[first : first + len(stretch), :, at : at + stop - start]
-                    into.copy_(stretch[:, start:stop].transpose(1, 2))
-        return Move()
-
-    def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        pages.check(copies)
-        pages.check_load()
-        if pages.form:
-            for numbers, layers, heads, at in _coded_layers(pages, copies):
-                decode_pages(heads, pages, numbers, layers, at)
-            return Move()
-        stretches = list(pages.stretches())
-        for copy in copies:
-            if pages.packing == pages.group.packing:
-                block = pages.block(copy.block)
-            else:
-                block = packing.converted(pages, memory(copy.block, pages.geometry.footprint))
-            for start, stop, at in runs(copy):
-                for first, stretch in stretches:
-                    part = block[first : first + len(stretch), :, at : at + stop - start]
-                    stretch[:, start:stop].copy_(part.transpose(1, 2))
-        return Move()
-
-    def close(self) -> None:
-        pass
-
-
-def _coded_layers(pages: Pages, copies: Sequence[Copy]) -> Iterator[tuple[torch.Tensor, range, torch.Tensor, int]]:
-    """Blocks in a lossy form, as many of their layers at a time as stay near the processor while they are coded."""
-    at_once = max(1, _NEAR // (2 * pages.heads * pages.each * pages.atom))
-    for block, some, at in copies:
-        numbers = torch.from_numpy(np.asarray(some, np.int64))
-        for i, heads in enumerate(pages.coded(block).split(at_once)):
-            yield numbers, range(i * at_once, i * at_once + len(heads)), heads, at
-
-
-def mover(device: torch.device, staging: int | None = None) -> Mover:
-    """The mover for tensors on ``device``. On a GPU copies pass through ``staging`` bytes of its memory at most (by
-    default 1/256 of it, and 512 MiB at most)."""
-    if device.type == "cpu":
-        return HostMover()
-    if device.type != "cuda":
-        raise LayoutError(f"tensors on {device} cannot be moved: there are copies for cpu and cuda")
-    from kvtide.engines.paged.gpu import GpuMover
-
-    return GpuMover(device, staging)
-
-
 def runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
     """Pages that follow one another in the engine as in the block: first and last of the engine, first of the block."""
     pages = np.asarray(copy.pages, np.int64)
@@ -318,17 +216,3 @@ def runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
     for start, stop in zip([0, *cuts], [*cuts, len(pages)], strict=True):
         if stop > start:
             yield int(pages[start]), int(pages[start]) + int(stop - start), copy.at + int(start)
-
-
-def address(span: Span) -> int:
-    """Where memory lies, though it may be read-only."""
-    if not span.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(span))
-    found: int = np.frombuffer(span, np.uint8).__array_interface__["data"][0]  # six times slower
-    return found
-
-
-def memory(span: Span, nbytes: int) -> torch.Tensor:
-    """A slot as a tensor of bytes. By address, because torch warns of memory that it may only read; so the slot must be
-    held, by a lease or a reservation, while the tensor is used."""
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address(span)), dtype=torch.uint8)

@@ -46,9 +46,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import kvtide
 from kvtide import forks
 from kvtide.block import BLOCK_TOKENS, LOSSY
+from kvtide.call_guard import CallGuard
 from kvtide.engines.background import Background
 from kvtide.engines.identity import Moment, Weights, adapters, settings
-from kvtide.engines.paged.pages import Mover, mover
+from kvtide.engines.paged.mover import Mover
+from kvtide.engines.paged.select import mover
 from kvtide.engines.transformers.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.transformers.overlap import Overlap, chosen, sizes
 from kvtide.engines.transformers.prefill import Prefill
@@ -56,11 +58,10 @@ from kvtide.engines.transformers.prompts import Call, PromptRefused, Prompts, ar
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.plan.usage import Turn
-from kvtide.call_guard import CallGuard
 from kvtide.store.match import Loaded
 from kvtide.store.session import Session, SessionHost, hints
 
-__all__ = ["Answer", "Attached", "CallReport", "Statistics", "attach"]
+__all__ = ["Answer", "Attached", "AttachedStatistics", "CallReport", "attach"]
 
 log = logging.getLogger("kvtide.transformers")
 
@@ -93,7 +94,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True)
-class Statistics:
+class AttachedStatistics:
     """What was saved since the store was attached."""
 
     calls: int = 0
@@ -151,7 +152,7 @@ class Attached:
         """By how many calls each is used."""
         self._guard = CallGuard("this model was detached from its store")
         self._lock = threading.Lock()
-        self._statistics = Statistics()
+        self._statistics = AttachedStatistics()
         self.prefill = Prefill()
         self._background = Background("kvtide-transformers", _WAITING)
         self._original = cast(Callable[..., Any], model.generate)
@@ -402,7 +403,7 @@ class Attached:
         """Wait until the store has what was generated. False if ``timeout`` seconds passed before."""
         return self._background.flush(timeout)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> AttachedStatistics:
         with self._lock:
             return replace(self._statistics, passed_on=Counter(self._statistics.passed_on))
 

@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtide.block import Layout, Span
 from kvtide.engines.identity import settings
-from kvtide.engines.paged.pages import Copy, Move, Mover, Pages
+from kvtide.engines.paged.mover import Move, Mover
+from kvtide.engines.paged.pages import Copy, Pages
 from kvtide.errors import LayoutError
 from kvtide.index.keys import EXACT, Chain
 from kvtide.store.match import Loaded

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtide.engines.paged.pages import Mover
+from kvtide.engines.paged.mover import Mover
 from kvtide.engines.transformers.dynamic_cache import KvMemory
 from kvtide.index.keys import Chain
 from kvtide.interrupts import to_the_end

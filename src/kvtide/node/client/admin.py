@@ -17,7 +17,7 @@ import msgspec
 
 from kvtide.config import Node
 from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
-from kvtide.node.server.auth import identify
+from kvtide.node.tls import client_tls
 from kvtide.store.forget import Forgotten
 from kvtide.store.node_statistics import Status
 
@@ -48,7 +48,7 @@ class HttpAdminClient:
             raise ConfigError(wrong)
         self._address = address
         self._host, self._port = parts.hostname, port
-        self._tls = identify(settings) if parts.scheme == "https" else None
+        self._tls = client_tls(settings) if parts.scheme == "https" else None
         token = environment.get("KVTIDE_TOKEN", "").strip()
         if not token.isascii() or not token.isprintable():
             raise ConfigError(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,10 @@ from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import KvtideError, RightError
 from kvtide.index.keys import Chain, Extra, Tokens
 from kvtide.node import protocol as p
-from kvtide.node.client.backend import RemoteBackend, RemotePrefixLease
+from kvtide.node.client.backend import LinkOwner, RemoteBackend, RemotePrefixLease
 from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
 from kvtide.store.match import Loaded, Match
 from kvtide.store.session import Session
-
-if TYPE_CHECKING:
-    from kvtide.node.client.client import Client
 
 __all__ = ["Delegated", "Filling", "Step", "Wanted", "Worker", "WorkerGroup", "delegate"]
 
@@ -228,7 +225,7 @@ class Step:
 class Worker:
     """A worker's half. Made by ``client.join``; close it, or use it in a ``with``. One thread at a time."""
 
-    def __init__(self, client: Client, token: str, rank: int) -> None:
+    def __init__(self, client: LinkOwner, token: str, rank: int) -> None:
         self._client = client
         self._token = token
         self.rank = rank

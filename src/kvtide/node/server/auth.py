@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 from kvtide.config import Node
 from kvtide.errors import ConfigError
 from kvtide.node.roles import Role
+from kvtide.node.tls import unreadable
 from kvtide.security.secret_file import read_secret
 
-__all__ = ["HttpAuth", "HttpCaller", "identify"]
+__all__ = ["HttpAuth", "HttpCaller"]
 
 log = logging.getLogger("kvtide.http")
 
@@ -118,18 +119,6 @@ class HttpAuth:
         return [_stamp(Path(file).expanduser()) for file in files if file]
 
 
-def identify(settings: Node) -> ssl.SSLContext:
-    """How we speak TLS as a client of a node: we trust ``node.authority`` alone, and show ``node.certificate``."""
-    try:
-        context = ssl.create_default_context(cafile=settings.authority or None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if settings.certificate:
-            context.load_cert_chain(settings.certificate)
-    except OSError as e:
-        raise _unreadable(settings, e) from e
-    return context
-
-
 def _server(settings: Node) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -140,16 +129,8 @@ def _server(settings: Node) -> ssl.SSLContext:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(settings.authority)
     except OSError as e:
-        raise _unreadable(settings, e) from e
+        raise unreadable(settings, e) from e
     return context
-
-
-def _unreadable(settings: Node, error: OSError) -> ConfigError:
-    files = f"{settings.certificate!r} and node.authority {settings.authority!r}"
-    return ConfigError(
-        f"node.certificate {files} cannot be used: {error.strerror or error}. The first must be a file with a "
-        "certificate and its key, the second one with the certificate of an authority, both as PEM"
-    )
 
 
 def _names(text: str) -> dict[str, HttpCaller]:

@@ -1,9 +1,9 @@
-"""The node, as its clients' guests see it."""
+"""The node, as the handlers of its clients see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvtide.node.server.ledger import Ledger
 from kvtide.node.server.loop import Loop
@@ -13,14 +13,11 @@ from kvtide.store.node_statistics import Status
 from kvtide.store.store import Store
 from kvtide.transfer.written import Flushed
 
-if TYPE_CHECKING:
-    from kvtide.node.server.handler import ClientHandler
-
 __all__ = ["NodeContext"]
 
 
 class NodeContext(Protocol):
-    """What a guest needs of the node."""
+    """What a handler needs of the node."""
 
     store: Store
     loop: Loop
@@ -34,8 +31,9 @@ class NodeContext(Protocol):
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the loop, from any thread."""
 
-    def left(self, handler: ClientHandler) -> None:
-        """A client has ended, and holds nothing any more."""
+    def left(self, token: str, domain: int, requests: int, failures: int) -> None:
+        """The client with that token has ended, and holds nothing any more. Its trust domain, and how many requests it
+        made, and how many of them failed."""
 
     def flush(self, done: Callable[[Flushed], None]) -> None:
         """Call when colder tiers have what they were given."""

@@ -8,21 +8,28 @@ from collections.abc import Callable
 
 from kvtide.errors import KvtideError, UnknownTenantError
 from kvtide.node.protocol import NO_TENANT
-from kvtide.node.server.context import NodeContext
 from kvtide.store.forget import Forgotten
+from kvtide.store.store import Store
 
 __all__ = ["erase"]
 
 log = logging.getLogger("kvtide.node")
 
 
-def erase(host: NodeContext, tenant: bytes, who: str, done: Callable[[Forgotten, str], None]) -> None:
-    """Destroy a tenant's keys and blocks; then call, in the loop, with what there was and what went wrong."""
+def erase(
+    store: Store,
+    soon: Callable[[Callable[[], None]], None],
+    tenant: bytes,
+    who: str,
+    done: Callable[[Forgotten, str], None],
+) -> None:
+    """Destroy a tenant's keys and blocks; then call ``done``, by ``soon`` in the loop, with what there was and what
+    went wrong."""
 
     def forget() -> None:
         forgotten, failure = Forgotten(0), ""
         try:
-            forgotten = host.store.forget(tenant, who)
+            forgotten = store.forget(tenant, who)
         except UnknownTenantError as e:
             forgotten, failure = Forgotten(NO_TENANT), str(e)
         except KvtideError as e:
@@ -30,6 +37,6 @@ def erase(host: NodeContext, tenant: bytes, who: str, done: Callable[[Forgotten,
         except Exception as e:  # a fault of ours; whoever waits must be told all the same
             log.exception("a tenant could not be forgotten")
             failure = f"{type(e).__name__}: {e}"
-        host.soon(lambda: done(forgotten, failure))
+        soon(lambda: done(forgotten, failure))
 
     threading.Thread(target=forget, name="kvtide-forget", daemon=True).start()

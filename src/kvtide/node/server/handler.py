@@ -672,7 +672,7 @@ class ClientHandler:
             announced = forgotten.announced
             self.notices.end(p.Ended(number, forgotten.blocks, failure, forgotten.held, announced=announced))
 
-        erase(self._context, o.tenant, f"user {c.uid}, process {c.pid}", ended)
+        erase(self._context.store, self._context.soon, o.tenant, f"user {c.uid}, process {c.pid}", ended)
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:
@@ -735,7 +735,7 @@ class ClientHandler:
         self._sessions.clear()
         os.close(self._pidfd)
         self._context.ledger.left(self.name)
-        self._context.left(self)
+        self._context.left(self.token, self.domain, self.requests, self.failures)
 
     def _give_back(self, steps: Iterator[int]) -> None:
         """In turns: it may have held so much that the others would wait."""

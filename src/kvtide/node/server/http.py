@@ -247,7 +247,13 @@ class Http:
         if len(tenant) != 16:
             raise _Refused(400, "it must be /forget?tenant=TAG, with a tag of 32 hexadecimal digits")
         ended: asyncio.Queue[tuple[Forgotten, str]] = asyncio.Queue()
-        erase(self._context, tenant, f"{caller.name} over HTTP", lambda *how: ended.put_nowait(how))
+        erase(
+            self._context.store,
+            self._context.soon,
+            tenant,
+            f"{caller.name} over HTTP",
+            lambda *how: ended.put_nowait(how),
+        )
         forgotten, failure = await ended.get()
         if failure:
             raise _Refused(422 if forgotten.blocks == NO_TENANT else 409, failure)

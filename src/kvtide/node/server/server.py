@@ -87,7 +87,7 @@ class Node:
         """That the log has told of."""
         self._flushing: list[Callable[[Flushed], None]] = []
         self._flushes: list[Callable[[Flushed], None]] = []
-        self._guests: dict[str, ClientHandler] = {}
+        self._handlers: dict[str, ClientHandler] = {}
         self.numbers: Iterator[int] = itertools.count(1)
         self.worker_groups: dict[str, ServerWorkerGroup] = {}
         self._idle: tuple[float, Callable[[], None]] | None = None
@@ -162,7 +162,7 @@ class Node:
     def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
         """Stop serving and call when no client was there for so long; the first one is given time to come."""
         self._idle = seconds, call
-        if not self._guests:
+        if not self._handlers:
             self._wait_for_others(_FIRST)
 
     def _wait_for_others(self, at_least: float) -> None:
@@ -174,17 +174,17 @@ class Node:
         self.close()  # at once: nobody must be greeted while whoever is called makes up his mind
         call()
 
-    def left(self, handler: ClientHandler) -> None:
+    def left(self, token: str, domain: int, requests: int, failures: int) -> None:
         """A client has ended, and holds nothing any more."""
-        del self._guests[handler.token]
-        self._requests[handler.domain] += handler.requests
-        self._failures[handler.domain] += handler.failures
-        if not self._guests:
+        del self._handlers[token]
+        self._requests[domain] += requests
+        self._failures[domain] += failures
+        if not self._handlers:
             self._wait_for_others(0.0)
 
     def forget(self, token: str, process: int) -> None:
         """A process says that it uses nothing of an earlier client of its own any more."""
-        handler = self._guests.get(token)
+        handler = self._handlers.get(token)
         if handler is not None and handler.process == process:
             handler.over()
 
@@ -193,7 +193,7 @@ class Node:
 
         They are told of all clients, others of those of their domain, and not of tenants.
         """
-        guests = [g for g in self._guests.values() if domain in (None, g.domain)]
+        guests = [g for g in self._handlers.values() if domain in (None, g.domain)]
         store = self.store.statistics()
         requests, failures = (c.total() if domain is None else c[domain] for c in (self._requests, self._failures))
         node = NodeStatistics(
@@ -288,12 +288,12 @@ class Node:
             self._refuse(connection, "TierError", text)
             return
         if hello.token:
-            handler = self._guests.get(hello.token)
+            handler = self._handlers.get(hello.token)
             if handler is None or handler.notices.connection is not None:
                 connection.close("its token is not known")
                 return
             connection.receive = lambda _: connection.close("notices go one way")
-        elif sum(g.process == connection.pid for g in self._guests.values()) >= _CLIENTS:
+        elif sum(g.process == connection.pid for g in self._handlers.values()) >= _CLIENTS:
             self._refuse(connection, "TierError", f"this process has {_CLIENTS} clients; close some")
             return
         elif not connection.pid:  # so the kernel names a process that it hides
@@ -311,7 +311,7 @@ class Node:
                 return
             features = frozenset(hello.features).intersection(p.FEATURES)
             handler = ClientHandler(self, connection, access, name, secrets.token_hex(16), pidfd, features)
-            self._guests[handler.token] = handler
+            self._handlers[handler.token] = handler
             log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:
                 self._idling.cancel()

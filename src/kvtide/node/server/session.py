@@ -22,7 +22,7 @@ from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.plan.prefill import Prefill
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.node_statistics import ModelStatistics
-from kvtide.store.store import Store
+from kvtide.store.partition import Partition
 
 __all__ = ["ClientMemory", "ServerSession", "WireBlockNames"]
 
@@ -100,19 +100,19 @@ class ClientMemory:
     def __init__(self, room: int) -> None:
         self._free = room
         """Bytes that it may still hold or pin, pins not counted. For the node's thread alone."""
-        self._store: Store | None = None
+        self._store: Partition | None = None
         self._first = PinCharge()
         """What it has pinned in that store. Pins end on any thread: with a block that expires, for one."""
-        self._others: dict[Store, PinCharge] = {}
+        self._others: dict[Partition, PinCharge] = {}
         """What it has pinned in others. There are some only where shares are reserved for tenants."""
         self.keeps = room
         """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
         leave."""
         self._enough = room // 2
-        self._kept: defaultdict[Store, Counter[int]] = defaultdict(Counter)
+        self._kept: defaultdict[Partition, Counter[int]] = defaultdict(Counter)
         """How many of its reservations keep a row: those of one prompt keep the same."""
         self._held: dict[LocalPrefixLease, LocalBackend] = {}
-        self._counts: dict[Store, npt.NDArray[np.int32]] | None = None
+        self._counts: dict[Partition, npt.NDArray[np.int32]] | None = None
         """How many of its holdings have a row, once there is not plenty of room."""
 
     @property
@@ -127,7 +127,7 @@ class ClientMemory:
         """So many more bytes are held for it, or fewer."""
         self._free -= nbytes
 
-    def pins(self, store: Store) -> PinCharge:
+    def pins(self, store: Partition) -> PinCharge:
         """Where its sessions say what they have pinned in a store."""
         if self._store is None:
             self._store = store
@@ -181,7 +181,7 @@ class ClientMemory:
             free += int(np.argmin(held)) * backend.layout.geometry[group.name].footprint
         return self.room + free
 
-    def reserved(self, made: Reservation, nbytes: int, store: Store) -> None:
+    def reserved(self, made: Reservation, nbytes: int, store: Partition) -> None:
         """It has those slots, and keeps those blocks, until the reservation ends."""
         kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
         self._free -= nbytes

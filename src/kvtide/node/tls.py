@@ -1,0 +1,31 @@
+"""TLS with the certificates that a node's settings name."""
+
+from __future__ import annotations
+
+import ssl
+
+from kvtide.config import Node
+from kvtide.errors import ConfigError
+
+__all__ = ["client_tls", "unreadable"]
+
+
+def client_tls(settings: Node) -> ssl.SSLContext:
+    """How we speak TLS as a client of a node: we trust ``node.authority`` alone, and show ``node.certificate``."""
+    try:
+        context = ssl.create_default_context(cafile=settings.authority or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if settings.certificate:
+            context.load_cert_chain(settings.certificate)
+    except OSError as e:
+        raise unreadable(settings, e) from e
+    return context
+
+
+def unreadable(settings: Node, error: OSError) -> ConfigError:
+    """What to raise for certificates that cannot be read."""
+    files = f"{settings.certificate!r} and node.authority {settings.authority!r}"
+    return ConfigError(
+        f"node.certificate {files} cannot be used: {error.strerror or error}. The first must be a file with a "
+        "certificate and its key, the second one with the certificate of an authority, both as PEM"
+    )
