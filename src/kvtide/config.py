@@ -429,10 +429,10 @@ def _implicit() -> str | None:
     can put one there, and an error would let him stop whoever works there. What belongs to root or to this user but
     others may write to is an error: its owner can mend that, and to ignore it would silently change what is done.
     """
-    access_list = {0, os.geteuid()}
+    trusted = {0, os.geteuid()}
     try:
         about = os.lstat(_HERE)
-        if about.st_uid not in access_list:
+        if about.st_uid not in trusted:
             _ignored(about)  # whatever it is: a link may lead to a file of ours that is meant for another place
             return None
         # Neither a file that takes its place now nor one that waits for a writer may hold us up.
@@ -440,7 +440,7 @@ def _implicit() -> str | None:
             about = os.fstat(f.fileno())
             if not stat.S_ISREG(about.st_mode):
                 return None
-            if about.st_uid not in access_list:
+            if about.st_uid not in trusted:
                 _ignored(about)
                 return None
             mode = stat.S_IMODE(about.st_mode)

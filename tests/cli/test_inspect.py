@@ -364,7 +364,7 @@ def test_a_segment_without_a_header_and_what_the_advice_promises(directory: Path
 def test_a_lost_journal_loses_no_block(directory: Path, harm: Any, doubt: str) -> None:
     harm(directory / "journal")
     found = look(directory, verify=True)
-    assert (found.journal.access_list, found.journal.doubt) == (False, doubt)
+    assert (found.journal.trusted, found.journal.doubt) == (False, doubt)
     assert (found.blocks, found.damaged) == (BLOCKS, [])
     assert f"not trusted: {doubt}" in run(directory, "--verify")
 

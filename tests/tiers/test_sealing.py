@@ -31,6 +31,7 @@ from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.format.encryption import OPEN, Encryption, RecordCipher
 from kvtide.tiers.format.packer import Packer
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.nvme.tier import Nvme
 
@@ -313,7 +314,7 @@ def test_who_waits_for_a_key_keeps_nobody_else_waiting(tmp_path: Path, known: bo
                 asked.release()
                 fetched.wait()
                 if not known:
-                    raise Rejected("its key is not known here")
+                    raise Rejected(Reason.KEY_UNKNOWN)
             return super().old(number, salt)
 
     def wait() -> None:

@@ -96,7 +96,7 @@ def _facts(report: InspectionReport) -> Table:
     table.add_column(style="dim")
     table.add_column()
     journal = report.journal
-    if journal.access_list:
+    if journal.trusted:
         trust = f"trusted; {journal.records} records, {size(journal.nbytes)}"
     else:
         trust = f"not trusted: {journal.doubt}; {size(journal.nbytes)}"

@@ -29,20 +29,15 @@ from kvtide.config import Security
 from kvtide.errors import ConfigError, KeyFileError
 from kvtide.security.audit import Audit, audit_of
 from kvtide.security.key_file import KeyEntry, KeyFile, Keys
-from kvtide.security.wrapping import Away, Unavailable, Wrapper, wrapper
+from kvtide.security.wrapping import Away, KeyState, Unavailable, Wrapper, wrapper
 
-__all__ = ["DESTROYED", "OWN", "UNKNOWN", "DataKey", "KeyRing", "open_ring"]
+__all__ = ["OWN", "DataKey", "KeyRing", "open_ring"]
 
 log = logging.getLogger("kvtide.security")
 
 OWN = bytes(16)
 """The tag under which a store keeps the key of its own papers, such as journals. No tenant has it."""
 
-DESTROYED = "its key was destroyed"
-"""Why a key is ``Unavailable`` for good."""
-
-UNKNOWN = "its key is not known here"
-"""Why a key is ``Unavailable`` that is not in the key file."""
 
 _ALL = b""
 """For all keys at once."""
@@ -83,7 +78,7 @@ class KeyRing:
         """By id, with the time at which it is gone."""
         self._current: dict[bytes, bytes] = {}
         """The id of the key that seals a tenant's blocks now."""
-        self._missing: dict[bytes, tuple[str, float]] = {}
+        self._missing: dict[bytes, tuple[Unavailable | None, float]] = {}
         """Why a key, by id or tenant, cannot be had, and until when it is not asked again."""
         self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
         """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
@@ -122,16 +117,18 @@ class KeyRing:
     def _fetch(self, what: bytes, fetch: Callable[[], DataKey]) -> DataKey:
         with self._lock:
             for missing in (what, _ALL):
-                why, until = self._missing.get(missing, ("", 0.0))
-                if self._clock.monotonic() < until:
-                    raise Unavailable(why)
+                before, until = self._missing.get(missing, (None, 0.0))
+                if before is not None and self._clock.monotonic() < until:
+                    raise Unavailable(str(before), before.state)
             since = self._clock.monotonic()
             try:
                 key = fetch()
             except Exception as e:
-                why = str(e) if isinstance(e, Unavailable) else "the key file, audit log or service cannot be used"
+                why = Unavailable("the key file, audit log or service cannot be used")
+                if isinstance(e, Unavailable):
+                    why = Unavailable(str(e), e.state)
                 self._missing[_ALL if isinstance(e, Away) else what] = why, self._clock.monotonic() + _PAUSE
-                raise Unavailable(why) from e
+                raise why from e
             self._missing.pop(what, None)
             self._keys[key.id] = key, since + self.lease
             return key
@@ -159,7 +156,7 @@ class KeyRing:
         """Raises Unavailable while blocks may be here that were stored before a key of this tenant was destroyed."""
         if any(e.tenant == tenant.hex() and e.destroyed is not None and e.id not in self._destroyed for e in keys.keys):
             self._soon.set()
-            raise Unavailable(DESTROYED)
+            raise _unavailable(KeyState.DESTROYED)
 
     def check_heard(self, tenant: bytes) -> None:
         """For those who write in the open. Raises Unavailable while blocks may be here that were stored before a key of
@@ -183,7 +180,7 @@ class KeyRing:
 
     def _unwrap(self, entry: KeyEntry) -> DataKey:
         if entry.destroyed is not None:
-            raise Unavailable(DESTROYED)
+            raise _unavailable(KeyState.DESTROYED)
         number, tenant = bytes.fromhex(entry.id), bytes.fromhex(entry.tenant)
         secret = self._wrapper.unwrap(bytes.fromhex(entry.wrapped))
         if len(secret) != 64 or secret[32:] != tenant + number:
@@ -328,5 +325,9 @@ def open_ring(settings: Security, clock: Clock | None = None) -> KeyRing | None:
 def _entry(keys: Keys, number: bytes) -> KeyEntry:
     found = next((e for e in keys.keys if e.id == number.hex()), None)
     if found is None:
-        raise Unavailable(UNKNOWN)
+        raise _unavailable(KeyState.UNKNOWN)
     return found
+
+
+def _unavailable(state: KeyState) -> Unavailable:
+    return Unavailable(state.value, state)

@@ -23,6 +23,7 @@ import ssl
 import threading
 import urllib.parse
 from collections.abc import Mapping
+from enum import StrEnum
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,7 +32,7 @@ from typing import Any, Protocol
 from kvtide.errors import ConfigError
 from kvtide.security.secret_file import read_secret
 
-__all__ = ["Away", "LocalWrapper", "Unavailable", "VaultWrapper", "Wrapper", "aead", "wrapper"]
+__all__ = ["Away", "KeyState", "LocalWrapper", "Unavailable", "VaultWrapper", "Wrapper", "aead", "wrapper"]
 
 _PATIENCE = 2.0
 """Seconds that a key service may take for a request in all: a thread that moves blocks waits for it."""
@@ -39,8 +40,20 @@ _LARGEST = 1 << 16
 """Bytes of a key service's answer."""
 
 
+class KeyState(StrEnum):
+    """What is known of a key that cannot be had."""
+
+    DESTROYED = "its key was destroyed"
+    UNKNOWN = "its key is not known here"
+
+
 class Unavailable(Exception):  # noqa: N818 - a reason, not an error
     """A key cannot be had. Never leaves the store: there, what it seals is a miss with this reason."""
+
+    def __init__(self, text: str, state: KeyState | None = None) -> None:
+        """``state`` is what is known of the key, if that is the reason."""
+        super().__init__(text)
+        self.state = state
 
 
 class Away(Unavailable):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtide.block import ALIGN, Span
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 
 __all__ = ["VECTORS", "AnyPath", "Disk", "Irregular", "check_regular", "read_whole"]
@@ -148,7 +149,7 @@ class Disk:
         while left:
             count = self.write(fd, left, offset)
             if count <= 0 or (count % ALIGN and direct):
-                raise Rejected("short write")
+                raise Rejected(Reason.SHORT_WRITE)
             offset += count
             _pass(left, count)
 

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import Geometry, Span, padded
 from kvtide.errors import ConfigError
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import SECTION, Header, OtherVersion, Rejected, plain, section_table, unchecked_table
 from kvtide.tiers.format.scratch import Scratch
 
@@ -147,9 +148,9 @@ class Zstd:
                     while got < len(data) and (size := reader.readinto(data[got : got + _LARGE])):
                         got += size
         except self._error as e:
-            raise Rejected("undecodable section") from e
+            raise Rejected(Reason.UNDECODABLE) from e
         if got < len(data):
-            raise Rejected("undecodable section")
+            raise Rejected(Reason.UNDECODABLE)
         planes = [
             plane for whole in (stored[:kept], data) for plane in np.frombuffer(whole, np.uint8).reshape(-1, count)
         ]
@@ -165,10 +166,10 @@ class Zstd:
     def _whole(self, frame: Span, size: int) -> bytes:
         try:
             if self._content_size(frame) != size:
-                raise Rejected("undecodable section")
+                raise Rejected(Reason.UNDECODABLE)
             data: bytes = self._decompressor.decompress(frame)
         except self._error as e:
-            raise Rejected("undecodable section") from e
+            raise Rejected(Reason.UNDECODABLE) from e
         return data
 
 

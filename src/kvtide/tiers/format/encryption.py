@@ -32,13 +32,14 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
-from kvtide.security.key_ring import DESTROYED, OWN, DataKey, KeyRing
-from kvtide.security.wrapping import Unavailable, aead
+from kvtide.security.key_ring import OWN, DataKey, KeyRing
+from kvtide.security.wrapping import KeyState, Unavailable, aead
 from kvtide.tiers.disk import VECTORS
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import BODY, FLAG_SEALED, NotForAsker, Rejected, cuts_of, plain, sealed_by
 from kvtide.tiers.format.scratch import Scratch
 
-__all__ = ["NO_KEY", "OPEN", "TAG", "Encryption", "FileCipher", "RecordCipher", "TaggedBuffer"]
+__all__ = ["OPEN", "TAG", "Encryption", "FileCipher", "RecordCipher", "TaggedBuffer"]
 
 TAG = 16
 _HEADER = b"\xff" * 12
@@ -155,7 +156,7 @@ class RecordCipher:
         try:
             page[BODY:] = opener.decrypt(_HEADER, bytes(page[BODY:]) + bytes(page[80:BODY]), _clear(page))
         except InvalidTag as e:
-            raise Rejected("forged header") from e
+            raise Rejected(Reason.FORGED_HEADER) from e
 
     def close_sections(self, payload: Span, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> Span:
         """Seal a payload into ``out``, which has ``TAG`` bytes more, and put the tags into the table."""
@@ -192,7 +193,7 @@ class RecordCipher:
                 scratch[size : size + TAG] = tag
                 unseal(nonce, scratch[: size + TAG], None, section)
         except InvalidTag as e:
-            raise Rejected("corrupt payload") from e
+            raise Rejected(Reason.CORRUPT_PAYLOAD) from e
 
     def open_aside(
         self, aside: TaggedBuffer, table: npt.NDArray[np.void], geometry: Geometry, key: BlockKey, out: Span
@@ -210,7 +211,7 @@ class RecordCipher:
         try:
             deque(calls, 0)  # with no line of Python in between
         except InvalidTag as e:
-            raise Rejected("corrupt payload") from e
+            raise Rejected(Reason.CORRUPT_PAYLOAD) from e
 
 
 class FileCipher:
@@ -255,7 +256,7 @@ class Encryption:
                 return None
             return RecordCipher(self._key_ring.of(tenant), secrets.token_bytes(32))
         except Unavailable as e:
-            raise Rejected(str(e)) from e
+            raise Rejected(_reason(e), str(e)) from e
 
     def turns(self, section: int) -> bool:
         """Whether to hold a ``turn`` while a record with sections of that size is sealed or opened.
@@ -277,11 +278,11 @@ class Encryption:
         A key that cannot be had now may be there later, so its record is kept; one that was destroyed never comes back.
         """
         if self._key_ring is None:
-            raise NotForAsker("its key is not here")
+            raise NotForAsker(Reason.KEY_NOT_HERE)
         try:
             return RecordCipher(self._key_ring.find(number), salt)
         except Unavailable as e:
-            raise Rejected(DESTROYED) if str(e) == DESTROYED else NotForAsker(str(e)) from e
+            raise (Rejected if e.state is KeyState.DESTROYED else NotForAsker)(_reason(e), str(e)) from e
 
     def name(self, key: BlockKey) -> str:
         """The name of a block in storage that others see too. Raises Rejected.
@@ -294,21 +295,28 @@ class Encryption:
             try:
                 secret = self._key_ring.of(OWN).secret
             except Unavailable as e:
-                raise Rejected(str(e)) from e
+                raise Rejected(_reason(e), str(e)) from e
         return blake3(secret + key, derive_key_context="kvtide 1 name in shared storage").hexdigest()
 
     def check(self, start: Span) -> None:
         """Raises Rejected if a record that begins so is in the open and must not be."""
         if not self.accepts_open and not start[12] & FLAG_SEALED:
-            raise Rejected("not sealed")
+            raise Rejected(Reason.NOT_ENCRYPTED)
 
     def open_header(self, page: bytearray) -> None:
         """Put a sealed header's body in the open, in place. Raises Rejected."""
         self.old(*sealed_by(page)).open_header(page)
 
 
-NO_KEY = ("its key", "the key")
-"""How the reasons begin for which a sealed record cannot be read though it may be whole."""
+def _reason(e: Unavailable) -> Reason:
+    match e.state:
+        case KeyState.DESTROYED:
+            return Reason.KEY_DESTROYED
+        case KeyState.UNKNOWN:
+            return Reason.KEY_UNKNOWN
+        case _:
+            return Reason.KEY_UNAVAILABLE
+
 
 OPEN = Encryption()
 """For those who keep records in the open and cannot read others."""

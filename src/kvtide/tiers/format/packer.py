@@ -26,6 +26,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers.base import Read, Write
 from kvtide.tiers.format import codec
 from kvtide.tiers.format.encryption import OPEN, TAG, Encryption, RecordCipher, TaggedBuffer, turn
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import (
     BODY,
     FLAG_SEALED,
@@ -278,7 +279,7 @@ class Packer:
         names, geometry = item.identity, item.identity.geometry
         whole, sections = item.sections is None, item.wanted
         if not sections:
-            raise Rejected("no such sections")
+            raise Rejected(Reason.NO_SUCH_SECTIONS)
 
         def fetched(into: Sequence[Span], offset: int) -> int:
             mine.give()  # it may hang
@@ -295,7 +296,7 @@ class Packer:
         mine.take()
         size = recognise(start[:got])
         if size > room:
-            raise Rejected("corrupt header")
+            raise Rejected(Reason.CORRUPT_HEADER)
         if size != len(start):
             start = self._longer.get(size)  # other records' headers may lie beside it
             got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
@@ -314,11 +315,11 @@ class Packer:
             payload = self._payload.get(nbytes)
         if whole and header.codec == codec.RAW and (aside is None or header.sealed is not None):
             if got < size + nbytes:
-                raise Rejected("torn")
+                raise Rejected(Reason.TORN)
         else:
             aside = None
             if fetched([payload[:nbytes]], int(header.sections["offset"][sections.start])) < nbytes:
-                raise Rejected("torn")
+                raise Rejected(Reason.TORN)
         if header.sealed is None:
             verify(header, sections, payload, geometry if header.codec == codec.RAW else None)
         elif aside is not None:
@@ -351,7 +352,7 @@ class Packer:
             try:
                 self._decoder = codec.make("zstd")
             except ConfigError as e:
-                raise Rejected("its codec is not installed") from e
+                raise Rejected(Reason.NO_CODEC) from e
             assert self._decoder is not None
             self.workspace.keep(self._decoder.work)
         return self._decoder
@@ -373,6 +374,6 @@ def check_sections(header: Header, payload: Span, encryption: Encryption) -> Non
 def _check_names(header: Header, item: Read, sequence: int) -> None:
     identity = item.identity
     if header.key != item.key or header.sequence != sequence:
-        raise Rejected("another block")
+        raise Rejected(Reason.ANOTHER_BLOCK)
     if (header.namespace, header.tenant, header.layout) != (identity.namespace, identity.tenant, identity.layout):
-        raise NotForAsker("another model or tenant")
+        raise NotForAsker(Reason.ANOTHER_OWNER)

@@ -57,6 +57,7 @@ from xxhash import xxh3_128_digest
 
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 from kvtide.tiers.base import fingerprint
+from kvtide.tiers.format.reason import Reason
 
 __all__ = [
     "BODY",
@@ -115,6 +116,11 @@ _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
     """A record that is not what was asked for. Never leaves the tiers: there it becomes a miss with a reason."""
 
+    def __init__(self, reason: Reason, text: str = "") -> None:
+        """``text`` is shown instead of the reason's own."""
+        super().__init__(text or reason.value)
+        self.reason = reason
+
 
 class NotForAsker(Rejected):
     """A record that may be sound, but that this asker cannot have: another's, or its key cannot be had now."""
@@ -127,8 +133,8 @@ class OtherVersion(Rejected):
     older, nobody does before its room is needed.
     """
 
-    def __init__(self, reason: str, *, newer: bool = True) -> None:
-        super().__init__(reason)
+    def __init__(self, text: str, *, newer: bool = True) -> None:
+        super().__init__(Reason.ANOTHER_VERSION, text)
         self.newer = newer
 
 
@@ -215,17 +221,17 @@ def header_bytes(sections: int, tokens: int = 0) -> int:
 def recognise(data: Span) -> int:
     """How many bytes of header start at ``data``. Raises Rejected for what is no record of any version."""
     if len(data) < ALIGN:
-        raise Rejected("torn")
+        raise Rejected(Reason.TORN)
     magic, _, pages, *_ = _CLEAR.unpack_from(data)
     if magic != MAGIC:
-        raise Rejected("no record")
+        raise Rejected(Reason.NO_RECORD)
     if not pages:
-        raise Rejected("corrupt header")
+        raise Rejected(Reason.CORRUPT_HEADER)
     return int(pages) * ALIGN
 
 
 def _no_key(page: bytearray) -> None:
-    raise Rejected("its key is not here")
+    raise Rejected(Reason.KEY_NOT_HERE)
 
 
 def belongs(page: Span, tenant: bytes, keys: Collection[bytes]) -> bool:
@@ -263,11 +269,11 @@ def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
     """
     size = recognise(data)
     if len(data) < size:
-        raise Rejected("torn")
+        raise Rejected(Reason.TORN)
     whole = bytearray(data[:size])
     whole[16:32] = _ZEROS
     if xxh3_128_digest(whole) != data[16:32]:
-        raise Rejected("corrupt header")
+        raise Rejected(Reason.CORRUPT_HEADER)
     version = int.from_bytes(whole[8:10], "little")
     reader = _READERS.get(version)
     if reader is None:
@@ -305,7 +311,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
     ) = _BODY.unpack_from(whole, BODY)
     table = TABLE + count * SECTION.itemsize
     if not count or table + fields_size > size or sequence >= 2 * FAR:  # the last is no int64
-        raise Rejected("corrupt header")
+        raise Rejected(Reason.CORRUPT_HEADER)
     sections = np.frombuffer(whole, SECTION, count, TABLE)
     return Header(
         BlockKey(key.rstrip(b"\0")),
@@ -336,10 +342,10 @@ def _tokens(fields: Span) -> bytes:
     tokens = b""
     while fields:
         if len(fields) < FIELD.size:
-            raise Rejected("corrupt header")
+            raise Rejected(Reason.CORRUPT_HEADER)
         tag, _, size = FIELD.unpack_from(fields)
         if FIELD.size + size > len(fields):
-            raise Rejected("corrupt header")
+            raise Rejected(Reason.CORRUPT_HEADER)
         if tag == FIELD_TOKENS:
             tokens = bytes(fields[FIELD.size : FIELD.size + size])
         elif tag >= REQUIRED:
@@ -424,7 +430,7 @@ def verify(header: Header, sections: range, payload: Span, geometry: Geometry | 
     table = header.sections[sections.start : sections.stop]
     cuts = cuts_of(table) if geometry is None else plain(geometry, header.pages * ALIGN).cuts[: len(table)]
     if b"".join(_checksums(payload, cuts)) != table["check"].tobytes():
-        raise Rejected("corrupt payload")
+        raise Rejected(Reason.CORRUPT_PAYLOAD)
 
 
 def check_table(header: Header, first: int, geometry: Geometry, room: int) -> None:
@@ -438,9 +444,9 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     if header.codec == 0 and places == b"".join(usual.table) and first + geometry.footprint <= room:
         return
     if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
-        raise NotForAsker("another layout")
+        raise NotForAsker(Reason.ANOTHER_LAYOUT)
     offsets, stored = table["offset"], table["stored"]
     ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN
     inside = (stored <= table["raw"]).all() and (offsets <= room).all() and offsets[0] >= first and ends[-1] <= room
     if header.codec == 0 or not inside or (offsets[1:] < ends[:-1]).any():
-        raise Rejected("corrupt header")
+        raise Rejected(Reason.CORRUPT_HEADER)

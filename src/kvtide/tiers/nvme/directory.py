@@ -31,6 +31,7 @@ from kvtide.errors import TierError, TierLockedError, TierVersionError
 from kvtide.forks import LockFile
 from kvtide.tiers.disk import Disk, read_whole
 from kvtide.tiers.format.encryption import OPEN, Encryption
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected, parse, recognise
 from kvtide.tiers.format.scratch import Scratch
 
@@ -74,14 +75,14 @@ class SegmentHeader:
     def parse(cls, page: bytes) -> SegmentHeader:
         """Raises Rejected for what is no whole header, OtherVersion for one of a version that we cannot read."""
         if len(page) < _SEGMENT.size:
-            raise Rejected("torn")
+            raise Rejected(Reason.TORN)
         magic, version, *_, check = _SEGMENT.unpack_from(page)
         if magic != _MAGIC:
-            raise Rejected("no segment")
+            raise Rejected(Reason.NO_SEGMENT)
         body = page[: _SEGMENT.size - 16] + bytes(16)
         # Where the checksum lies is the same in every version: a flipped bit must not pass for a newer one.
         if check != xxh3_128_digest(body):
-            raise Rejected("corrupt header")
+            raise Rejected(Reason.CORRUPT_HEADER)
         reader = _READERS.get(version)
         if reader is None:
             raise OtherVersion(f"version {version}", newer=version > FORMAT)
@@ -92,7 +93,7 @@ def _read_1(page: bytes) -> SegmentHeader:
     """A segment header of version 1, or of 0, which has the same fields."""
     _, version, _, slots, size, cut, _ = _SEGMENT.unpack_from(page)
     if not slots or not size or size % ALIGN or cut >= 2 * FAR - 1:
-        raise Rejected("corrupt header")
+        raise Rejected(Reason.CORRUPT_HEADER)
     return SegmentHeader(size, slots, cut, version)
 
 
@@ -240,7 +241,7 @@ class Directory:
 
     def records(
         self, fd: int, segment: SegmentHeader, slots: range | None = None
-    ) -> Iterator[tuple[int, Header | OtherVersion | str]]:
+    ) -> Iterator[tuple[int, Header | Rejected]]:
         """Slot number and header, or the reason why there is none, of every slot that was ever written.
 
         Of all ``slots``, or of those given.
@@ -256,7 +257,7 @@ class Directory:
             try:
                 got = self.disk.read(fd, [data], ALIGN + first * segment.size)
             except OSError as e:
-                yield from ((first + i, f"unreadable: {e.strerror}") for i in range(count))
+                yield from ((first + i, _unreadable(e)) for i in range(count))
                 continue
             for i in range(count):
                 found = data[i * segment.size : min(got, (i + 1) * segment.size)]
@@ -266,12 +267,9 @@ class Directory:
                         found = self._more(fd, ALIGN + (first + i) * segment.size, size)
                     header = parse(found, self.encryption.open_header)
                     self.encryption.check(found)
-                except OtherVersion as e:
-                    yield first + i, e
-                    continue
                 except Rejected as e:
-                    if str(e) != "no record":
-                        yield first + i, str(e)
+                    if e.reason is not Reason.NO_RECORD:
+                        yield first + i, e
                     continue
                 if header.sequence >= segment.cut:
                     yield first + i, header
@@ -281,4 +279,8 @@ class Directory:
         try:
             return data[: self.disk.read(fd, [data], offset)]
         except OSError as e:
-            raise Rejected(f"unreadable: {e.strerror}") from e
+            raise _unreadable(e) from e
+
+
+def _unreadable(e: OSError) -> Rejected:
+    return Rejected(Reason.UNREADABLE, f"unreadable: {e.strerror}")

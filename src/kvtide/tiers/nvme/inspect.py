@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.disk import AnyPath, Disk, check_regular
 from kvtide.tiers.format.codec import PLANES, RAW, ZSTD
-from kvtide.tiers.format.encryption import NO_KEY, OPEN, Encryption
+from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import check_sections
+from kvtide.tiers.format.reason import NO_KEY, Reason
 from kvtide.tiers.format.record import Header, OtherVersion, Rejected, parse
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
@@ -59,7 +61,17 @@ _CODECS = {RAW: "raw", PLANES: "zstd, all planes", ZSTD: "zstd"}
 _OURS = {"kvtide.json", "lock", "journal", "heard", "speeds"}
 _PASSING = {"journal.new", "kvtide.json.new", "heard.new", "speeds.new", "measuring", "probe"}
 """Files that a kill may leave behind and the next opening removes or replaces."""
-_OLD = "of an older format"
+
+
+class SegmentFault(StrEnum):
+    """What is wrong with a segment file."""
+
+    NONE = ""
+    EMPTIED = "emptied"
+    TRUNCATED = "truncated"
+    UNREADABLE = "unreadable"
+    OLD_FORMAT = "of an older format"
+    NO_HEADER = "no usable header"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +86,12 @@ class SegmentState:
     stale: int
     nbytes: int
     problem: str = ""
+    """What is wrong with it, in words."""
     version: int = FORMAT
     """One that is older is read only, until it is empty."""
     kept: int = 0
     """Slots with records of another version, which are not overwritten."""
+    fault: SegmentFault = SegmentFault.NONE
 
     @property
     def free(self) -> int:
@@ -103,7 +117,7 @@ class SlotKind:
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    access_list: bool
+    trusted: bool
     doubt: str
     """Why it is not trusted."""
     records: int
@@ -127,6 +141,9 @@ class Damage:
     slot: int
     key: str
     reason: str
+    """In words."""
+    code: Reason | None = None
+    """Why its record was rejected, if that is why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +250,9 @@ class _Look:
         self._directory = Directory(path, self._disk, encryption)
         self._files: dict[int, int] = {}
         self._headers: dict[int, SegmentHeader] = {}
-        self._problems: dict[int, str] = {}
+        self._problems: dict[int, tuple[SegmentFault, str]] = {}
         self._kinds: dict[_KindKey, int] = {}
-        self._bad: dict[int, str] = {}
+        self._bad: dict[int, Rejected] = {}
         """Slots, by place, whose header is there but cannot be read, with the reason."""
         self._kept: dict[int, OtherVersion] = {}
         """Slots, by place, with records of other versions."""
@@ -250,11 +267,11 @@ class _Look:
             self._open()
             journal, records = self._journal()
             rows = self._read_headers()
-            live, damaged = self._live(rows, records if journal.access_list else None)
+            live, damaged = self._live(rows, records if journal.trusted else None)
             verified = verified_bytes = None
             if check_bytes:
                 damaged += self._verify(rows[live])
-                damaged = self._still(damaged, journal.access_list)
+                damaged = self._still(damaged, journal.trusted)
                 verified, verified_bytes = int(live.sum()), int(rows["extent"][live].sum())
             return self._summary(
                 holder, journal, rows, live, damaged, verified, verified_bytes, newest if newest > 0 else 0
@@ -290,11 +307,11 @@ class _Look:
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE):
                     raise TierError(f"{self._path} has more segments than files may be open: raise ulimit -n") from e
-                self._problems[number] = f"unreadable: {e.strerror}"
+                self._problems[number] = SegmentFault.UNREADABLE, f"unreadable: {e.strerror}"
                 continue
             self._files[number] = fd
             if not size:
-                self._problems[number] = "emptied"
+                self._problems[number] = SegmentFault.EMPTIED, "emptied"
                 continue
             try:
                 header = self._headers[number] = self._directory.segment_header(fd)
@@ -304,16 +321,17 @@ class _Look:
                         f"{path} has format {str(e).split()[-1]}, newer than this kvtide's {FORMAT}; "
                         "nothing was touched. Upgrade kvtide to look into it"
                     ) from None
-                self._problems[number] = f"{_OLD}: {e}"
+                self._problems[number] = SegmentFault.OLD_FORMAT, f"of an older format: {e}"
                 continue
             except Rejected as e:
-                self._problems[number] = str(e)
+                self._problems[number] = SegmentFault.NO_HEADER, str(e)
                 continue
             except OSError as e:
-                self._problems[number] = f"unreadable: {e.strerror}"
+                self._problems[number] = SegmentFault.UNREADABLE, f"unreadable: {e.strerror}"
                 continue
             if size < header.nbytes:
-                self._problems[number] = f"truncated: {header.nbytes - size} bytes are missing"
+                missing = f"truncated: {header.nbytes - size} bytes are missing"
+                self._problems[number] = SegmentFault.TRUNCATED, missing
 
     def _journal(self) -> tuple[JournalState, _Rows]:
         path = self._directory.journal
@@ -335,10 +353,10 @@ class _Look:
                 place = place_of(number, slot)
                 if isinstance(record, OtherVersion):
                     self._kept[place] = record
-                elif isinstance(record, str):
+                elif isinstance(record, Rejected):
                     self._bad[place] = record
                 elif _extent(record) > header.size:
-                    self._bad[place] = "corrupt header"
+                    self._bad[place] = Rejected(Reason.CORRUPT_HEADER)
                 else:
                     found.append(self._row(place, record))
                 if not slot % 64:
@@ -378,7 +396,7 @@ class _Look:
             order = np.lexsort((rows["sequence"], rows["key"]))
             keys = rows["key"][order]
             live[order[np.append(keys[1:] != keys[:-1], True)] if len(rows) else []] = True
-            return live, [Damage(segment_of(p), slot_of(p), "", why) for p, why in self._bad.items()]
+            return live, [_damage(p, "", why) for p, why in self._bad.items()]
         promised = records[(records["kind"] == HOLDS) & self._fitting(records)]
         at = np.searchsorted(promised["place"], rows["place"])
         known = at < len(promised)
@@ -391,23 +409,29 @@ class _Look:
         keys = np.ascontiguousarray(missing["key"]).view("S48").tolist()
         self._promised.update(zip(missing["place"].tolist(), missing["sequence"].tolist(), strict=True))
         return live, [
-            Damage(segment_of(place), slot_of(place), key.hex(), self._why(place))
-            for place, key in zip(missing["place"].tolist(), keys, strict=True)
+            self._missing(place, key.hex()) for place, key in zip(missing["place"].tolist(), keys, strict=True)
         ]
 
     def _fitting(self, records: _Rows) -> _Mask:
         """Which journal records speak of segments as they are cut now, or of some that cannot be read."""
         numbers = records["place"] >> 32
-        fits: _Mask = np.isin(numbers, [n for n, why in self._problems.items() if why != "emptied"])
+        fits: _Mask = np.isin(
+            numbers, [n for n, (fault, _) in self._problems.items() if fault is not SegmentFault.EMPTIED]
+        )
         for number, header in self._headers.items():
             mine = (numbers == number) & ((records["place"] & 0xFFFFFFFF) < header.slots)
             fits |= mine & (records["sequence"] >= header.cut)
         return fits
 
-    def _why(self, place: int) -> str:
+    def _missing(self, place: int, key: str) -> Damage:
+        """What is to be said of a block that the journal names and that is not there."""
         if segment_of(place) not in self._headers:
-            return f"segment: {self._problems[segment_of(place)]}"
-        return self._bad.get(place, "no such record: dropped or never finished")
+            reason = f"segment: {self._problems[segment_of(place)][1]}"
+        elif place in self._bad:
+            return _damage(place, key, self._bad[place])
+        else:
+            reason = "no such record: dropped or never finished"
+        return Damage(segment_of(place), slot_of(place), key, reason)
 
     # -- checking every byte ------------------------------------------------------------------------------
 
@@ -421,13 +445,13 @@ class _Look:
                 for row, reason in zip(part, pool.map(self._wrong, part), strict=True):
                     done += int(row["extent"])
                     self._progress("verifying", done, total)
-                    if reason:
+                    if reason is not None:
                         place = int(row["place"])
                         self._promised[place] = int(row["sequence"])
-                        yield Damage(segment_of(place), slot_of(place), row["key"].hex(), reason)
+                        yield _damage(place, row["key"].hex(), reason)
 
-    def _wrong(self, row: np.void) -> str:
-        """Why a block is damaged; "" if it is whole."""
+    def _wrong(self, row: np.void) -> Rejected | None:
+        """Why a block is damaged; None if it is whole."""
         if not hasattr(self._own, "scratch"):
             self._own.scratch = Scratch()
         place, extent = int(row["place"]), int(row["extent"])
@@ -436,23 +460,23 @@ class _Look:
         try:
             got = self._disk.read(self._files[segment_of(place)], [data], ALIGN + slot_of(place) * header.size)
             if got < extent:
-                return "torn"
+                return Rejected(Reason.TORN)
             record = parse(data, self._directory.encryption.open_header)
             if record.key != row["key"] or record.sequence != row["sequence"]:
-                return "another block"
+                return Rejected(Reason.ANOTHER_BLOCK)
             check_sections(record, data[int(record.sections["offset"][0]) :], self._directory.encryption)
         except Rejected as e:
-            return str(e)
+            return e
         except OSError as e:
-            return f"unreadable: {e.strerror}"
-        return ""
+            return Rejected(Reason.UNREADABLE, f"unreadable: {e.strerror}")
+        return None
 
-    def _still(self, damaged: list[Damage], access_list: bool) -> list[Damage]:
+    def _still(self, damaged: list[Damage], trusted: bool) -> list[Damage]:
         """Without those that only looked damaged because their slots were given to other blocks meanwhile."""
-        if not damaged or not access_list:
+        if not damaged or not trusted:
             return damaged
         journal, records = self._journal()
-        if not journal.access_list:
+        if not journal.trusted:
             return damaged
         holding = records[records["kind"] == HOLDS]
         now = dict(zip(holding["place"].tolist(), holding["sequence"].tolist(), strict=True))
@@ -477,6 +501,7 @@ class _Look:
         segments = []
         for number in sorted({*self._headers, *self._problems}):
             header = self._headers.get(number)
+            fault, problem = self._problems.get(number, (SegmentFault.NONE, ""))
             with contextlib.suppress(OSError):
                 segments.append(
                     SegmentState(
@@ -486,9 +511,10 @@ class _Look:
                         counts[0][number],
                         counts[1][number],
                         self._directory.segment(number).stat().st_size,
-                        self._problems.get(number, ""),
+                        problem,
                         header.version if header else FORMAT,
                         sum(segment_of(place) == number for place in self._kept),
+                        fault,
                     )
                 )
         created = blocks["created"][np.isfinite(blocks["created"])]
@@ -518,7 +544,7 @@ class _Look:
             verified_blocks=verified,
             verified_bytes=verified_bytes,
             newest_blocks=self._newest(blocks, newest) if newest else None,
-            kept=[Damage(segment_of(p), slot_of(p), "", str(why)) for p, why in sorted(self._kept.items())],
+            kept=[_damage(p, "", why) for p, why in sorted(self._kept.items())],
         )
 
     def _kind_states(self, blocks: _Rows) -> list[SlotKind]:
@@ -592,6 +618,10 @@ def _holder(lock: Path) -> int | None:
     return None
 
 
+def _damage(place: int, key: str, why: Rejected) -> Damage:
+    return Damage(segment_of(place), slot_of(place), key, str(why), why.reason)
+
+
 def advice(report: InspectionReport) -> list[str]:
     """What will become of what was found, and what one can do. There is no repair step: an opening copes."""
     said = []
@@ -600,26 +630,26 @@ def advice(report: InspectionReport) -> list[str]:
             f"Process {report.holder} has this directory open: what is shown was true while it was read. "
             "Nothing was taken from it."
         )
-    if not report.journal.access_list and report.segments:
+    if not report.journal.trusted and report.segments:
         said.append(
             f"The journal is {report.journal.doubt}. The next opening reads all headers instead and writes a new one; "
             "nothing is lost by that but time, and evicted blocks that were not overwritten may be found again."
         )
     for segment in report.segments:
         name = f"{segment.number:05}.segment"
-        if segment.problem.startswith("truncated"):
+        if segment.fault is SegmentFault.TRUNCATED:
             said.append(
                 f"{name} is {segment.problem}. The next opening makes it whole again; blocks in the missing part "
                 "will be misses."
             )
-        elif segment.problem.startswith(_OLD):
+        elif segment.fault is SegmentFault.OLD_FORMAT:
             said.append(
                 f"{name} is {segment.problem}. It cannot be read any more; the next opening counts it, and gives it up "
                 "when room is needed."
             )
-        elif segment.problem.startswith("unreadable"):
+        elif segment.fault is SegmentFault.UNREADABLE:
             said.append(f"{name} is {segment.problem}. Check its permissions and the disk's log.")
-        elif segment.problem and segment.problem != "emptied":
+        elif segment.fault not in (SegmentFault.NONE, SegmentFault.EMPTIED):
             said.append(
                 f"{name} has no usable header ({segment.problem}). The next opening deletes it and gives its bytes "
                 "back; its blocks are lost. Copy it away first if you want to look into it."
@@ -643,9 +673,10 @@ def advice(report: InspectionReport) -> list[str]:
             f"{len(report.damaged)} damaged blocks ({listed}) are misses: each is dropped when it is first asked for "
             "and computed again, and its slot is reused. Nothing needs to be done."
         )
-        if any(reason.startswith(NO_KEY) for reason in reasons):
+        codes = {d.code for d in report.damaged}
+        if codes & NO_KEY:
             said.append("Sealed records can be read with their keys alone: see [security] in the configuration.")
-        if {"corrupt payload", "corrupt header"} & set(reasons) and report.holder is None:
+        if codes & {Reason.CORRUPT_PAYLOAD, Reason.CORRUPT_HEADER} and report.holder is None:
             said.append(
                 "One or two after a crash or a power loss are what was being written then. If they keep coming, "
                 "suspect the disk: look at its log and at smartctl."

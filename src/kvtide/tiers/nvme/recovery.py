@@ -30,7 +30,7 @@ from kvtide.block import ALIGN, BlockKey, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.base import Held
 from kvtide.tiers.disk import Irregular, check_regular
-from kvtide.tiers.format.encryption import NO_KEY
+from kvtide.tiers.format.reason import NO_KEY, Reason
 from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected
 from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.nvme.journal import (
@@ -74,9 +74,8 @@ def _holds(place: int, found: Header) -> bytes:
     return entry(HOLDS, place, found.key, found.sequence, *facts)
 
 
-def _unread(reason: str) -> bool:
-    """Whether a header may be whole, though it could not be read this time."""
-    return reason in ("torn", "not sealed") or reason.startswith(("unreadable", *NO_KEY))
+_UNREAD = NO_KEY | {Reason.TORN, Reason.NOT_ENCRYPTED, Reason.UNREADABLE}
+"""A header that is rejected for one of these may be whole, though it could not be read this time."""
 
 
 def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, int]) -> npt.NDArray[np.bool_]:
@@ -226,6 +225,7 @@ class Recovery:
     def _from_headers(self) -> npt.NDArray[np.void]:
         """Journal records made from what the slots' headers say."""
         parts: list[bytes] = []
+        no_key: Counter[str] = Counter()
         for segment in self._segments:
             if self.cuts[segment.number] == _NEVER:
                 continue
@@ -235,18 +235,20 @@ class Recovery:
                     parts.append(entry(KEEPS, place, ANY, self.cuts[segment.number]))
                     self._keep(place, ANY, found)
                     continue
-                if isinstance(found, str):
-                    self.reasons[found] += 1
-                    if _unread(found):
+                if isinstance(found, Rejected):
+                    self.reasons[str(found)] += 1
+                    if found.reason in NO_KEY:
+                        no_key[str(found)] += 1
+                    if found.reason in _UNREAD:
                         parts.append(entry(FREED, place_of(segment.number, slot), ANY, self.cuts[segment.number]))
                     continue
                 parts.append(_holds(place_of(segment.number, slot), found))
-        if sealed := {why: count for why, count in self.reasons.items() if why.startswith(NO_KEY)}:
-            said = ", ".join(f"{count} {why}" for why, count in sealed.items())
+        if no_key:
+            said = ", ".join(f"{count} {why}" for why, count in no_key.items())
             log.warning(
                 "%s: %d sealed records cannot be read (%s) and count as free",
                 self._directory.path,
-                sum(sealed.values()),
+                no_key.total(),
                 said,
             )
         return np.frombuffer(b"".join(parts), RECORD)
@@ -262,9 +264,7 @@ class Recovery:
             self.unseen[number] = np.zeros(self._segments[number].slots, np.bool_)
             self.unseen[number][places[mine] & 0xFFFFFFFF] = True
 
-    def _records(
-        self, segment: Segment, slots: range | None = None
-    ) -> Iterator[tuple[int, Header | OtherVersion | str]]:
+    def _records(self, segment: Segment, slots: range | None = None) -> Iterator[tuple[int, Header | Rejected]]:
         header = SegmentHeader(segment.size, segment.slots, self.cuts[segment.number])
         return self._directory.records(self.files[segment.number], header, slots)
 
@@ -291,7 +291,7 @@ class Recovery:
             for _, found in self._records(self._segments[segment_of(place)], range(slot, slot + 1)):
                 if isinstance(found, Header):
                     records["key"][i] = found.key
-                elif isinstance(found, str) and _unread(found):
+                elif found.reason in _UNREAD:
                     records["key"][i] = ANY
         return records
 

@@ -32,6 +32,7 @@ from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_f
 from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import OtherVersion, Rejected, mark_of
 from kvtide.tiers.format.scratch import Pool, Scratch
 from kvtide.tiers.nvme.directory import Directory
@@ -311,7 +312,7 @@ class Nvme:
         """Read the starts of a run's records, and its spans; answers the starts, and how many bytes came."""
         fd, offset, room, _ = run[0][1]
         if fd == NOWHERE:
-            raise Rejected("evicted")
+            raise Rejected(Reason.EVICTED)
         size = usual_header(run[0][0])
         pages = packer.header.get(size * len(run))
         starts = [pages[i : i + size] for i in range(0, len(pages), size)]

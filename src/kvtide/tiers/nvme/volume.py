@@ -44,6 +44,7 @@ from kvtide.clock import Clock
 from kvtide.errors import ConfigError, TierError
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, Held, Renewal
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import OtherVersion, Rejected, expire_at, parse, recognise
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.nvme.directory import Directory, SegmentHeader
@@ -644,20 +645,20 @@ class Volume:
     def _renew(self, key: BlockKey, place: int, when: float) -> None:
         with self.lock:
             if not self.segments.holds(place):
-                raise Rejected("evicted")
+                raise Rejected(Reason.EVICTED)
             fd, offset, room, sequence = self._location(place)
         pages = Scratch().get(ALIGN)
         if self.read(fd, [pages], offset) < ALIGN:
-            raise Rejected("torn")
+            raise Rejected(Reason.TORN)
         if (size := recognise(pages)) > ALIGN:
             if size > room:
-                raise Rejected("corrupt header")
+                raise Rejected(Reason.CORRUPT_HEADER)
             pages = Scratch().get(size)
             if self.read(fd, [pages], offset) < size:
-                raise Rejected("torn")
+                raise Rejected(Reason.TORN)
         header = parse(pages)
         if header.key != key or header.sequence != sequence:
-            raise Rejected("another block")
+            raise Rejected(Reason.ANOTHER_BLOCK)
         expire_at(pages, when)
         with self.lock:
             self._dirty.add(segment_of(place))

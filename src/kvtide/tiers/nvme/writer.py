@@ -33,6 +33,7 @@ from kvtide.clock import Clock
 from kvtide.tiers.base import NOWHERE, Write
 from kvtide.tiers.counters import TierCounters
 from kvtide.tiers.format.packer import Packer, header_of
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.nvme.journal import HOLDS, WRITING, entry
 from kvtide.tiers.nvme.volume import MakeRoom, Volume
@@ -165,9 +166,9 @@ class Writer:
             slot = slots[i] = slots[i] or self._slots([(item, ladder(packed.nbytes))])[0]
             if slot is _NO_SLOT:
                 if not self._volume.segments.possible(packed.nbytes):
-                    raise Rejected("too large")
+                    raise Rejected(Reason.TOO_LARGE)
                 code = self._volume.refused
-                raise OSError(code, os.strerror(code)) if code else Rejected("full")
+                raise OSError(code, os.strerror(code)) if code else Rejected(Reason.FULL)
             page, pages = pages[: packed.header], pages[packed.header :]
             packed.name(page, slot.sequence, self._clock.time())
             facts = item.parent, item.depth, item.expiry, item.priority, item.identity.fingerprint

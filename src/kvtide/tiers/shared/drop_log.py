@@ -43,8 +43,9 @@ from dataclasses import dataclass
 
 from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock
-from kvtide.security.key_ring import DESTROYED, OWN, UNKNOWN
+from kvtide.security.key_ring import OWN
 from kvtide.tiers.format.encryption import Encryption
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
@@ -81,7 +82,7 @@ _TRIES = 16
 """How often a page gets another number because somebody else was quicker."""
 _PAGES, _FORGOTTEN = "dropped.", "forgotten."
 _LAST = 10**18 - 1
-NOT_OURS = frozenset({UNKNOWN, DESTROYED, "its key is not here"})
+NOT_OURS = frozenset({Reason.KEY_UNKNOWN, Reason.KEY_DESTROYED, Reason.KEY_NOT_HERE})
 """Why a page cannot be opened that is of others, whose blocks have other names than those of this process."""
 _TENANTS = 1 << 20
 """Forgotten tenants that are remembered; there are more only if somebody else makes such names."""
@@ -262,7 +263,7 @@ class DropLog:
             except ValueError:
                 return b""
             except Rejected as e:
-                if str(e) in NOT_OURS:
+                if e.reason in NOT_OURS:
                     return b""
                 raise
         elif self._encryption.accepts_open:

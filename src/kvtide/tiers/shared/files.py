@@ -28,6 +28,7 @@ from typing import TypeVar
 
 from kvtide.block import ALIGN, Span
 from kvtide.tiers.disk import Disk, Irregular, check_regular
+from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.shared.blobs import Turn
 
@@ -107,7 +108,7 @@ class Files:
                     try:
                         self._disk.rename(new, path, durable=False)
                     except (IsADirectoryError, NotADirectoryError) as e:
-                        raise Rejected("a folder has its name") from e
+                        raise Rejected(Reason.NAME_IS_A_FOLDER) from e
         return [True] * len(batch)
 
     def _there(self, name: str, path: str) -> bool:
@@ -120,7 +121,7 @@ class Files:
             return self._disk.exists(path)
         except Irregular as e:
             self._warn(e, name)
-            raise Rejected("its folder is a link or a file") from e
+            raise Rejected(Reason.FOLDER_IS_NO_FOLDER) from e
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:
         path = self._path(name)

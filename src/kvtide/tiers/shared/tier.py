@@ -32,12 +32,12 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.security.key_ring import UNKNOWN
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
 from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, header_of
+from kvtide.tiers.format.reason import UNUSABLE, Reason
 from kvtide.tiers.format.record import Header, NotForAsker, Rejected, header_bytes, parse, recognise
 from kvtide.tiers.format.scratch import Pool, Scratch
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
@@ -61,11 +61,6 @@ _ABSENT = 2.0
 _REMEMBERED = 100_000
 _FEW = 32
 """Blobs whose age is looked at in one call."""
-_GONE = "gone"
-_RUBBISH = frozenset({"torn", "corrupt header", "corrupt payload", "no record", "another block", "undecodable section"})
-_DROPPED = "dropped"
-_RUBBISH |= {"expired", "not sealed", "forged header", "its key was destroyed", _DROPPED}
-"""What is wrong with a blob that can never be read under its name."""
 
 
 def place_of(name: str) -> int:
@@ -353,7 +348,7 @@ class Shared:
 
         try:
             if got < 0 or item.place != place_of(name) or self._goes(item.key):
-                raise Rejected(_GONE)
+                raise Rejected(Reason.GONE)
             if self.drops.least(item.key, item.identity.tenant):
                 self._check_age(self._header(name, start, got), item.key)
             room = _HEADERS + item.identity.geometry.footprint
@@ -382,14 +377,14 @@ class Shared:
         for item, name, size, end, found in zip(run, names, sizes, accumulate(sizes), there, strict=True):
             try:
                 if item.key in self._leaving or (item.key in self._undead and not self._delete([item.key])[0]):
-                    raise Rejected("leaving")
+                    raise Rejected(Reason.LEAVING)
                 self._undead.discard(item.key)
                 if item.since < self.drops.least(item.key, item.identity.tenant):
                     self.drops.refused = True
-                    raise Rejected(_DROPPED)
+                    raise Rejected(Reason.DROPPED)
                 if item.key in self._keyless:
                     if not self._delete([item.key])[0]:
-                        raise Rejected("leaving")
+                        raise Rejected(Reason.LEAVING)
                     self._keyless.discard(item.key)
                 elif found:
                     kept.add(name)
@@ -417,10 +412,10 @@ class Shared:
         if self._credit is None:
             return None
         if nbytes > self._credit.largest:
-            raise Rejected("larger than the budget of the storage")
+            raise Rejected(Reason.OVER_BUDGET)
         permit = self._credit.take(name, nbytes)
         if permit is None:
-            raise Rejected("no credit to write")
+            raise Rejected(Reason.NO_CREDIT)
         return permit
 
     def _send(self, batch: Sequence[_Ready]) -> list[str]:
@@ -433,10 +428,10 @@ class Shared:
         def turn() -> Iterator[None]:
             with self._writes:
                 if self._clock.monotonic() >= until:
-                    raise Rejected("its credit ended before it was written")
+                    raise Rejected(Reason.CREDIT_ENDED)
                 if self.drops.late:  # this process was stopped, perhaps for long
                     self.drops.refused = True
-                    raise Rejected("it was not heard what others have dropped")
+                    raise Rejected(Reason.DROPS_UNKNOWN)
                 yield
 
         try:
@@ -498,7 +493,7 @@ class Shared:
                 except NotForAsker:
                     continue
                 except Rejected as e:
-                    if str(e) in _RUBBISH:
+                    if e.reason in UNUSABLE:
                         stale.append(name)
             self._blobs.delete(stale, self._timeout)
 
@@ -510,7 +505,9 @@ class Shared:
                 try:
                     header = self._header(name, start, got)
                 except NotForAsker as e:
-                    if str(e) in NOT_OURS:  # anybody can write such a blob: it must not keep a block from being dropped
+                    if (
+                        e.reason in NOT_OURS
+                    ):  # anybody can write such a blob: it must not keep a block from being dropped
                         continue
                     raise
                 except Rejected:
@@ -542,7 +539,7 @@ class Shared:
     def _check_age(self, header: Header, key: BlockKey) -> None:
         """Raises Rejected for a copy from before a drop."""
         if header.heard < self.drops.least(key, header.tenant):
-            raise Rejected(_DROPPED)
+            raise Rejected(Reason.DROPPED)
 
     def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
         try:
@@ -578,18 +575,18 @@ class Shared:
         key, who = wish
         try:
             if got < 0 or self._goes(key):
-                raise Rejected(_GONE)
+                raise Rejected(Reason.GONE)
             header = self._header(name, start, got)
             if header.key != key:
-                raise Rejected("another block")
+                raise Rejected(Reason.ANOTHER_BLOCK)
             self._check_age(header, key)
             if header.identity != who.fingerprint:
-                raise NotForAsker("another model or tenant")
+                raise NotForAsker(Reason.ANOTHER_OWNER)
             if header.expiry <= self._clock.time():
-                raise Rejected("expired")  # whoever finds it makes room for the next
+                raise Rejected(Reason.EXPIRED)  # whoever finds it makes room for the next
             return BlobEntry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
         except Exception as e:  # noqa: BLE001 - see Tally
-            if str(e) != _GONE:
+            if not (isinstance(e, Rejected) and e.reason is Reason.GONE):
                 self._failed("find", e)
             self._unsound(key, who, e)
             return None
@@ -601,14 +598,14 @@ class Shared:
         """There is no such block, or none that can be read: for a moment, or for good; or not for this asker."""
         if isinstance(e, NotForAsker):
             self._miss(_refused(key, who))  # whose it is must find it at once
-            if str(e) == UNKNOWN:
+            if e.reason is Reason.KEY_UNKNOWN:
                 # Anybody can write such a blob. Another host may know the key, so it stays until there is a better one.
                 if len(self._keyless) >= _REMEMBERED:
                     self._keyless.clear()
                 self._keyless.add(key)
             return
         self._miss(key)
-        if isinstance(e, Rejected) and str(e) in _RUBBISH:
+        if isinstance(e, Rejected) and e.reason in UNUSABLE:
             self._delete([key])
 
     def _apart(
