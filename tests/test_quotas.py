@@ -224,7 +224,7 @@ def test_a_node_keeps_what_it_writes_to_shared_storage_within_the_quota(tmp_path
             {"dram": {"budget": "1GiB", "quotas": "default:100MiB", "reserved": "default:25%"}},
             "sets 256 MiB aside for tenant default, and dram.quotas allows it 100 MiB",
         ),
-        ({"files": {"path": "/x", "quotas": "default:10%"}}, "no files.budget to part: give sizes"),
+        ({"files": {"path": "/x", "quotas": "default:10%"}}, "no files.budget for percentages: give sizes"),
         ({"nvme": {"quotas": "nobody:10%"}}, "'nobody:10%'; it must be tenants"),
         ({"tenants": {"default": "10%"}}, r"no section \[tenants\]"),
     ],

@@ -348,7 +348,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("mine")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "elsewhere")
     for name in ("trace.jsonl", "link.jsonl"):
-        with pytest.raises(ConfigError, match=rf"{name}: it is there already.*Move it away"):
+        with pytest.raises(ConfigError, match=rf"{name}: it exists already.*Move it away"):
             opened(tmp_path, name)
     assert (tmp_path / "trace.jsonl").read_text() == "mine"
     assert not (tmp_path / "elsewhere").exists()
@@ -364,7 +364,7 @@ def test_a_folder_gets_a_file_at_each_start(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made_is_an_error_that_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, why in (("gone/trace.jsonl", "No such file"), ("file/trace.jsonl", "Not a directory")):
-        with pytest.raises(ConfigError, match=f"{name}: {why}.*give a file in a folder"):
+        with pytest.raises(ConfigError, match=f"{name}: {why}.*give a file in an existing folder"):
             opened(tmp_path, name)
 
 
@@ -460,7 +460,7 @@ def test_a_node_is_told_to_record_on_its_command_line(tmp_path: Path) -> None:
         command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
     )
     assert again.returncode != 0
-    assert "is there already" in again.stderr
+    assert "exists already" in again.stderr
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])

@@ -1,4 +1,4 @@
-"""kvtide keeps the KV cache instead of recomputing it.
+"""kvtide stores the KV cache of LLM inference, so that it need not be recomputed.
 
 ::
 
@@ -7,9 +7,9 @@
     store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
     session = store.session(kvtide.Model(layout, weights="my-model@v1"))
 
-    with session.match(tokens) as match:              # how much of this prompt do you have?
+    with session.match(tokens) as match:              # how much of this prompt is stored?
         loaded = session.load(match).wait()           # its blocks, as views of memory
-    session.store(tokens, blocks)                     # keep what was computed
+    session.store(tokens, blocks)                     # store the computed blocks
 """
 
 from kvtide.block import Group, Kind, Layout

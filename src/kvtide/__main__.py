@@ -1,4 +1,4 @@
-"""``python -m kvtide``: the ``kvtide`` command, where it is not on the path."""
+"""``python -m kvtide`` runs the ``kvtide`` command if it is not on the path."""
 
 from kvtide.cli import main
 

@@ -1,8 +1,9 @@
-"""On which CPUs and from which memory a process or thread works.
+"""The CPUs and memory nodes on which a process or thread runs.
 
-A process inherits three things from the one that starts it, and a thread from its starter: the set of CPUs
+A process inherits three things from its parent, and a thread from the thread that starts it: the set of CPUs
 (``sched_setaffinity``), the NUMA memory policy (``set_mempolicy``) and the scheduling class. Engines bind themselves to
-single cores. What works beside an engine must not: it would wait for the core that the engine keeps busy.
+single cores. A thread or process that works beside an engine must not inherit that: it would wait for the core that the
+engine keeps busy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvtide.units import parse_cpus
 __all__ = ["bind", "unbind_thread"]
 
 _EVERY = range(8192)
-"""Numbers of CPUs: Linux supports no more. The kernel leaves out those that the control group does not allow."""
+"""CPU numbers: Linux supports no more. The kernel ignores those that the control group does not allow."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the system call, by machine."""
 _MPOL_DEFAULT = 0
@@ -33,9 +34,9 @@ def unbind_thread() -> None:
 
 
 def bind(cpus: str, unbind: bool) -> None:
-    """Bind this process, all its threads, as ``node.cpus`` says; call it before memory is taken.
+    """Bind this process with all its threads as ``node.cpus`` says; call it before memory is allocated.
 
-    ``unbind``: it was started by a process whose binding is not meant for it, and takes all CPUs that its control group
+    ``unbind``: it was started by a process whose binding is not meant for it, and uses all CPUs that its control group
     allows, the default memory policy and the default scheduling class. ``cpus`` "inherit" keeps what was inherited, and
     a list is used instead of all CPUs. Raises ConfigError if the list has CPUs that cannot be used.
     """
@@ -68,8 +69,8 @@ def _threads() -> Iterator[int]:
 
 
 def _default_memory() -> None:
-    """Take memory from wherever the kernel does by default: near the CPU that asks. For this thread, and those that it
-    starts from now on; the others of this process take no memory for blocks."""
+    """Set the kernel's default memory policy: allocate near the requesting CPU. For this thread, and threads that it
+    starts from now on; the other threads of this process allocate no memory for blocks."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is not None:
-        ctypes.CDLL(None).syscall(number, _MPOL_DEFAULT, None, ctypes.c_ulong(0))  # a refusal changes nothing
+        ctypes.CDLL(None).syscall(number, _MPOL_DEFAULT, None, ctypes.c_ulong(0))  # a failure changes nothing

@@ -1,15 +1,16 @@
-"""The nouns: what a block is and how it lies in bytes. Imports nothing of ours but the canonical encoding.
+"""Basic types: what a block is, and its layout in bytes. Imports only the canonical encoding, argument checks and
+errors of this package.
 
 A *block* is the KV of a fixed number of tokens for one *group* of layers. Its bytes are in canonical order,
-``[layer][K|V][head][page]``, so that engines of any tensor-parallel size read each other's blocks. One layer's K
-(or V, or latent, or state) is a *section*: the smallest part that can be read and verified alone. Sections are
-padded to 4 KiB, in memory and at rest alike, so that direct I/O moves them without a copy; for the usual models
-the padding is zero.
+``[layer][K|V][head][page]``, so that engines of any tensor-parallel size can read each other's blocks. One layer's K
+(or V, or latent, or state) is a *section*: the smallest part that can be read and verified alone. Sections are padded
+to 4 KiB, in memory and on disk alike, so that direct I/O moves them without a copy; for the usual models the padding is
+zero.
 
-Below the heads, the bytes are in the group's *packing*. Those in ``LOSSY`` keep less than the engine computed; their
-sizes are known here, and what their codes mean in ``engines/paged/lossy.py``. Their keys and values may differ in size,
-so a section holds both of a layer, ``[head][K|V]``, and the heads of a rank are one stretch of bytes as ever. Any other
-packing but "plain" is an engine's own, and as large as its dtype makes it.
+Within a head, the bytes are in the group's *packing*. Those in ``LOSSY`` keep less than the engine computed; their
+sizes are known here, and their encoding is in ``engines/paged/lossy.py``. Their keys and values may differ in size, so
+a section has both of a layer, ``[head][K|V]``, and the heads of a rank are one contiguous range of bytes as in other
+packings. Any other packing but "plain" is specific to an engine, and its size follows from its dtype.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ ALIGN = 4096
 """Direct I/O works in units of this many bytes, in memory and on the device."""
 
 BlockKey = NewType("BlockKey", bytes)
-"""``DIGEST`` bytes that name tokens and model, then the name of the group."""
+"""``DIGEST`` bytes that identify tokens and model, then the name of the group."""
 DIGEST = 32
 
 Span = memoryview
-"""Memory that a tier may fill or empty: bytes, contiguous, aligned to ``ALIGN``."""
+"""Memory that a tier may read or write: bytes, contiguous, aligned to ``ALIGN``."""
 
 BLOCK_TOKENS = 256
-"""Of a block, unless somebody chooses otherwise."""
+"""Default number of tokens in a block."""
 
 DTYPES = {
     "float32": 4,
@@ -68,51 +69,51 @@ DTYPES = {
 
 
 LOSSY = {"fp8": (8, 8), "k8v4": (8, 4), "r4": (4, 4)}
-"""The packings that lose, with the bits of their codes: of keys, and of values."""
+"""The lossy packings, with the bits of their codes: of keys, and of values."""
 
 _RUN, _SHORTEST = 64, 16
-"""How many codes share a scale, at most and at least."""
+"""Maximum and minimum number of codes that share a scale."""
 _LARGEST = 1 << 40
-"""No number of a group is larger: no block has so many bytes."""
+"""Maximum of every number of a group: no block has so many bytes."""
 _PACKING = 64
-"""Letters of a packing's name, at most."""
+"""Maximum length of a packing's name."""
 
 
 def run_of(head_dim: int) -> int:
-    """How many codes of a lossy packing share a scale, where vectors are ``head_dim`` long: a power of two."""
+    """Number of codes of a lossy packing that share a scale, for vectors of length ``head_dim``: a power of two."""
     return math.gcd(head_dim, _RUN)
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes`` rounded up to a whole number of ``ALIGN``."""
+    """``nbytes`` rounded up to a multiple of ``ALIGN``."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 class Found(enum.Enum):
-    """What the index knows of a key."""
+    """The state of a key in the index."""
 
     HIT = enum.auto()
-    """Whole, in some tier."""
+    """Complete, in some tier."""
     PENDING = enum.auto()
-    """Being written: ask again."""
+    """Being written: try again."""
     MISS = enum.auto()
-    """Not here."""
+    """Not present."""
 
 
 class Kind(enum.Enum):
-    """What a group's layers keep, which decides the part of it that a prefix needs."""
+    """What a group's layers store, which decides the blocks that a prefix needs."""
 
     FULL = "full"
     """Keys and values of every token. A prefix needs all its blocks."""
     MLA = "mla"
     """One latent vector per token, the same on every rank. A prefix needs all its blocks."""
     WINDOW = "window"
-    """Keys and values of the last ``window`` tokens. A prefix needs the blocks that cover those. What lies further back
-    than that from a block's end may be zeros there: an engine has lost it by then."""
+    """Keys and values of the last ``window`` tokens. A prefix needs the blocks that cover those. Tokens further back
+    than that from a block's end may be zeros: an engine has discarded them by then."""
     STATE = "state"
     """A state of fixed size at the block's end (Mamba, linear attention). A prefix needs the last one."""
     DRAFT = "draft"
-    """Keys and values of a draft model. Its absence never blocks a hit on the target."""
+    """Keys and values of a draft model. Their absence never prevents a hit on the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +127,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How one block lies in bytes: ``sections`` parts of ``section`` bytes, ``stride`` apart."""
+    """The byte layout of a block: ``sections`` parts of ``section`` bytes, ``stride`` apart."""
 
     sections: int
     section: int
     stride: int = field(init=False)
     nbytes: int = field(init=False)
-    """The bytes that an engine sees, without padding."""
+    """Bytes as an engine sees them, without padding."""
     footprint: int = field(init=False)
-    """The bytes that a block takes in memory, with padding."""
+    """Bytes of a block in memory, with padding."""
 
     def __post_init__(self) -> None:
         set_once = object.__setattr__
@@ -165,7 +166,7 @@ class Group:
         for fact in ("name", "dtype", "packing"):
             arguments.text(getattr(self, fact), f"{fact} of a group")
         arguments.kind(self.kind, Kind, f"kind of group {self.name!r}")
-        for fact in ("layers", "heads", "head_dim", "window", "page"):  # Python's own numbers are hashed and sent
+        for fact in ("layers", "heads", "head_dim", "window", "page"):  # Python's own integers are hashed and sent
             object.__setattr__(self, fact, arguments.integer(getattr(self, fact), f"{fact} of group {self.name!r}"))
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= 16):
             raise LayoutError(f"group name {self.name!r}: use a letter and then letters, digits or _, 16 at most")
@@ -197,7 +198,7 @@ class Group:
 
     @property
     def parts(self) -> int:
-        """How many tensors an engine has of a layer: K and V, or only one."""
+        """Number of tensors per layer in an engine: K and V, or only one."""
         return 1 if self.kind in (Kind.MLA, Kind.STATE) else 2
 
     @property
@@ -207,17 +208,17 @@ class Group:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of what a section is made of: numbers of the engine's dtype, or codes."""
+        """Bytes of an element of a section: of the engine's dtype, or of a code."""
         return 1 if self.lossy else DTYPES[self.dtype]
 
     @property
     def suffix(self) -> bytes:
-        """What ends the key of every block of this group."""
+        """The suffix of the key of every block of this group."""
         return self.name.encode()
 
     @property
     def required(self) -> bool:
-        """Whether a prefix without this group's blocks is of no use."""
+        """Whether a prefix without this group's blocks is useless."""
         return self.kind is not Kind.DRAFT
 
     def head_bytes(self, tokens: int) -> int:
@@ -229,12 +230,12 @@ class Group:
         return per_token if self.kind is Kind.STATE else per_token * tokens
 
     def geometry(self, tokens: int) -> Geometry:
-        """How a block of ``tokens`` tokens of this group lies in bytes."""
+        """The byte layout of a block of ``tokens`` tokens of this group."""
         sections = self.layers * (1 if self.lossy else self.parts)
         return Geometry(sections, self.heads * self.head_bytes(tokens))
 
     def needs(self, blocks: int, tokens: int, have: int = 0) -> range:
-        """Which of its blocks a prefix of ``blocks`` blocks of ``tokens`` tokens needs, after the first ``have``."""
+        """The blocks that a prefix of ``blocks`` blocks of ``tokens`` tokens needs, after the first ``have``."""
         match self.kind:
             case Kind.WINDOW:
                 first = blocks - -(-self.window // tokens)
@@ -245,10 +246,10 @@ class Group:
         return range(max(0, have, first), blocks)
 
     def slices(self, ranks: int) -> tuple[Slice, ...]:
-        """Who writes which heads when ``ranks`` ranks share the model: one writer for each slice.
+        """The heads that each rank writes when ``ranks`` ranks share the model: one writer for each slice.
 
-        With more ranks than heads several hold the same ones; the lowest of them writes. The latent of MLA is
-        the same everywhere, so rank 0 writes it.
+        With more ranks than heads, several ranks have the same heads; the lowest of them writes. The latent of MLA is
+        the same on all ranks, so rank 0 writes it.
         """
         if self.kind is Kind.MLA:
             return (Slice(0, 0, 1),)
@@ -259,7 +260,7 @@ class Group:
         return tuple(Slice(i * copies, i * each, (i + 1) * each) for i in range(self.heads // each))
 
     def share(self, rank: int, ranks: int) -> Slice:
-        """The heads that a rank holds, and who of those that hold the same ones writes them."""
+        """The heads that a rank has, with the rank that writes them."""
         slices = self.slices(ranks)
         return slices[rank * len(slices) // ranks]
 
@@ -269,7 +270,7 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """How the KV of one model is cut into blocks. Equal layouts have equal digests, on every host."""
+    """How the KV of one model is divided into blocks. Equal layouts have equal digests, on every host."""
 
     groups: tuple[Group, ...]
     block_tokens: int = BLOCK_TOKENS
@@ -330,11 +331,10 @@ class Layout:
 
     @functools.cached_property
     def geometry(self) -> dict[str, Geometry]:
-        """The geometry of a block of each group, by the group's name."""
+        """The byte layout of a block of each group, by the group's name."""
         return {g.name: g.geometry(self.block_tokens) for g in self.groups}
 
     def group(self, name: str) -> Group:
-        """The group of that name."""
         for g in self.groups:
             if g.name == name:
                 return g

@@ -1,13 +1,13 @@
-"""What closing waits for.
+"""Lets closing wait for calls that are under way.
 
-Everybody goes in and out, and hardly anybody closes: so each thread has a lock of its own, which nobody else takes but
-whoever closes. Who comes in takes his lock and then looks whether the door is open; who shuts it first says so and then
-takes all the locks. So one of the two sees the other.
+Calls enter and leave often, and closing is rare. So each thread has its own lock, which only a closing thread also
+takes. A call takes its thread's lock and then checks that the guard is open; closing first marks the guard as closed
+and then takes all the locks. So one of the two sees the other.
 
-A lock that is taken by ``with`` is given back whatever happens: a thread that is interrupted on its way in or out
-(Ctrl-C, a signal handler that raises) leaves nothing behind for which closing would wait for ever.
+A lock taken by ``with`` is released whatever happens: a thread that is interrupted while entering or leaving (Ctrl-C, a
+signal handler that raises) leaves nothing behind for which closing would wait forever.
 
-A fork shuts it too, in the child: so what is inside costs nothing to be kept from a child.
+A fork also closes the guard in the child: protecting guarded objects from use in a child costs nothing extra.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ __all__ = ["CallGuard"]
 
 
 class CallGuard:
-    """Lets calls in until it is shut; shutting it waits for those that are inside.
+    """Admits calls until it is shut; shutting it waits for the calls that are under way.
 
-    ``with door.lock(): door.check()`` and then the call; ``with door`` is the same where nobody is interrupted.
+    Use ``with guard.lock(): guard.check()`` and then the call; ``with guard`` is equivalent where no interrupt can
+    occur.
     """
 
     def __init__(self, closed: str) -> None:
         self._closed = closed
-        """What to say to those who come too late."""
+        """The error message for calls after it was shut."""
         self._locks: dict[int, threading.RLock] = {}
-        """By thread; numbers of threads that have ended are given again, so these are few."""
+        """By thread identifier; those of ended threads are reused, so there are few."""
         self._open = True
         self._origin = forks.here
         forks.tell(self)
 
     def lock(self) -> threading.RLock:
-        """What this thread has while it is inside."""
+        """The lock that this thread holds during a call."""
         me = threading.get_ident()
         return self._locks.get(me) or self._locks.setdefault(me, threading.RLock())
 
     def check(self) -> None:
-        """Raise ClosedError if it is shut. To be called inside."""
+        """Raise ClosedError if it is shut. Call it with the lock held."""
         if not self._open:
             forks.check(self._origin)
             raise ClosedError(self._closed)
@@ -56,13 +57,13 @@ class CallGuard:
             raise ClosedError(self._closed)
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        if (lock := self._locks.get(threading.get_ident())) is not None:  # else the process was forked meanwhile
+        if (lock := self._locks.get(threading.get_ident())) is not None:  # otherwise the process was forked meanwhile
             lock.release()
 
     def shut(self) -> None:
-        """Let nobody in any more, and wait for those that are inside. A thread does not wait for itself."""
+        """Admit no more calls, and wait for those under way. A thread does not wait for itself."""
         if self._origin is not forks.here:
-            return  # whoever is inside is so in our parent
+            return  # calls under way are the parent's
         self._open = False
         for lock in list(self._locks.values()):
             with lock:
@@ -70,4 +71,4 @@ class CallGuard:
 
     def forked(self) -> None:
         self._open = False
-        self._locks = {}  # the old ones may be held by threads that are not here
+        self._locks = {}  # the old ones may be held by threads that do not exist here

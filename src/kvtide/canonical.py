@@ -1,8 +1,8 @@
-"""One value, one sequence of bytes: what every digest of ours is taken over.
+"""The canonical encoding of values, over which every digest is computed.
 
-Type tags and length prefixes make the encoding injective, so that ``["ab"]`` and ``["a", "b"]`` or ``1`` and
-``"1"`` can never collide; sorted mappings make it independent of insertion order. It is part of the identity
-of every stored block: a change here is a change of the format, and the golden vectors will say so.
+Type tags and length prefixes make the encoding injective, so that ``["ab"]`` and ``["a", "b"]`` or ``1`` and ``"1"``
+can never collide; sorted mappings make it independent of insertion order. It is part of the identity of every stored
+block: a change here is a change of the format, which the tests with golden vectors detect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a host has for a store's budgets: checked once, when the store is opened.
+"""Checks a store's budgets against what the host has, once, when the store is opened.
 
-A budget beyond the memory that there is would be found out by the system's out-of-memory killer, at a moment of its
-choice. So a node refuses one beyond the host's memory or the limit of a control group that it is in. A store in another
-program's process takes memory only as blocks come, and its control group's limit may yet be raised: it refuses what the
-host can never have, and warns of the rest.
+With a budget beyond the available memory, the system's out-of-memory killer would end the process at an arbitrary
+moment. So a node refuses a budget beyond the host's memory or the limit of one of its control groups. A store in
+another program's process takes memory only as blocks are stored, and its control group's limit may still be raised: it
+refuses what the host can never provide, and warns of the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _ROOT = Path("/")
 
 
 def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """Bytes that this host has, and the least that a control group of this process may have; None: not known, no limit.
+    """The memory of this host, and the lowest limit of this process's control groups, in bytes; None: unknown, or no
+    limit.
 
-    Control groups of version 1 and 2; each above ours counts as well.
+    For control groups of version 1 and 2; parent groups are included.
     """
     return _total(root), min(_groups(root), default=None)
 
@@ -40,7 +41,7 @@ def _total(root: Path) -> int | None:
 
 
 def group_folders(root: Path = _ROOT) -> Iterator[tuple[Path, bool]]:
-    """The folders of the control groups for memory that this process is in, and whether they are of version 1."""
+    """The folders of the memory control groups of this process, and whether they are of version 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -51,7 +52,7 @@ def group_folders(root: Path = _ROOT) -> Iterator[tuple[Path, bool]]:
             continue
         base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inside = Path(path.lstrip("/"))
-        # In a container the path may be the host's: what can be seen of it, and the container's own root, count.
+        # In a container the path may be the host's: the visible part of it, and the container's own root, are used.
         for place in (base / inside, *(base / above for above in inside.parents)):
             yield place, bool(controllers)
 
@@ -62,12 +63,12 @@ def _groups(root: Path) -> Iterator[int]:
             text = (place / ("memory.limit_in_bytes" if first_version else "memory.max")).read_text().strip()
         except OSError:
             continue
-        if text.isdecimal():  # else "max"; version 1 has a huge number for that
+        if text.isdecimal():  # otherwise "max"; version 1 has a huge number for that
             yield int(text)
 
 
 def check_memory(budget: int, node: bool, root: Path = _ROOT) -> None:
-    """Raises ConfigError for a DRAM budget that cannot be had; ``node``: by a node."""
+    """Raise ConfigError for a DRAM budget that is impossible; ``node``: for a node."""
     total, limit = memory_limits(root)
     if total is not None and budget > total:
         raise ConfigError(
@@ -86,7 +87,7 @@ def check_memory(budget: int, node: bool, root: Path = _ROOT) -> None:
 
 
 def check_disk(path: Path, budget: int) -> None:
-    """Warn if a disk has no room for a tier's budget, with what the tier has there already."""
+    """Warn if a disk has no space for a tier's budget, including what the tier already uses there."""
     there = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
     if there is None:
         return
@@ -94,12 +95,12 @@ def check_disk(path: Path, budget: int) -> None:
         facts = os.statvfs(there)
         taken = sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
     except OSError:
-        return  # opening the tier will tell
+        return  # opening the tier will report it
     room = facts.f_bavail * facts.f_frsize + taken
     if room < budget:
         log.warning(
-            "nvme.budget is %s, and the disk of %s has room for %s of it; blocks will leave earlier than the budget "
-            "says: lower nvme.budget, or free space there",
+            "nvme.budget is %s, and the disk of %s has space for %s of it; blocks will be evicted before the budget "
+            "is reached: lower nvme.budget, or free space there",
             size(budget),
             path,
             size(room),

@@ -1,4 +1,4 @@
-"""Time, as a part that tests can replace (see ``kvtide.testing.clock``)."""
+"""Time, as a component that tests can replace (see ``kvtide.testing.clock``)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ class Clock(Protocol):
         """Seconds that never jump: for durations and deadlines."""
 
     def time(self) -> float:
-        """Seconds since 1970: for what outlives the process."""
+        """Seconds since 1970: for values that outlive the process."""
 
 
 @runtime_checkable
 class TurnedClock(Protocol):
-    """A clock that stands still until somebody turns it. Whoever sleeps until a certain time must be told of that."""
+    """A clock that stands still until it is set by hand. A thread that sleeps until a certain time must be notified of
+    that."""
 
     def follow(self, turned: Callable[[], None]) -> None:
-        """Call ``turned`` whenever the clock was turned."""
+        """Call ``turned`` whenever the clock was set."""
 
 
 class SystemClock:
-    """The real one."""
+    """The system's clock."""
 
     def monotonic(self) -> float:
         return time.monotonic()

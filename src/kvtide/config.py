@@ -3,17 +3,17 @@
 ::
 
     kvtide.toml            environment                    arguments
+
     [nvme]
     path = "/mnt/kvtide"   KVTIDE_NVME_PATH=/mnt/kvtide   read(nvme={"path": "/mnt/kvtide"})
     budget = "9GiB"        KVTIDE_NVME_BUDGET=9GiB        read(overrides={"nvme.budget": "9GiB"})
 
-The structs below are the whole description. A field's annotation carries its help, its limits and
-how it is written; everything else follows from it, so that a new setting is one new field. Nothing
-is ignored: an unknown key is a ``ConfigError`` that names the nearest known one, and a bad value is
-an error even where a later layer would have replaced it.
+The structs below are the whole description. A field's annotation has its help, its limits and its unit; everything else
+follows from that, so that a new setting is one new field. Nothing is ignored: an unknown key is a ``ConfigError`` that
+names the nearest known one, and a bad value is an error even if a later layer would have replaced it.
 
-A ``kvtide.toml`` that nobody named, because it lies in the working directory, may have been put there by somebody else.
-It is used only if it belongs to root or to this user, and may not name secrets: see ``_implicit``.
+A ``kvtide.toml`` that was not named, but found in the working directory, may have been put there by another user. It is
+used only if it belongs to root or to this user, and may not name secrets: see ``_implicit``.
 """
 
 from __future__ import annotations
@@ -49,18 +49,28 @@ Value = bool | int | float | str
 _Given = tuple[str, str, str, object]  # source, section, name, value
 MiB, GiB = 1 << 20, 1 << 30
 
-# --- the tree (annotations are evaluated at first use, so what they call can stand below) --------
+# --- the tree (annotations are evaluated at first use, so they may call what is defined below) ---
 
 
 _Policies = Literal["auto", "lru", "reuse"]
-_POLICY = "What is evicted first: least recently used, least worth keeping by experience, or whichever does better."
+_POLICY = (
+    "Eviction order. lru: the least recently used block first; reuse: the block least worth keeping by past traffic "
+    "first; auto: whichever of the two does better."
+)
 _Stores = Literal["through", "second-touch", "ghost", "eviction"]
 _STORE = (
-    "When a block is written: at once, at its second use, if its kind is known to come back, or when DRAM evicts it."
+    "When a block is written to this tier. through: at once; second-touch: when it is used again; ghost: if blocks of "
+    "its kind are known to return; eviction: before DRAM evicts it."
 )
 
-_QUOTAS = "What tenants may have at most; beyond it they lose blocks of their own. All others: no limit."
-_RESERVED = "What is set aside for tenants who live in that alone; nobody else's pressure reaches it."
+_QUOTAS = (
+    "The most that each named tenant may use of this tier; beyond it, blocks of that tenant are evicted. Tenants that "
+    "are not named have no limit."
+)
+_RESERVED = (
+    "The part of this tier reserved for each named tenant. The tenant uses that part only, and other tenants cannot "
+    "cause evictions in it."
+)
 
 
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,14 +83,22 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Dram(_Section, frozen=True):
     """Host memory."""
 
-    budget: Annotated[int, _size("Host memory that blocks may take.", ge=MiB)] = 4 * GiB
-    segment: Annotated[int, _size("Memory taken at a time.", ge=MiB, multiple_of=4096)] = 256 * MiB
+    budget: Annotated[int, _size("Host memory for blocks.", ge=MiB)] = 4 * GiB
+    segment: Annotated[
+        int, _size("Size of the segments in which memory is taken from the system.", ge=MiB, multiple_of=4096)
+    ] = 256 * MiB
     huge_pages: Annotated[
         Literal["no", "transparent", "2MiB"],
-        _plain("Pages of memory: the system's choice, huge where it can, or those set aside with vm.nr_hugepages."),
+        _plain(
+            "Memory pages. no: the system's default; transparent: huge pages where possible; 2MiB: huge pages "
+            "reserved with vm.nr_hugepages."
+        ),
     ] = "transparent"
-    prefault: Annotated[bool, _plain("Take the whole budget at opening, in the background.")] = False
-    checksum: Annotated[bool, _plain("Make checksums at seal too, for debugging.")] = False
+    prefault: Annotated[bool, _plain("Take the whole dram.budget when the store opens, in the background.")] = False
+    checksum: Annotated[
+        bool,
+        _plain("Checksum blocks in memory when they are sealed and verify them when they are read, for debugging."),
+    ] = False
     policy: Annotated[_Policies, _plain(_POLICY)] = "auto"
     quotas: Annotated[str, _shares(_QUOTAS)] = ""
     reserved: Annotated[str, _shares(_RESERVED)] = ""
@@ -89,129 +107,192 @@ class Dram(_Section, frozen=True):
 class Nvme(_Section, frozen=True):
     """A local disk."""
 
-    path: Annotated[str, _path("Folder of this tier; empty turns the tier off.")] = ""
-    budget: Annotated[int, _size("Disk space that blocks may take.", ge=16 * MiB)] = 64 * GiB
+    path: Annotated[str, _path("Folder for the blocks of this tier; empty turns the tier off.")] = ""
+    budget: Annotated[int, _size("Disk space for blocks.", ge=16 * MiB)] = 64 * GiB
     segment: Annotated[
-        int, _size("Space taken at a time; less if blocks have many sizes.", ge=MiB, multiple_of=4096)
+        int,
+        _size(
+            "Size of the segments in which disk space is taken; less if blocks have many sizes.",
+            ge=MiB,
+            multiple_of=4096,
+        ),
     ] = 256 * MiB
-    threads: Annotated[int, _plain("Blocks written to the disk at a time; twice as many are read.", ge=1, le=64)] = 8
-    direct: Annotated[bool, _plain("Use O_DIRECT where the filesystem has it.")] = True
-    durable: Annotated[bool, _plain("Flush the device before a store is acknowledged.")] = False
-    codec: Annotated[Literal["raw", "zstd"], _plain("How blocks are packed on disk.")] = "raw"
+    threads: Annotated[int, _plain("Blocks written to the disk in parallel; twice as many are read.", ge=1, le=64)] = 8
+    direct: Annotated[bool, _plain("Use O_DIRECT if the filesystem supports it.")] = True
+    durable: Annotated[bool, _plain("Flush the device before a block counts as written.")] = False
+    codec: Annotated[Literal["raw", "zstd"], _plain("Compression of blocks on disk.")] = "raw"
     store: Annotated[_Stores, _plain(_STORE)] = "ghost"
-    write_limit: Annotated[int, _size("Bytes a second written on average; 0: no limit.", ge=0)] = 0
+    write_limit: Annotated[
+        int, _size("The most bytes per second written to the disk, on average; 0: no limit.", ge=0)
+    ] = 0
     drive_writes_per_day: Annotated[
-        float, _plain("How often a day the budget may be written over, on average; 0: no limit.", ge=0)
+        float, _plain("How many times per day nvme.budget may be written, on average; 0: no limit.", ge=0)
     ] = 0.0
-    queue: Annotated[int, _size("Bytes that may wait to be written; more is dropped.", ge=1)] = GiB
-    token_ids: Annotated[bool, _plain("Keep token ids in the headers on disk.")] = False
+    queue: Annotated[
+        int, _size("The most bytes that may wait to be written to this tier; writes beyond that are dropped.", ge=1)
+    ] = GiB
+    token_ids: Annotated[bool, _plain("Store the token ids of blocks in their headers on disk.")] = False
     policy: Annotated[_Policies, _plain(_POLICY)] = "lru"
     quotas: Annotated[str, _shares(_QUOTAS)] = ""
     reserved: Annotated[str, _shares(_RESERVED)] = ""
 
 
 class Storage(_Section, frozen=True):
-    """What all storage has that other hosts use too."""
+    """Settings of all storage that other hosts use too."""
 
-    threads: Annotated[int, _plain("Blocks written at a time; twice as many are read.", ge=1, le=256)] = 8
-    timeout: Annotated[float, _time("How long storage may take for a block before it counts as hung.", ge=0.01)] = 10.0
-    codec: Annotated[Literal["raw", "zstd"], _plain("How blocks are packed there.")] = "raw"
+    threads: Annotated[
+        int, _plain("Blocks written to this storage in parallel; twice as many are read.", ge=1, le=256)
+    ] = 8
+    timeout: Annotated[
+        float, _time("How long a block's read or write may take before the storage counts as hung.", ge=0.01)
+    ] = 10.0
+    codec: Annotated[Literal["raw", "zstd"], _plain("Compression of blocks in this storage.")] = "raw"
     store: Annotated[_Stores, _plain(_STORE)] = "through"
     budget: Annotated[
-        int, _size("Bytes that all who use it may take together, the same for each of them; 0: nobody counts.", ge=0)
+        int,
+        _size(
+            "The most bytes that all stores and nodes together may use in this storage; must be the same for each of "
+            "them; 0: no limit.",
+            ge=0,
+        ),
     ] = 0
     quotas: Annotated[
-        str, _shares("What tenants may have there at most, of what each node has written since it was started.")
+        str,
+        _shares(
+            "The most that each named tenant may use of this storage; each node counts only what it has written since "
+            "it started."
+        ),
     ] = ""
     lease: Annotated[
-        float, _time("How long the one who keeps the budget may be silent before another does.", ge=0.1)
+        float,
+        _time(
+            "How long the process that coordinates this storage's byte budget may be silent before another process "
+            "takes over.",
+            ge=0.1,
+        ),
     ] = 6.0
-    queue: Annotated[int, _size("Bytes that may wait to be written; more is dropped.", ge=1)] = GiB
+    queue: Annotated[
+        int, _size("The most bytes that may wait to be written to this tier; writes beyond that are dropped.", ge=1)
+    ] = GiB
 
 
 class Files(Storage, frozen=True):
     """A filesystem that other hosts, or other processes, use too."""
 
-    path: Annotated[str, _path("Folder of this tier; empty turns the tier off.")] = ""
-    direct: Annotated[bool, _plain("Use O_DIRECT where the filesystem has it.")] = True
+    path: Annotated[str, _path("Folder for the blocks of this tier; empty turns the tier off.")] = ""
+    direct: Annotated[bool, _plain("Use O_DIRECT if the filesystem supports it.")] = True
 
 
 class Objects(Storage, frozen=True):
     """An object store: S3, Google Cloud Storage, Azure. Credentials come from where its own tools look for them."""
 
     url: Annotated[
-        str, _plain("s3://BUCKET/FOLDER, gs://... or az://ACCOUNT/CONTAINER/...; empty turns the tier off.")
+        str,
+        _plain(
+            "Bucket and folder: s3://BUCKET/FOLDER, gs://... or az://ACCOUNT/CONTAINER/...; empty turns the tier off."
+        ),
     ] = ""
-    endpoint: Annotated[str, _plain("Another server than that of the url's kind: https://minio:9000, say.")] = ""
-    region: Annotated[str, _plain("Region of the bucket; empty: from the environment, else us-east-1.")] = ""
-    certificate: Annotated[str, _path("File with the authority of its certificate; empty: the usual ones.")] = ""
-    requests: Annotated[int, _plain("Requests under way at a time.", ge=1, le=1024)] = 32
+    endpoint: Annotated[
+        str,
+        _plain("Server to use instead of the default one for the kind of objects.url, for example https://minio:9000."),
+    ] = ""
+    region: Annotated[str, _plain("Region of the bucket; empty: taken from the environment, else us-east-1.")] = ""
+    certificate: Annotated[
+        str, _path("File with the CA certificate that verifies the server; empty: the system's CA certificates.")
+    ] = ""
+    requests: Annotated[int, _plain("The most concurrent requests to the object store.", ge=1, le=1024)] = 32
 
 
 class Valkey(Storage, frozen=True):
     """Valkey, Redis or a cluster of them. It must have a maxmemory, and evict by use."""
 
     threads: Annotated[
-        int, _plain("Writing calls at a time, each of several blocks; twice as many read.", ge=1, le=256)
+        int, _plain("Write calls in parallel, each for several blocks; twice as many read calls.", ge=1, le=256)
     ] = 2
-    url: Annotated[str, _plain("valkey://HOST:6379/0, or valkeys:// for TLS; empty turns the tier off.")] = ""
-    user: Annotated[str, _plain("Whose password it is; empty: the default user's.")] = ""
-    password_file: Annotated[str, _path("File with the password; empty: there is none.")] = ""
-    certificate: Annotated[str, _path("File with the authority of its certificate; empty: the usual ones.")] = ""
-    identity: Annotated[str, _path("File with our own certificate and key, where it wants one.")] = ""
-    ttl: Annotated[float, _time("How long a block stays after it was written; 0: until it is evicted.", ge=0)] = 0.0
+    url: Annotated[
+        str, _plain("Server address: valkey://HOST:6379/0, or valkeys:// for TLS; empty turns the tier off.")
+    ] = ""
+    user: Annotated[str, _plain("User name for authentication; empty: the default user.")] = ""
+    password_file: Annotated[str, _path("File with the password; empty: no password.")] = ""
+    certificate: Annotated[
+        str, _path("File with the CA certificate that verifies the server; empty: the system's CA certificates.")
+    ] = ""
+    identity: Annotated[str, _path("File with the client certificate and its key, if the server requires one.")] = ""
+    ttl: Annotated[
+        float, _time("How long Valkey keeps a block after it was written; 0: until it is evicted.", ge=0)
+    ] = 0.0
 
 
 class Plan(_Section, frozen=True):
-    """What moves, and when."""
+    """What is loaded or recomputed."""
 
     prefill_tokens_per_second: Annotated[
-        float, _plain("Speed of recomputing, which loads must beat; 0: unknown, load.", ge=0)
+        float,
+        _plain(
+            "The engine's prefill speed: blocks that would load more slowly than that are recomputed; 0: unknown, so "
+            "that everything is loaded.",
+            ge=0,
+        ),
     ] = 0.0
-    deadline_seconds: Annotated[float, _time("When a load is given up; 0: never.", ge=0)] = 0.0
+    deadline_seconds: Annotated[
+        float, _time("Time after which a load ends with the blocks that have arrived; 0: no limit.", ge=0)
+    ] = 0.0
 
 
 class Naming(_Section, frozen=True):
     """How blocks get their keys."""
 
-    weights_cache: Annotated[str, _path("File of weights digests; empty: in ~/.cache.")] = ""
+    weights_cache: Annotated[
+        str, _path("File that caches the digests of model weights; empty: kvtide/weights.json in ~/.cache.")
+    ] = ""
 
 
 class Security(_Section, frozen=True):
-    """Encryption at rest, keys, and the log of who did what."""
+    """Encryption at rest, keys, and the audit log."""
 
-    encrypt: Annotated[bool, _plain("Seal what is written outside DRAM, with a key for each tenant.")] = False
+    encrypt: Annotated[bool, _plain("Encrypt all data written outside DRAM, with a key for each tenant.")] = False
     accept_open: Annotated[
-        bool, _plain("Use records of NVMe from before encrypt was turned on, which somebody without a key could make.")
+        bool,
+        _plain(
+            "Accept unencrypted records on NVMe, written before security.encrypt was turned on; such records could "
+            "also be forged without a key."
+        ),
     ] = False
     key_source: Annotated[
-        str, _plain("What wraps the keys: file:PATH, env:NAME or vault:https://HOST:8200/transit/NAME.")
+        str,
+        _plain(
+            "What encrypts (wraps) the tenants' keys: a key in file:PATH or env:NAME, or the transit engine of a Vault "
+            "server at vault:https://HOST:8200/transit/NAME."
+        ),
     ] = ""
-    key_file: Annotated[str, _path("File of wrapped keys and legal holds. Not on the disk that it protects.")] = ""
+    key_file: Annotated[
+        str, _path("File of wrapped keys and legal holds. Keep it on a disk other than the one that it protects.")
+    ] = ""
     lease: Annotated[
-        float, _time("How long a key is used after it was last found in the key file.", ge=1, le=86400)
+        float, _time("How long a key is used after it was last found in security.key_file.", ge=1, le=86400)
     ] = 60.0
-    audit: Annotated[str, _path("File of the audit log; empty: audit.jsonl beside the key file.")] = ""
+    audit: Annotated[str, _path("File of the audit log; empty: audit.jsonl in the folder of security.key_file.")] = ""
 
 
 class Record(_Section, frozen=True):
-    """Which prompts are asked for, written down without their content, for kvtide replay."""
+    """Records requested prompts, without their content, for kvtide replay."""
 
     path: Annotated[
         str,
         _path(
-            "New file for a recording, gzip if its name ends in .gz; or a folder, in which each start gets a file of "
-            "its own; empty: nothing is recorded."
+            "New file for a recording of requests, gzip if its name ends in .gz; or a folder, in which each start "
+            "creates its own file; empty: nothing is recorded."
         ),
     ] = ""
-    limit: Annotated[int, _size("Bytes of the file at which recording ends.", ge=4096)] = GiB
+    limit: Annotated[int, _size("Size of the file at which recording ends.", ge=4096)] = GiB
 
 
 class Node(_Section, frozen=True):
-    """A store in a process of its own."""
+    """A store in its own process, the node."""
 
     client_share: Annotated[
-        float, _plain("The part of DRAM that one client may hold; more is a miss for it.", ge=0.01, le=1)
+        float,
+        _plain("The share of DRAM that one client may hold; blocks beyond that are misses for it.", ge=0.01, le=1),
     ] = 0.9
     users: Annotated[
         str,
@@ -220,55 +301,74 @@ class Node(_Section, frozen=True):
         ),
     ] = ""
     http: Annotated[
-        str, _plain("Where it answers /healthz, /metrics and /status: 127.0.0.1:9410, say; empty: nowhere.")
+        str,
+        _plain(
+            "Address of the HTTP server for /healthz, /metrics and /status, for example 127.0.0.1:9410; empty: no "
+            "server."
+        ),
     ] = ""
     hosts: Annotated[
         str,
         _plain(
-            "Names, beside localhost, its address and this host's name, by which /metrics and /status are asked for "
-            "where nobody needs a certificate or token."
+            "Host names accepted in requests for /metrics and /status if neither certificates nor tokens are required, "
+            "in addition to localhost, the server's address and this host's name."
         ),
     ] = ""
-    certificate: Annotated[str, _path("File with our own certificate and its key, for HTTPS; empty: HTTP.")] = ""
+    certificate: Annotated[str, _path("File with the node's certificate and its key, for HTTPS; empty: HTTP.")] = ""
     authority: Annotated[
-        str, _path("File with the authority of certificates of those who ask over HTTPS, and who must have one.")
+        str,
+        _path("File with the CA certificate for HTTPS clients' certificates; if set, clients must have a certificate."),
     ] = ""
-    names: Annotated[str, _plain('Roles by the names in those: "prometheus:read ops.example.com:admin".')] = ""
+    names: Annotated[
+        str,
+        _plain('Roles of HTTPS clients, by the names in their certificates: "prometheus:read ops.example.com:admin".'),
+    ] = ""
     tokens: Annotated[
-        str, _plain("Instead of them, file:PATH or env:NAME of lines of a name, a role and a bearer token.")
+        str,
+        _plain(
+            "Bearer tokens, instead of client certificates: file:PATH or env:NAME with lines of a name, a role and a "
+            "token."
+        ),
     ] = ""
     cpus: Annotated[
         str,
         _cpus(
-            "CPUs that it works on; empty: all that its control group allows if an engine started it, those of whoever "
-            "started it by hand; inherit: those of whoever started it, an engine too."
+            "CPUs that the node uses. Empty: all that its control group allows if an engine started it, else those of "
+            "the process that started it. inherit: always those of the process that started it."
         ),
     ] = ""
 
 
 class Engine(_Section, frozen=True):
-    """The connector of an engine, vLLM say."""
+    """The connector of an inference engine, for example vLLM."""
 
     address: Annotated[
-        str, _plain("The node of this host: unix:/run/kvtide.sock, say; empty: one of its own, started if need be.")
+        str,
+        _plain(
+            "Address of the node on this host, for example unix:/run/kvtide.sock; empty: the engine's own node, "
+            "started if necessary."
+        ),
     ] = ""
     weights_id: Annotated[
-        str, _plain("The identity of the model's weights; empty: by the hub's commit, or a digest of the files.")
+        str,
+        _plain("The identity of the model's weights; empty: the Hugging Face hub's commit, or a digest of the files."),
     ] = ""
     store: Annotated[
         Literal["auto", "through", "second-touch"],
         _plain(
-            "What is stored: every block as it is computed, those that are used again, or the first where DRAM is "
-            "larger than the engine's own pool. Through also means at once to the disk."
+            "Which blocks the engine stores. through: every block as it is computed, and to the disk at once in a node "
+            "that the engine starts; second-touch: blocks that are used again; auto: every block if DRAM is larger "
+            "than the engine's own pool, else blocks that are used again."
         ),
     ] = "auto"
     trust_tenants: Annotated[
-        bool, _plain("Whether a request may name its tenant, beside a cache salt that the front door has set.")
+        bool,
+        _plain("Whether a request may name its tenant. It must then also have a cache salt, set by the front end."),
     ] = False
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every setting. ``Config()`` is the defaults; ``read()`` asks file and environment too."""
+    """Every setting. ``Config()`` has the defaults; ``read()`` also reads the file and the environment."""
 
     dram: Dram = field(default_factory=Dram)
     nvme: Nvme = field(default_factory=Nvme)
@@ -351,9 +451,9 @@ def read(
 ) -> Config:
     """The settings in force.
 
-    ``file`` defaults to ``$KVTIDE_CONFIG``, else ``./kvtide.toml`` where there is one that is root's
-    or this user's; ``env`` defaults to the process's environment. Arguments are sections
-    (``dram={"budget": "1GiB"}``) or dotted names in a mapping (``{"dram.budget": "1GiB"}``). Raises ``ConfigError``.
+    ``file`` defaults to ``$KVTIDE_CONFIG``, else to ``./kvtide.toml`` if that exists and belongs to root or this user;
+    ``env`` defaults to the process's environment. Arguments are sections (``dram={"budget": "1GiB"}``) or dotted names
+    in a mapping (``{"dram.budget": "1GiB"}``). Raises ``ConfigError``.
     """
     tree: dict[str, dict[str, Value]] = {section: {} for section in _sections()}
     for setting in explain(file, env, overrides, **sections):
@@ -368,7 +468,7 @@ def explain(
     overrides: Mapping[str, object] | None = None,
     **sections: object,
 ) -> list[Setting]:
-    """Every setting in the order of the tree, with its source. Takes what ``read`` takes."""
+    """Every setting in the order of the tree, with its source. Takes the same arguments as ``read``."""
     env = os.environ if env is None else env
     found: dict[tuple[str, str], tuple[Value, str]] = {}
     arguments = _from_tree({**(overrides or {}), **sections}, "argument")
@@ -416,18 +516,19 @@ SECRETS = frozenset(
         "valkey.password_file",
     }
 )
-"""Settings that lead to secrets. A file that nobody named may not have them: it could make us use a key or a password
-where its author wants it, or wrap keys with one that he knows. A repository that was cloned is the user's own."""
+"""Settings that lead to secrets. A file that was not named may not have them: its author could make this process use a
+key or a password at a place of the author's choice, or wrap keys with a key known to the author. Ownership is no
+protection: the files of a cloned repository belong to the user."""
 _warned: set[tuple[int, int]] = set()
-"""Files that were ignored, by device and inode: of each is told once."""
+"""Files that were ignored, by device and inode: each is reported once."""
 
 
 def _implicit() -> str | None:
-    """The text of ``kvtide.toml`` in the working directory; None if there is none, or if it is not to be trusted.
+    """The text of ``kvtide.toml`` in the working directory; None if there is none, or if it cannot be trusted.
 
-    What belongs to another user is ignored, with a warning: in a folder that all may write to, such as /tmp, anybody
-    can put one there, and an error would let him stop whoever works there. What belongs to root or to this user but
-    others may write to is an error: its owner can mend that, and to ignore it would silently change what is done.
+    A file of another user is ignored, with a warning: in a folder that all users may write to, such as /tmp, any user
+    can create one, and an error would let that user stop others who work there. A file of root or of this user that
+    others may write to is an error: its owner can fix that, and ignoring it would silently change the settings.
     """
     trusted = {0, os.geteuid()}
     try:
@@ -435,7 +536,7 @@ def _implicit() -> str | None:
         if about.st_uid not in trusted:
             _ignored(about)  # whatever it is: a link may lead to a file of ours that is meant for another place
             return None
-        # Neither a file that takes its place now nor one that waits for a writer may hold us up.
+        # O_NONBLOCK: a FIFO that replaces the file now, or one without a writer, must not block us.
         with open(os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as f:
             about = os.fstat(f.fileno())
             if not stat.S_ISREG(about.st_mode):
@@ -468,7 +569,8 @@ def _ignored(about: os.stat_result) -> None:
 
 
 def _alone(uid: int, gid: int) -> bool:
-    """Whether a group is a user's private one, as most systems make it: then files of umask 002 are his alone."""
+    """Whether a group is a user's private group, as most systems create it: files written with umask 002 are then
+    writable by that user alone."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:

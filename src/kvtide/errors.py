@@ -3,24 +3,24 @@
 ::
 
     KvtideError
-    ├── ConfigError            a setting is unknown or has a value that cannot work
+    ├── ConfigError            a setting is unknown or has an invalid value
     ├── LayoutError            a layout, buffer or token range does not fit its description
-    │   └── ArgumentError      an argument is of a type that cannot be used
+    │   └── ArgumentError      an argument has a type that cannot be used
     ├── TierError              a tier cannot be opened or used at all
     │   ├── TierLockedError    another process has this directory open
     │   └── TierVersionError   the directory was written by a newer kvtide
-    ├── KeyFileError           the file of wrapped keys cannot be read, written or understood
+    ├── KeyFileError           the file of wrapped keys cannot be read, written or parsed
     ├── AuditError             the audit log cannot be read or written
-    ├── AccessError            whoever asks has no role, or one that does not suffice
+    ├── AccessError            the caller has no role, or an insufficient one
     ├── HeldError              a tenant's blocks are under a legal hold and cannot be forgotten
-    ├── UnknownTenantError     there is neither a key nor a block of the tenant that is to be forgotten
+    ├── UnknownTenantError     there is neither a key nor a block of the tenant to be forgotten
     ├── TraceError             a trace cannot be read, or has nothing to replay
     ├── RightError             a lease or reservation was used after it ended
     └── ClosedError            the store or session is closed
         └── ForkedError        it was opened by the process that this one was forked from
 
-What can go wrong with a *block* is not in this tree. A block that is missing, torn, corrupt or late is
-a miss: the caller computes it, as it would have without us. Errors are for what the caller can mend.
+Problems with a single *block* are not in this tree. A block that is missing, torn, corrupt or late is a miss: the
+caller computes it, as it would have without kvtide. Errors are for problems that the caller can fix.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KvtideError(Exception):
 
 
 class ConfigError(KvtideError):
-    """A setting is unknown or has a value that cannot work. The text names it and the nearest good one."""
+    """A setting is unknown or has an invalid value. The message names it and the nearest valid one."""
 
 
 class LayoutError(KvtideError, ValueError):
@@ -58,15 +58,15 @@ class LayoutError(KvtideError, ValueError):
 
 
 class ArgumentError(LayoutError, TypeError):
-    """An argument is of a type that cannot be used. The text names it, and what to give instead."""
+    """An argument has a type that cannot be used. The message names it, and what to give instead."""
 
 
 class TierError(KvtideError):
-    """A tier cannot be opened or used at all. The text says what the system answered and what to do."""
+    """A tier cannot be opened or used at all. The message has the system's error and what to do."""
 
 
 class TierLockedError(TierError):
-    """Another process has this directory open. Stop it, or give this one a directory of its own."""
+    """Another process has this directory open. Stop it, or give this one its own directory."""
 
 
 class TierVersionError(TierError):
@@ -74,15 +74,15 @@ class TierVersionError(TierError):
 
 
 class KeyFileError(KvtideError):
-    """The file of wrapped keys cannot be read, written or understood. The text says what to do."""
+    """The file of wrapped keys cannot be read, written or parsed. The message says what to do."""
 
 
 class AuditError(KvtideError):
-    """The audit log cannot be read or written. An act that cannot be written down is not done."""
+    """The audit log cannot be read or written. An action that cannot be recorded is not done."""
 
 
 class AccessError(KvtideError):
-    """Whoever asks has no role at the node, or one that does not suffice. The text names the role that is needed."""
+    """The caller has no role at the node, or an insufficient one. The message names the role that is needed."""
 
 
 class HeldError(KvtideError):
@@ -90,11 +90,12 @@ class HeldError(KvtideError):
 
 
 class UnknownTenantError(KvtideError):
-    """There is neither a key nor a block of the tenant that is to be forgotten. Check its tag, and whom you ask."""
+    """There is neither a key nor a block of the tenant to be forgotten. Check its tag, and which store or node you
+    ask."""
 
 
 class TraceError(KvtideError):
-    """A trace cannot be read, or has nothing to replay. The text names file and line."""
+    """A trace cannot be read, or has nothing to replay. The message names file and line."""
 
 
 class RightError(KvtideError):
@@ -106,7 +107,7 @@ class ClosedError(KvtideError):
 
 
 class ForkedError(ClosedError):
-    """The store or session was opened by the process that this one was forked from, and is that one's alone.
+    """The store or session was opened by the process that this one was forked from, and only that process may use it.
 
     Open the store again in the child, or let both processes use a node.
     """

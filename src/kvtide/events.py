@@ -1,4 +1,4 @@
-"""What happened to blocks, for whoever follows: routers, control planes, tests."""
+"""Events about blocks, for followers: routers, control planes, tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Backlog", "BlockRemoved", "BlockStored", "Event", "EventsLost", "Fee
 log = logging.getLogger("kvtide.events")
 
 _TOGETHER = 1000
-"""Keys that one event has at most after it had to wait."""
+"""The most keys that an event has after it waited in a backlog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class BlockStored:
     tier: str
     keys: tuple[BlockKey, ...]
     identities: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    """Whose each block is, by the fingerprint of its identity; 0 where nobody knows. By it a node chooses whom it
-    tells. Its clients are not told."""
+    """The owner of each block, as the fingerprint of its identity; 0 if unknown. A node uses it to choose which clients
+    get the event. It is not sent to clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """These blocks can no longer be read from ``tier``. ``reason``: evicted, dropped, expired, unreadable or
-    forgotten (it may be there; who asks for it finds it)."""
+    """These blocks can no longer be read from ``tier``. ``reason``: evicted, dropped, expired, unreadable or forgotten
+    (the block may still be there, and a request for it finds it)."""
 
     tier: str
     keys: tuple[BlockKey, ...]
@@ -44,9 +44,10 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """So many events could not be passed on; 0: nobody knows how many. What was learned from events may be outdated.
+    """``count`` events could not be delivered; 0: an unknown number. What was learned from events may be outdated.
 
-    A node's client is told so when it was too slow, or after its node was away; a store in this process never says it.
+    A node's client gets this when it was too slow, or after its node was unavailable; a store in this process never
+    sends it.
     """
 
     count: int
@@ -59,11 +60,11 @@ Event = BlockStored | BlockRemoved | EventsLost
 class FeedStatistics:
     followers: int = 0
     events: int = 0
-    """That somebody was told."""
+    """Events delivered to at least one follower."""
 
 
 class Feed:
-    """Passes events on. Followers are called on the thread that caused the event, in no lock; they must be quick."""
+    """Delivers events. Followers are called on the thread that caused the event, without a lock; they must be quick."""
 
     def __init__(self) -> None:
         self._followers: tuple[Callable[[Event], None], ...] = ()
@@ -75,14 +76,14 @@ class Feed:
 
     @property
     def followed(self) -> bool:
-        """Whether anybody would see an event; if not, it need not be made."""
+        """Whether there are followers; if not, events need not be created."""
         return bool(self._followers)
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` with every event from now on. The answer, called, ends that."""
+        """Call ``follower`` with every event from now on. Call the returned function to stop."""
         arguments.callback(follower, "follower")
 
-        def called(event: Event) -> None:  # one of its own: somebody may follow twice
+        def called(event: Event) -> None:  # a new object, because a follower may be added twice
             follower(event)
 
         with self._lock:
@@ -108,17 +109,18 @@ class Feed:
 
 
 class Backlog:
-    """Events that wait for somebody slow. When many do, those alike are joined; when too many, they are counted."""
+    """Events that wait for a slow receiver. When many wait, similar ones are merged; when too many wait, they are
+    dropped and counted."""
 
     def __init__(self, most: int = 100_000) -> None:
         self._most = most
-        """Keys that may wait."""
+        """Maximum number of waiting keys."""
         self._keys = 0
         self._events: deque[Event] = deque()
         self._lock = threading.Lock()
 
     def put(self, event: Event) -> bool:
-        """Let it wait. True if nothing else did: then somebody must be told to ``take``."""
+        """Add an event. Returns True if the backlog was empty: then the receiver must be told to ``take``."""
         with self._lock:
             first = not self._events
             if isinstance(event, EventsLost):

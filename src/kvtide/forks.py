@@ -1,16 +1,16 @@
-"""What a process that was forked must not share with its parent.
+"""Protects resources of a process from its forked children.
 
 ``os.fork`` copies memory and descriptors, but no thread other than the one that forks. So in the child every lock that
-another thread held is held for ever, no I/O thread answers, and every file, socket and lock is still its parent's.
-Nothing that was opened before a fork can therefore be used in the child:
+another thread held is held forever, no I/O thread responds, and every file, socket and lock still belongs to the
+parent. Therefore nothing that was opened before a fork can be used in the child:
 
-- its verbs raise ForkedError, before they take any lock (``check``);
-- ``close``, leaving a ``with`` block, and ``release`` or ``abort`` of a right do nothing;
-- its descriptors are closed, without a word to whoever is at their other end. A file that stays open in a child would
-  keep its parent's lock alive after the parent has died.
+- its methods raise ForkedError, before they take any lock (``check``);
+- ``close``, leaving a ``with`` block, and ``release`` or ``abort`` of a lease or reservation do nothing;
+- its descriptors are closed, without a message to the other end. A file that stays open in a child would keep its
+  parent's lock alive after the parent has died.
 
-Whatever has descriptors or can be asked something asks to be told of a fork (``tell``). Its ``forked`` runs in the
-child, on the only thread that there is. It must take no lock and write nothing.
+Every object with descriptors or public methods registers for forks (``tell``). Its ``forked`` runs in the child, on the
+only thread there. It must take no lock and write nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = ["LockFile", "Process", "check", "close", "here", "tell"]
 
 
 class Process:
-    """A process, from its start or the fork that made it. Compare it with ``here`` by ``is``: numbers are reused."""
+    """A process, from its start or the fork that made it. Compare it with ``here`` by ``is``: process ids are
+    reused."""
 
     __slots__ = ("pid",)
 
@@ -45,19 +46,20 @@ here = Process()
 
 
 class ForkNotice(Protocol):
-    """What ``tell`` takes."""
+    """The interface of objects passed to ``tell``."""
 
     def forked(self) -> None:
-        """This is the child of a fork. Close descriptors; take no lock, since a thread that is not here may hold it."""
+        """Called in the child of a fork. Close descriptors; take no lock, because a thread that does not exist here may
+        hold it."""
 
 
 _told: weakref.WeakSet[ForkNotice] = weakref.WeakSet()
 _opening = threading.RLock()
-"""Held while a lock file is opened or closed. Nobody forks meanwhile: the child would not know of the descriptor."""
+"""Held while a lock file is opened or closed. It delays forks meanwhile: the child would not know of the descriptor."""
 
 
 def tell(thing: ForkNotice) -> None:
-    """Call ``thing.forked`` in every process that is forked from now on, as long as it lives."""
+    """Call ``thing.forked`` in every process that is forked from now on, as long as ``thing`` exists."""
     _told.add(thing)
 
 
@@ -90,7 +92,7 @@ def _in_child() -> None:
     _opening.release()
     here = Process()
     for thing in list(_told):
-        with contextlib.suppress(Exception):  # one that fails must not keep the others' descriptors open
+        with contextlib.suppress(Exception):  # a failure must not keep the others' descriptors open
             thing.forked()
 
 
@@ -100,16 +102,16 @@ os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_
 class LockFile:
     """A file that is locked by flock(2), for one process at a time.
 
-    Whoever took the lock gives it back explicitly, because a child that was forked has a copy of the descriptor, and
-    the lock lives as long as any copy. The child closes its copy at once, and so never unlocks what is its parent's.
+    The owner unlocks it explicitly, because a forked child has a copy of the descriptor, and the lock lasts as long as
+    any copy. The child closes its copy at once, without unlocking, because the lock is its parent's.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it. Raises OSError."""
+        """Open the file, or create it. Raises OSError."""
         self._fd = -1
         tell(self)
         with _opening:
-            # It is ours alone: whoever put a link or a FIFO there wants us to write elsewhere, or to wait.
+            # The file must be ours alone: a link or a FIFO in its place would make us write elsewhere, or wait.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._fd = os.open(path, flags, 0o600)
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -118,20 +120,20 @@ class LockFile:
                 raise OSError(errno.EINVAL, "not a regular file: take it away", str(path))
 
     def take(self, *, wait: bool) -> None:
-        """Take the lock. Raises BlockingIOError if another has it and we do not wait."""
+        """Take the lock. Raises BlockingIOError if another process has it and ``wait`` is False."""
         fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def read(self) -> str:
-        """What it says."""
+        """The contents of the file."""
         return os.pread(self._fd, 64, 0).decode(errors="replace").strip()
 
     def write(self, text: str) -> None:
-        """Let it say something else."""
+        """Replace the contents of the file."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
     def close(self) -> None:
-        """Give the lock back, if we have it. A second call, or one in a child, does nothing."""
+        """Release the lock, if it is held. A second call, or one in a child, does nothing."""
         with _opening:
             fd, self._fd = self._fd, -1
             if fd >= 0:

@@ -1,4 +1,4 @@
-"""How numbers look to people, in every command."""
+"""Formats numbers for people, in every command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["gib", "moment", "share", "size"]
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that suits them: ``1.5 GiB``."""
+    """Bytes in a suitable unit: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
@@ -28,7 +28,7 @@ def share(part: float, whole: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """A time since 1970 in this place's own; what no calendar has is shown as it is."""
+    """A time since 1970 as local time; a value outside the calendar's range is shown in seconds."""
     if seconds is None:
         return "never"
     try:

@@ -1,4 +1,4 @@
-"""How values spread over a few steps: ages, latencies."""
+"""Histograms with a few buckets, for ages and latencies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Histogram", "HistogramStatistics"]
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
     bounds: tuple[float, ...] = ()
-    """The highest value of each step but the last, which has none."""
+    """The upper bound of each bucket but the last, which has none."""
     counts: tuple[int, ...] = (0,)
     total: float = 0.0
-    """Of all values."""
+    """The sum of all values."""
 
     @property
     def count(self) -> int:
@@ -27,7 +27,7 @@ class HistogramStatistics:
 
 
 class Histogram:
-    """Counts values by steps. Safe from any thread."""
+    """Counts values by bucket. Thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._steps = tuple(bounds)

@@ -1,4 +1,4 @@
-"""Ends that must be reached though the caller is interrupted on the way: by Ctrl-C, or a signal handler that raises."""
+"""Completes operations although the caller is interrupted: by Ctrl-C, or a signal handler that raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ __all__ = ["to_the_end"]
 
 
 def to_the_end(call: Callable[[], object]) -> None:
-    """Make a call that may be repeated. If it is interrupted it is made once more, and then the interruption raised."""
+    """Make a call that may be repeated. If it is interrupted, it is made once more, and then the interruption is
+    raised."""
     try:
         call()
     except BaseException:

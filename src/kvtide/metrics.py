@@ -1,7 +1,7 @@
-"""The metrics of a store and its node, for Prometheus: the catalogue, and the text.
+"""The metrics of a store and its node, for Prometheus: the catalogue, and the text format.
 
-``METRICS`` has every metric once: its name, help and labels, and where its value is found in the statistics that the
-parts keep of themselves. There is no registry, and nothing is counted here.
+``METRICS`` lists every metric once: its name, help and labels, and how its value is read from the statistics that the
+components keep. There is no registry, and nothing is counted here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "render"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _Samples = Iterable[tuple[tuple[str, ...], float | HistogramStatistics]]
-"""The values of the labels, and what is measured."""
+"""For each sample, the values of the labels and the measured value."""
 _Source = Callable[[Statistics, "NodeStatistics | None"], _Samples]
 
 
@@ -42,7 +42,7 @@ class Metric(NamedTuple):
         return "histogram" if self.histogram else "counter" if self.name.endswith("_total") else "gauge"
 
 
-# -- where values are found ---------------------------------------------------------------------------------
+# -- sources of values -------------------------------------------------------------------------------------
 
 
 def _store(value: Callable[[Statistics], float | HistogramStatistics]) -> _Source:
@@ -58,7 +58,7 @@ def _tier(field: str) -> _Source:
 
 
 def _lane(read: str, write: str) -> _Source:
-    """A field for each direction."""
+    """One field for each direction."""
     return lambda store, _: [
         ((name, direction), getattr(lane, field))
         for name, lane in store.lanes.items()
@@ -67,7 +67,7 @@ def _lane(read: str, write: str) -> _Source:
 
 
 def _budget(value: Callable[[BudgetStatistics], float]) -> _Source:
-    """Of every shared storage that has a byte budget."""
+    """A value for each shared storage that has a byte budget."""
     return lambda store, _: [((name,), value(budget)) for name, budget in store.budgets.items()]
 
 
@@ -82,7 +82,7 @@ def _unrecorded(store: Statistics, _: NodeStatistics | None) -> _Samples:
 
 
 def _count(text: str) -> _Source:
-    """One of the store's counts for each colder tier."""
+    """One of the store's counters for each colder tier."""
     return lambda store, _: [((name,), store.counts.get(text.format(name), 0)) for name in store.lanes]
 
 
@@ -122,7 +122,7 @@ def _refused(store: Statistics, _: NodeStatistics | None) -> _Samples:
 
 
 def _tenant(values: Callable[[TenantStatistics], dict[str, int]]) -> _Source:
-    """A value for each tier, or reason, of those tenants that have limits of their own."""
+    """A value for each tier, or reason, of each tenant that has limits of its own."""
     return lambda store, _: (((tag, name), n) for tag, t in store.tenants.items() for name, n in values(t).items())
 
 
@@ -134,7 +134,7 @@ def _clients(_: Statistics, node: NodeStatistics | None) -> _Samples:
 
 
 def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
-    found: Counter[tuple[str, ...]] = Counter()  # a process may be several clients
+    found: Counter[tuple[str, ...]] = Counter()  # one process may have several clients
     for client in node.clients if node else ():
         found[str(client.pid), "read"] += client.holdings
         found[str(client.pid), "write"] += client.reservations
@@ -151,214 +151,244 @@ _BROUGHT = {"begun": "prompts brought back", "in time": "prompts brought back in
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
-    # what was asked for
-    Metric("kvtide_prompts_total", "Prompts that were matched.", _store(lambda s: s.planner.prompts)),
+    # requests
+    Metric("kvtide_prompts_total", "Prompts matched.", _store(lambda s: s.planner.prompts)),
     Metric(
         "kvtide_prompt_blocks_total",
-        "Blocks of prompts that were matched, by result: the tier that has them, slower (quicker to compute), missed.",
+        "Blocks of matched prompts, by result: the tier that has them, slower (quicker to compute), missed.",
         lambda s, _: (((name,), n) for name, n in s.planner.blocks.items()),
         ("result",),
     ),
     Metric(
         "kvtide_prompt_tokens_total",
-        "The same, in tokens: the hit rate is the share of those in a tier.",
+        "Tokens of matched prompts, by result as for blocks: the hit rate is the share of those in a tier.",
         lambda s, _: (((name,), n) for name, n in s.planner.tokens.items()),
         ("result",),
     ),
     Metric(
         "kvtide_load_seconds",
-        "How long loads took that had to wait for a colder tier.",
+        "Duration of loads that had to wait for a colder tier.",
         _store(lambda s: s.pipeline.loads.seconds),
         histogram=True,
     ),
     Metric(
         "kvtide_loads_total",
-        "How these loads ended: whole, partial (blocks unreadable or without room), deadline, cancelled.",
+        "Loads that waited for a colder tier, by outcome: whole, partial (blocks unreadable or no space), deadline, "
+        "cancelled.",
         lambda s, _: (((name,), n) for name, n in s.pipeline.loads.outcomes.items()),
         ("outcome",),
     ),
-    Metric("kvtide_loads_under_way", "Loads that wait now.", _store(lambda s: s.pipeline.loads.under_way)),
-    # what is there
-    Metric("kvtide_blocks", "Blocks that are known, in whatever tier.", _store(lambda s: s.blocks)),
-    Metric("kvtide_held_blocks", "Blocks that a right or a move keeps from eviction.", _store(lambda s: s.held)),
-    Metric("kvtide_pinned_blocks", "Blocks that are pinned.", _store(lambda s: s.pinned)),
-    Metric("kvtide_leases", "Rights to read that are open.", _store(lambda s: s.pipeline.leases)),
-    Metric("kvtide_reservations", "Rights to write that are open.", _store(lambda s: s.pipeline.reservations)),
+    Metric("kvtide_loads_under_way", "Loads that are waiting now.", _store(lambda s: s.pipeline.loads.under_way)),
+    # contents
+    Metric("kvtide_blocks", "Blocks known to the index, in any tier.", _store(lambda s: s.blocks)),
+    Metric(
+        "kvtide_held_blocks",
+        "Blocks protected from eviction by a lease, a reservation or a transfer.",
+        _store(lambda s: s.held),
+    ),
+    Metric("kvtide_pinned_blocks", "Pinned blocks.", _store(lambda s: s.pinned)),
+    Metric("kvtide_leases", "Prefix leases (rights to read) that are open.", _store(lambda s: s.pipeline.leases)),
+    Metric(
+        "kvtide_reservations",
+        "Reservations (rights to write) that are open.",
+        _store(lambda s: s.pipeline.reservations),
+    ),
     Metric(
         "kvtide_tier_blocks",
-        "Blocks in a tier, those being written included. Of shared storage with a budget: as its steward last said.",
+        "Blocks in a tier, including those being written. For shared storage with a budget: as last reported by its "
+        "budget coordinator.",
         _tier("blocks"),
         _TIER,
     ),
-    Metric("kvtide_tier_budget_bytes", "What a tier may take.", _tier("budget"), _TIER),
-    Metric("kvtide_tier_taken_bytes", "What it has taken from the host.", _tier("bytes_taken"), _TIER),
-    Metric("kvtide_tier_huge_bytes", "Of that, memory known to be in huge pages.", _tier("bytes_huge"), _TIER),
+    Metric("kvtide_tier_budget_bytes", "Bytes that a tier may use.", _tier("budget"), _TIER),
+    Metric("kvtide_tier_taken_bytes", "Bytes that a tier has taken from the host.", _tier("bytes_taken"), _TIER),
+    Metric(
+        "kvtide_tier_huge_bytes",
+        "Bytes that a tier has taken and that are known to be in huge pages.",
+        _tier("bytes_huge"),
+        _TIER,
+    ),
     Metric(
         "kvtide_scratch_bytes",
-        "Memory beside that of blocks, in which they are compressed, sealed and opened.",
+        "Memory for compressing, encrypting and decrypting blocks, not part of a tier.",
         _store(lambda s: s.scratch.taken),
     ),
-    Metric("kvtide_tier_used_bytes", "What of that blocks use.", _tier("bytes_used"), _TIER),
-    # what moves
+    Metric("kvtide_tier_used_bytes", "Bytes of a tier occupied by blocks.", _tier("bytes_used"), _TIER),
+    # transfers
     Metric(
-        "kvtide_stored_blocks_total", "Blocks that callers stored.", _store(lambda s: s.counts.get("blocks stored", 0))
+        "kvtide_stored_blocks_total", "Blocks stored by callers.", _store(lambda s: s.counts.get("blocks stored", 0))
     ),
-    Metric("kvtide_tier_read_blocks_total", "Blocks brought to DRAM.", _count("blocks read from {}"), _TIER),
-    Metric("kvtide_tier_written_blocks_total", "Blocks written down.", _count("blocks written to {}"), _TIER),
-    Metric("kvtide_tier_read_bytes_total", "Bytes read from a tier; of DRAM: handed out.", _tier("bytes_read"), _TIER),
+    Metric("kvtide_tier_read_blocks_total", "Blocks read from a tier into DRAM.", _count("blocks read from {}"), _TIER),
+    Metric("kvtide_tier_written_blocks_total", "Blocks written to a tier.", _count("blocks written to {}"), _TIER),
+    Metric(
+        "kvtide_tier_read_bytes_total",
+        "Bytes read from a tier; for DRAM: handed out to callers.",
+        _tier("bytes_read"),
+        _TIER,
+    ),
     Metric("kvtide_tier_written_bytes_total", "Bytes written to a tier.", _tier("bytes_written"), _TIER),
     Metric(
         "kvtide_tier_busy_seconds_total",
-        "Time in which something was read or written.",
+        "Time during which the tier was reading or writing.",
         _lane("read_seconds", "write_seconds"),
         _WAY,
     ),
-    Metric(
-        "kvtide_tier_speed_bytes", "Bytes a second, as measured lately; what the planner reckons with.", _speeds, _WAY
-    ),
-    Metric("kvtide_lane_jobs", "Jobs that wait for a tier.", _lane("reads_waiting", "writes_waiting"), _WAY),
+    Metric("kvtide_tier_speed_bytes", "Recently measured bytes per second, which the planner uses.", _speeds, _WAY),
+    Metric("kvtide_lane_jobs", "Jobs waiting for a tier.", _lane("reads_waiting", "writes_waiting"), _WAY),
     Metric(
         "kvtide_lane_bytes",
-        "Bytes that wait for a tier or are under way.",
+        "Bytes waiting for a tier or being transferred.",
         _lane("read_bytes_waiting", "write_bytes_waiting"),
         _WAY,
     ),
-    # what leaves, and what is not done
-    Metric("kvtide_removed_blocks_total", "Blocks that left a tier, or all.", _removed, ("tier", "reason")),
+    # removals, refusals and failures
+    Metric(
+        "kvtide_removed_blocks_total", "Blocks removed from a tier, or from all tiers.", _removed, ("tier", "reason")
+    ),
     Metric(
         "kvtide_eviction_age_seconds",
-        "For how long nobody had used what was evicted.",
+        "Time since the last use of evicted blocks.",
         lambda s, _: (((name,), e.ages) for name, e in s.pipeline.evictors.items()),
         _TIER,
         histogram=True,
     ),
     Metric(
         "kvtide_policy_in_charge",
-        "1 for the policy that decides now what leaves.",
+        "1 for the eviction policy in use.",
         lambda s, _: (((name, e.policy), 1) for name, e in s.pipeline.evictors.items()),
         ("tier", "policy"),
     ),
     Metric(
         "kvtide_hints_total",
-        "What callers said of prompts' next use: the turn ended in a tool, it ended, when they are expected back.",
+        "Callers' hints on a prompt's next use: its turn ended in a tool call, it ended, or when it is expected back.",
         lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _HINTS.items()),
         ("kind",),
     ),
     Metric(
         "kvtide_brought_back_total",
-        "Prompts expected soon that were brought to DRAM: all that were begun, and those used in time.",
+        "Prompts prefetched into DRAM because they were expected soon: all that were begun, and those used in time.",
         lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _BROUGHT.items()),
         ("kind",),
     ),
     Metric(
         "kvtide_refused_blocks_total",
-        "Blocks that were not stored in a tier, or not loaded to it.",
+        "Blocks that were not stored in a tier, or not loaded into it.",
         _refused,
         ("what", "tier", "reason"),
     ),
     Metric(
         "kvtide_write_budget_bytes",
-        "What may be written to a tier at once; below 0: owed. Only with a limit of writes.",
+        "Bytes that may be written to a tier now; below 0: overdrawn. Only if writes are limited.",
         lambda s, _: (((name,), b.bytes_left) for name, b in s.pipeline.write_budgets.items()),
         _TIER,
     ),
     Metric(
         "kvtide_tier_failures_total",
-        "Why a tier could not read or write blocks; see the reasons in docs/glossary.md.",
+        "Failures of a tier to read or write blocks, by reason; docs/glossary.md explains the reasons.",
         lambda s, _: (((name, reason), n) for name, tier in s.tiers.items() for reason, n in tier.reasons),
         ("tier", "reason"),
     ),
-    Metric("kvtide_tier_failed", "1 when a tier's disk only answers with errors.", _tier("failed"), _TIER),
+    Metric("kvtide_tier_failed", "1 if the tier's disk returns only errors.", _tier("failed"), _TIER),
     # the byte budgets of shared storage
-    Metric("kvtide_credit_bytes", "What this process may write now.", _budget(lambda b: b.credit), _TIER),
-    Metric("kvtide_steward_here", "1 if this process keeps the byte budget.", _budget(lambda b: b.here), _TIER),
+    Metric(
+        "kvtide_credit_bytes",
+        "Bytes that this process may write to shared storage now.",
+        _budget(lambda b: b.credit),
+        _TIER,
+    ),
+    Metric("kvtide_steward_here", "1 if this process is the budget coordinator.", _budget(lambda b: b.here), _TIER),
     Metric(
         "kvtide_steward_term",
-        "Grows with every election; who was elected is a label: host and process id.",
+        "Term of the budget coordinator, incremented by every election; the label is its host and process id.",
         lambda s, _: (((name, b.steward.who), b.steward.term) for name, b in s.budgets.items()),
         ("tier", "steward"),
     ),
     Metric(
         "kvtide_steward_silence_seconds",
-        "Since its last sign of life was seen; after files.lease or objects.lease another is elected.",
+        "Time since the budget coordinator's last heartbeat; after files.lease or objects.lease another is elected.",
         _budget(lambda b: b.silence),
         _TIER,
     ),
     Metric(
         "kvtide_steward_granted_bytes",
-        "Credit that it has given to all, and that may still be used.",
+        "Write credits that the budget coordinator has granted to all processes and that may still be used.",
         _budget(lambda b: b.steward.bytes_granted),
         _TIER,
     ),
     Metric(
         "kvtide_steward_unfinished_bytes",
-        "Files that are being written, or were left so by writers that died.",
+        "Bytes of files that are being written, or were left unfinished by writers that died.",
         _budget(lambda b: b.steward.bytes_unfinished),
         _TIER,
     ),
     Metric(
         "kvtide_steward_removed_blocks_total",
-        "Blocks that it removed to make room.",
+        "Blocks that the budget coordinator removed to make space.",
         _budget(lambda b: b.steward.blocks_removed),
         _TIER,
     ),
     Metric(
         "kvtide_steward_removed_leftovers_total",
-        "Unfinished files of dead writers that it removed.",
+        "Unfinished files of dead writers that the budget coordinator removed.",
         _budget(lambda b: b.steward.leftovers_removed),
         _TIER,
     ),
-    # who has what, of tenants with limits of their own
+    # tenants with limits of their own
     Metric("kvtide_tenant_blocks", "Blocks of a tenant, by its tag.", _tenant(lambda t: t.blocks), _TENANT),
-    Metric("kvtide_tenant_used_bytes", "What they use.", _tenant(lambda t: t.bytes_used), _TENANT),
-    Metric("kvtide_tenant_limit_bytes", "What it may use.", _tenant(lambda t: t.limits), _TENANT),
+    Metric("kvtide_tenant_used_bytes", "Bytes used by a tenant's blocks.", _tenant(lambda t: t.bytes_used), _TENANT),
+    Metric("kvtide_tenant_limit_bytes", "Bytes that a tenant may use.", _tenant(lambda t: t.limits), _TENANT),
     Metric(
         "kvtide_tenant_refused_blocks_total",
-        "Blocks that were not stored for it, or not loaded; see the reasons in docs/glossary.md.",
+        "Blocks of a tenant that were not stored, or not loaded; docs/glossary.md explains the reasons.",
         _tenant(lambda t: t.refused),
         ("tenant", "reason"),
     ),
     # recordings
     Metric(
         "kvtide_recording",
-        "1 while requests are recorded, 0 when that has ended. Only where record.path is set, as the next three.",
+        "1 while requests are recorded, 0 after that has ended. Only if record.path is set, like the next three.",
         _recorder(lambda r: r.active),
     ),
     Metric("kvtide_recorded_requests_total", "Requests in the recording.", _recorder(lambda r: r.requests)),
-    Metric("kvtide_recorded_bytes_total", "Bytes of its file.", _recorder(lambda r: r.bytes_written)),
+    Metric("kvtide_recorded_bytes_total", "Bytes of the recording's file.", _recorder(lambda r: r.bytes_written)),
     Metric(
         "kvtide_unrecorded_requests_total",
-        "Requests that are not in it: queue full, other block size, recording has ended.",
+        "Requests that are not in the recording: queue full, other block size, recording has ended.",
         _unrecorded,
         ("reason",),
     ),
-    # who is there
+    # sessions and clients
     Metric(
         "kvtide_sessions",
-        "Sessions that are open.",
+        "Open sessions.",
         lambda s, n: [((), s.sessions + sum(c.sessions for c in (n.clients if n else ())))],
     ),
-    Metric("kvtide_followers", "Who follows events.", _store(lambda s: s.feed.followers)),
-    Metric("kvtide_events_total", "Events that followers were told.", _store(lambda s: s.feed.events)),
-    Metric("kvtide_node_clients", "Processes: connected, or gone without giving all back.", _clients, ("state",)),
+    Metric("kvtide_followers", "Followers of events.", _store(lambda s: s.feed.followers)),
+    Metric("kvtide_events_total", "Events sent to followers.", _store(lambda s: s.feed.events)),
+    Metric(
+        "kvtide_node_clients",
+        "Clients: connected, or disconnected with rights that they have not given back.",
+        _clients,
+        ("state",),
+    ),
     Metric("kvtide_node_requests_total", "Requests of all clients.", _node(lambda n: n.requests)),
-    Metric("kvtide_node_failures_total", "Operations that could not be done.", _node(lambda n: n.failures)),
-    Metric("kvtide_node_uptime_seconds", "Since the node began to serve.", _node(lambda n: n.seconds)),
+    Metric("kvtide_node_failures_total", "Operations that failed.", _node(lambda n: n.failures)),
+    Metric("kvtide_node_uptime_seconds", "Time since the node began to serve.", _node(lambda n: n.seconds)),
     Metric(
         "kvtide_node_quarantined_slots",
-        "Slots that nobody may use until a client that is gone is known to be dead.",
+        "Slots that are unusable until the process of a disconnected client is known to have exited.",
         _node(lambda n: sum(c.slots_quarantined for c in n.clients)),
     ),
     Metric(
         "kvtide_client_rights",
-        "Rights of a client's process: to read, to write, and a worker's to use its scheduler's.",
+        "Rights of a client's process: to read, to write, and a worker's uses of its scheduler's rights.",
         _rights,
         ("pid", "right"),
     ),
 )
 
 
-# -- the text -----------------------------------------------------------------------------------------------
+# -- text format --------------------------------------------------------------------------------------------
 
 
 def render(store: Statistics, node: NodeStatistics | None = None) -> str:

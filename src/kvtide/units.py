@@ -1,4 +1,4 @@
-"""How sizes, times, paths and plain values are written in settings, and read."""
+"""Parses and formats sizes, times, paths and plain values in settings."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def _checked_cpus(text: str) -> str:
 
 
 def bare(value: object) -> str:
-    """A value as TOML has it, a text without its quotes."""
+    """A value in TOML syntax, but text without quotes."""
     text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
     return text.lower() if isinstance(value, bool) else text
 
 
 class Unit(Struct, frozen=True):
-    """How a kind of value is written. Called, it makes the metadata of a field of that kind."""
+    """How a kind of value is written. Calling it creates the metadata of a field of that kind."""
 
     parse: Callable[[str], object]
     format: Callable[[Any], str]

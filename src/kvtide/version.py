@@ -1,3 +1,3 @@
-"""The version of this package, and of a node or client that says hello."""
+"""The version of this package, which nodes and clients also exchange in their handshake."""
 
 __version__ = "0.1.0"

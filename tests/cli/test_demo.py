@@ -69,7 +69,7 @@ def test_the_speed_up_is_that_of_the_medians(place: Path, monkeypatch: pytest.Mo
 def test_another_answer_is_noticed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_run, "play", lambda *_: made_up(nvme=[1, 3]))
     shown = run("--path", str(place), code=1)
-    assert f"{len(QUESTIONS)} answers were not those of the model without us" in shown
+    assert f"{len(QUESTIONS)} answers were not those of the model without kvtide" in shown
 
 
 def test_it_works_without_matplotlib(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

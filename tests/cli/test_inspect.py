@@ -291,7 +291,9 @@ def test_a_flipped_bit_in_a_payload_is_found_by_verify_alone(directory: Path) ->
     flip(directory / "00000.segment", ALIGN + 7 * SLOT + 3 * ALIGN + 17, 0x01)
     assert as_json(directory)["damaged"] == []
     found = as_json(directory, "--verify", code=1)
-    assert found["damaged"] == [{"segment": 0, "slot": 7, "key": key, "reason": "corrupt payload"}]
+    assert found["damaged"] == [
+        {"segment": 0, "slot": 7, "key": key, "reason": "corrupt payload", "code": "corrupt payload"}
+    ]
     shown = run(directory, "--verify", code=1)
     assert "corrupt payload" in shown
     assert key[:16] in shown

@@ -238,7 +238,7 @@ def test_weights_must_be_named() -> None:
 
 def test_a_layout_that_loses_is_never_called_exact() -> None:
     lossy = Layout((replace(FULL, packing="r4"),), 32)
-    with pytest.raises(LayoutError, match="'full' is packed as 'r4', which loses"):
+    with pytest.raises(LayoutError, match="'full' is packed as 'r4', which is lossy"):
         Model(lossy, "given:golden@1")
     assert Model(lossy, "given:golden@1", fidelity="r4").namespace() != PLAIN.namespace()
 
@@ -292,7 +292,7 @@ def test_the_order_in_which_extras_are_given_does_not_count() -> None:
         (lambda: Extra("image", b"", 0, 2**63), "covers no token"),
         (lambda: Extra("image", 1.5), "bytes, str or int, not float"),  # type: ignore[arg-type]
         (lambda: Extra("image", np.zeros(3)), "not ndarray"),  # type: ignore[arg-type]
-        (lambda: Extra("image", "\ud800"), "not text"),
+        (lambda: Extra("image", "\ud800"), "cannot be encoded as UTF-8"),
     ],
 )
 def test_an_extra_that_cannot_be_is_refused_when_it_is_made(make: Any, says: str) -> None:

@@ -32,7 +32,7 @@ for view, block in zip(reservation.views, data(PLAIN, prompt(7, 8))):
 match = session.match(prompt(1, 2))
 held = client.statistics().held
 if "hang-up" in sys.argv:
-    client._line.close()
+    client._link.close()
 print("ready", held, flush=True)
 if sys.stdin.readline() == "seal\\n":
     reservation.seal()
@@ -91,7 +91,7 @@ def test_a_closed_socket_of_a_living_writer_frees_nothing(node: Process) -> None
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
         with writer(node, "hang-up") as child:
-            eventually(lambda: "wait for its death" in node.log)
+            eventually(lambda: "kept until its process exits" in node.log)
             assert client.statistics().held == 4
             with session.match(prompt(7)) as match:
                 assert match.pending

@@ -126,7 +126,7 @@ from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 client = Client(Path(sys.argv[1]))
 session = client.session(MODEL)
 reservation = session.reserve(prompt(50, 51))
-client._line._requests.shutdown(2)
+client._link._requests.shutdown(2)
 print("gone", flush=True)
 sys.stdin.read()
 os._exit(0)

@@ -50,11 +50,11 @@ def test_without_descriptors_a_node_pauses_and_goes_on(tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 stack.enter_context(dialled(node.path))
-            eventually(lambda: "cannot take a connection" in node.log)
+            eventually(lambda: "cannot accept a connection" in node.log)
             eventually(lambda: "no hello" in node.log)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         assert serves(node.path)
-        assert node.log.count("cannot take a connection") < 100, "it does not try all the time"
+        assert node.log.count("cannot accept a connection") < 100, "it does not try all the time"
     finally:
         node.kill()
 

@@ -182,7 +182,7 @@ def test_tokens_are_renewed_while_the_node_serves(tokens: Reached) -> None:
 
 def test_no_token_is_in_the_log(tokens: Reached) -> None:
     assert not any(token in tokens.log for token in (READ, WRITE, ADMIN))
-    assert "tokens travel in the clear at 0.0.0.0:0: set node.certificate" in tokens.log
+    assert "tokens are sent unencrypted at 0.0.0.0:0: set node.certificate" in tokens.log
 
 
 # -- certificates -------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def traffic(folder: Path, seconds: float, times: int) -> None:
         assert node.at_rest() == before
         assert not early or host.resident(node.process.pid) - early < GROWTH
         assert "Traceback" not in node.log
-        for reason in ("does not read", "a frame of", "not understood", "length <= 1000", "said no hello"):
+        for reason in ("does not read", "a frame of", "not understood", "length <= 1000", "sent no hello"):
             assert reason in node.log
         node.stop()
     finally:

@@ -301,7 +301,7 @@ def test_a_drop_that_cannot_be_told_is_told_to_its_caller(tmp_path: Path) -> Non
         put(one)
         assert a.flush(60)
         disk.arm(Fault("open", files="dropped.*", times=1000))
-        with pytest.raises(TierError, match="could not be told"):
+        with pytest.raises(TierError, match="could not be notified"):
             one.drop(TOKENS)
         assert there(one) == 0
         assert blocks(tmp_path) == 0, "what can be deleted is"

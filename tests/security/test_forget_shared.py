@@ -181,7 +181,7 @@ def test_a_storage_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     with opened(tmp_path, disk) as a:
         put(a)
         disk.arm(Fault("open", files="dropped.*", times=1000))
-        with pytest.raises(TierError, match="could not be told"):
+        with pytest.raises(TierError, match="could not be notified"):
             a.forget(GONE.tag)
         assert found(a) == 0
         disk.disarm()

@@ -257,7 +257,7 @@ def test_without_the_keys_a_directory_is_free(tmp_path: Path, journal: bool, cap
     caller = opened(tmp_path, ring_in(tmp_path / "other"))
     assert found(caller) == {}
     assert reasons(caller) == {"its key is not known here": 10}
-    assert "10 sealed records cannot be read" in caplog.text
+    assert "10 encrypted records cannot be read" in caplog.text
     places = caller.write(keys(20, start=50), FOUR)
     assert all(caller.finds(keys(20, start=50), FOUR, places))
     caller.close()

@@ -1,4 +1,4 @@
-"""What the store costs: against memory, the disk and, where they are at hand, its peers."""
+"""Benchmarks of the store: compared with memory, the disk and, if available, other systems."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "valkey": valkey,
 }
 STORAGES = ("objects", "valkey")
-"""These are measured only where they are asked for by name: they write to a storage that others may use."""
+"""Measured only if named explicitly: these benchmarks write to a storage that others may use."""
 
 
 def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[BenchRecord]:
-    """Measure everything, or only the parts that are named."""
+    """Run all benchmarks, or only the named ones."""
     figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES])
     free = shutil.disk_usage(settings.folder).free
     if free < (4 if settings.quick else 16) * 1024 * MIB:

@@ -1,4 +1,4 @@
-"""What blocks cost besides their bytes: the index at scale, opening a tier, and the pipeline around one."""
+"""The overhead per block besides its bytes: the index at scale, recovery of a tier, and the pipeline around one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAIN = 64
 
 
 def scale(settings: Settings) -> Iterator[BenchRecord]:
-    """What a key costs when many blocks are resident: found, stored, evicted."""
+    """The cost of a key when many blocks are resident: to find, store and evict it."""
     sizes = (10_000, 100_000) if settings.quick else (10_000, 100_000, 1_000_000)
     costs: dict[str, list[list[float]]] = {"find": [], "store": [], "evict": []}
     memory = 0.0
@@ -79,12 +79,12 @@ def scale(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def _costs_at(blocks: int, costs: dict[str, list[list[float]]]) -> float:
-    """Fill a store with that many blocks and measure; answers the private memory of a block."""
+    """Fill a store with that many blocks and measure; returns the private memory per block."""
     slot = TINY.geometry["full"].footprint
     given = [np.zeros(TINY.geometry["full"].nbytes, np.uint8)] * CHAIN
     base = np.arange(CHAIN * TINY.block_tokens, dtype=np.uint32)
     sizes: Any = {"dram": {"budget": max(blocks * slot, MIB), "segment": "64MiB"}}
-    # Shared: then the blocks themselves are not among our private memory.
+    # Shared memory, so that the blocks themselves do not count as private memory.
     with own_store(shared=True, **sizes) as store:
         session = store.session(kvtide.Model(TINY, "bench"))
         chains = blocks // CHAIN
@@ -133,7 +133,7 @@ def _identity(model: kvtide.Model) -> Identity:
 
 
 def opening(settings: Settings) -> Iterator[BenchRecord]:
-    """A tier with a million small blocks: with its journal, and from the headers alone."""
+    """Open a tier with a million small blocks: with its journal, and from the headers alone."""
     blocks = 50_000 if settings.quick else 1_000_000
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
         path = Path(name) / "tier"
@@ -164,7 +164,7 @@ def opening(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def _fill(path: Path, budget: int, layout: kvtide.Layout, blocks: int, progress: Callable[[str], None]) -> None:
-    """Write blocks straight into a tier."""
+    """Write blocks directly into a tier."""
     model = kvtide.Model(layout, "bench")
     tier = Nvme(path, budget, threads=8)
     identity = _identity(model)
@@ -187,10 +187,10 @@ def _fill(path: Path, budget: int, layout: kvtide.Layout, blocks: int, progress:
 
 
 def pipeline(settings: Settings) -> Iterator[BenchRecord]:
-    """What a batch and a key cost around a tier that itself costs nothing.
+    """The cost of a batch and of a key, with a tier that itself costs nothing.
 
-    ``tier``: submit and completion through the lane, as the contract has it. ``load``: all of a load, that is also the
-    index, slots in DRAM, joins and events.
+    ``tier``: submission and completion through the lane, as the contract requires. ``load``: a whole load, which also
+    includes the index, slots in DRAM, joins and events.
     """
     model = kvtide.Model(TINY, "bench")
     identity = _identity(model)

@@ -1,9 +1,9 @@
-"""Smaller KV: what the lossy forms and the lossless codec take, cost and lose on the KV of a real model.
+"""Size, speed and error of the lossy forms and the lossless codec on the KV of a real model.
 
-Bytes and speed are beside bfloat16, which most engines keep. The error is that of the model's output: it reads the
-beginning of a text, its KV goes through the form and back, and then it reads on. What it expects of every next token
-is compared with what it expects over the KV as computed, in float32; so the line for bfloat16 says what engines
-lose anyway. Speed is that of one thread, by the time that it had a processor: a shared machine says little otherwise.
+Bytes and speed are compared with bfloat16, which most engines keep. The error is that of the model's output: the model
+reads the beginning of a text, its KV is encoded and decoded, and then it reads on. Its probabilities for every next
+token are compared with those over the KV as computed, in float32; so the line for bfloat16 shows what engines lose
+anyway. Speed is that of one thread, by its CPU time: on a shared machine wall time says little.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def _layout(layers: int, heads: int, dim: int, dtype: str = "bfloat16", packing:
 
 
 def _room(form: Form, keys: Tensor) -> Tensor:
-    """Memory for what a form makes of keys ``[..., layer, head, token, dim]`` and their values."""
+    """Memory for the encoded form of keys ``[..., layer, head, token, dim]`` and their values."""
     *lead, layers, heads, tokens, dim = keys.shape
     group = _layout(layers, heads, dim, packing=form.name).groups[0]
     return torch.empty(*lead, layers, heads, group.head_bytes(tokens), dtype=torch.uint8)
 
 
 def _through(form: Form, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What comes back of KV."""
+    """KV after encoding and decoding."""
     stored, back = _room(form, keys), (torch.empty_like(keys), torch.empty_like(values))
     form.encode(keys, values, stored)
     form.decode(stored, *back)
@@ -146,7 +146,7 @@ def _size(settings: Settings, name: str, ours: float, raw: float, dtype: str = "
 
 
 def _lossless(settings: Settings, kv: Tensor) -> Iterator[BenchRecord]:
-    """``kv``: ``[block, layer, K|V, head, token, dim]``. As a tier does it: with checksums, by one thread."""
+    """``kv``: ``[block, layer, K|V, head, token, dim]``. As a tier does it: with checksums, in one thread."""
     blocks, layers, _, heads, tokens, dim = kv.shape
     dtype = str(kv.dtype).removeprefix("torch.")
     geometry = _layout(layers, heads, dim, dtype).geometry["full"]

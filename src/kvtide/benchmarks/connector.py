@@ -1,8 +1,8 @@
-"""Both halves of an engine's connector, driven as vLLM drives them, beside what the bus does.
+"""The connector scheduler and worker, driven as vLLM drives them, compared with the bus.
 
-A prompt is computed in one step, and its blocks are stored; then it comes again and is loaded into other pages. What is
-timed is from the orders of a step until the worker reports them done, with a node in a process of its own and the
-conversation with it.
+A prompt is computed in one step, and its blocks are stored; then it is requested again and loaded into other pages. The
+time is measured from the orders of a step until the worker reports them done, including the communication with a node
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["connector"]
 
 _PAGE = 16
 _BLOCKS = 32
-"""Of a prompt that is moved: 8,192 tokens, 1 GiB for a Llama-3-8B."""
+"""Blocks of a prompt that is moved: 8,192 tokens, 1 GiB for a Llama-3-8B."""
 _STEPS = 1000
-"""That a store is waited for."""
+"""Maximum steps that a store is waited for."""
 _BETWEEN = 0.0002
-"""Seconds between two steps: an engine does something else then, and leaves the interpreter to others."""
+"""Seconds between two steps: an engine does something else then, and releases the interpreter."""
 
 
 class _Engine:
-    """A scheduler and one worker."""
+    """A connector scheduler and one worker."""
 
     def __init__(self, dial: Callable[[], Client], layout: Layout, device: torch.device, pages: int) -> None:
         self._layout = layout
@@ -74,7 +74,7 @@ class _Engine:
         return name
 
     def offered(self, request: str) -> int:
-        """What the scheduler is told in the end."""
+        """The number of tokens that the connector finally offers."""
         while (found := self.scheduler.matched(request, 0)) is None:
             time.sleep(_BETWEEN)
         return found
@@ -90,7 +90,7 @@ class _Engine:
                     break
                 time.sleep(_BETWEEN)
             else:
-                self.scheduler.finished(request)  # the node did not answer in time, and it is not asked again
+                self.scheduler.finished(request)  # the node did not answer in time, and is not asked again
                 continue
             if sample := self._move(orders, request):
                 return sample
@@ -105,8 +105,8 @@ class _Engine:
         return sample
 
     def _move(self, orders: Orders, request: str) -> Sample | None:
-        """A step in which nothing is computed, and as many more as it takes. None if the node did not answer in this
-        very short step, as when memory is mapped for the first time."""
+        """Run a step in which nothing is computed, and as many more as necessary. None if the node did not answer in
+        this very short step, as when memory is mapped for the first time."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.worker.begin(orders)
         nbytes = 0
@@ -126,7 +126,7 @@ class _Engine:
         return None if moved.missed else sample
 
     def check(self) -> None:
-        """The pages that were loaded are those that were stored."""
+        """Check that the loaded pages equal the stored ones."""
         for cache in self.caches:
             assert torch.equal(cache[self._tables[0]].view(torch.int16), cache[self._tables[1]].view(torch.int16))
 
@@ -136,7 +136,7 @@ class _Engine:
 
 
 def connector(settings: Settings) -> Iterator[BenchRecord]:
-    """The worker's half with pages of a GPU: what vLLM's worker would wait for."""
+    """The connector worker with pages of a GPU: the time that vLLM's worker would wait for."""
     device = torch.device("cuda")
     layout = kvtide.Layout.attention(layers=32, heads=8, head_dim=128)
     footprint = layout.geometry["full"].footprint

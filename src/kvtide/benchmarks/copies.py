@@ -1,4 +1,4 @@
-"""Blocks copied into and out of a store, beside memcpy: what the figures of DRAM and of the node share."""
+"""Copies of blocks into and out of a store, compared with memcpy: shared by the benchmarks of DRAM and of the node."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvtide.block import BLOCK_TOKENS
 __all__ = ["Copies", "Moment", "memcpy", "records", "through"]
 
 Moment = tuple[float, float]
-"""When something began and ended, on a clock that all processes share."""
+"""Start and end time, on a clock that all processes share."""
 
 
 class Copies:
     """A session that stores and loads the same ``count`` blocks, all at once."""
 
     def __init__(self, store: kvtide.Store | kvtide.Client, nbytes: int, count: int, number: int = 0) -> None:
-        """``number`` tells several apart that work on one store."""
+        """``number`` distinguishes several of these on one store."""
         sources = block_sources(nbytes)
         self._session = store.session(kvtide.Model(layout_of(nbytes), "bench"))
         self._blocks = [sources[i % 4] for i in range(count)]
@@ -36,7 +36,7 @@ class Copies:
         assert stored.stored == len(self._blocks), stored
 
     def load(self, into: bool = True) -> Callable[[], None]:
-        """What loads them; the match is made beforehand."""
+        """A function that loads the blocks; the match is made beforehand."""
         found = self._session.match(self._chain)
         targets = list(self._target) if into else None
 
@@ -83,7 +83,7 @@ class Memcpy:
 
 
 def memcpy(nbytes: int, count: int) -> Contestant:
-    """The limit: what one core copies."""
+    """The limit: the copy speed of one core."""
     work = Memcpy(nbytes, count)
 
     def round_() -> Mapping[str, Sample]:
@@ -100,14 +100,14 @@ def moment(work: Callable[[], None]) -> Moment:
 
 
 def together(moments: list[Moment], nbytes: int) -> Sample:
-    """Work of several processes as one: from when the first began until the last was ready."""
+    """The work of several processes as one sample: from the first start to the last end."""
     return Sample(max(stop for _, stop in moments) - min(start for start, _ in moments), 0.0, nbytes)
 
 
 def records(
     settings: Settings, name: str, rounds: Rounds, limit: str, bar: float, peer_bar: float, note: str = ""
 ) -> Iterator[BenchRecord]:
-    """The figures of "store" and "load": against memcpy and, where there are peers, against the best of them."""
+    """The figures of "store" and "load": against memcpy and, if there are other systems, against the best of them."""
     peers = {n: t for n, t in rounds.items() if n not in ("kvtide", "memcpy")}
     for task in ("store", "load"):
         copied = [s.speed for s in rounds["memcpy"][task]]

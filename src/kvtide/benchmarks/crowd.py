@@ -1,4 +1,4 @@
-"""Several processes that do the same at the same moment."""
+"""Several processes that do the same task at the same time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Self
 __all__ = ["Crowd", "Member"]
 
 Member = Callable[..., AbstractContextManager[Mapping[str, Callable[[], Any]]]]
-"""Called with its number and what the crowd was given; what it opens are the tasks that it can do, by name."""
+"""Called with its number and the crowd's arguments; its context yields the tasks that it can do, by name."""
 
 
 class Crowd:
-    """``count`` processes, each of them a ``member`` (a function of a module, so that they find it)."""
+    """``count`` processes, each running ``member`` (a module-level function, so that it can be imported there)."""
 
     def __init__(self, count: int, member: Member, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -36,7 +36,7 @@ class Crowd:
             raise
 
     def do(self, task: str) -> list[Any]:
-        """What each answered."""
+        """Run a task in all processes; returns their results."""
         for pipe in self._pipes:
             pipe.send(task)
         return self._answers()
@@ -72,5 +72,5 @@ def _serve(pipe: Connection, member: Member, number: int, *arguments: Any) -> No
                 return
             try:
                 pipe.send(tasks[task]())
-            except Exception as e:  # noqa: BLE001 - it becomes the answer
+            except Exception as e:  # noqa: BLE001 - it becomes the result
                 pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))

@@ -1,8 +1,8 @@
-"""A decode loop while blocks are stored in the background, against the same loop alone.
+"""A decode loop while blocks are stored in the background, compared with the same loop alone.
 
 The loop has the shape of Llama-3-8B, with 8 sequences of 4,096 tokens; it reads all weights and all KV in every step,
-as decoding does. As a CUDA graph it needs the GPU alone; with kernels launched one by one it needs the interpreter all
-the time, for which it and the lane's thread compete. Stores run as fast as such an engine can compute KV when it does
+as decoding does. As a CUDA graph it needs only the GPU; with kernels launched one by one it needs the interpreter all
+the time, and competes for it with the lane's thread. Stores run as fast as such an engine can compute KV when it does
 nothing else, or as fast as the bus can, ten times more than that.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["decode"]
 _LAYERS, _WIDTH, _HEADS, _KV_HEADS, _DIM, _INNER = 32, 4096, 32, 8, 128, 14336
 _BATCH, _CONTEXT = 8, 4096
 _STEPS = 20
-"""Tokens between two looks at the clock."""
+"""Tokens between two readings of the clock."""
 _PREFILL = 4.4
 """GB/s of KV that a prefill of this model computes on an H200: 8,192 tokens in 0.25 s."""
 
@@ -77,7 +77,7 @@ class _Decoder:
 
 
 class _Feeder:
-    """Stores at ``pace`` GB/s, or without a pause, while it is told to."""
+    """Stores at ``pace`` GB/s, or without a pause, while it is switched on."""
 
     def __init__(self, engine: PagedEngine, pace: float | None) -> None:
         self._engine = engine
@@ -137,7 +137,7 @@ def decode(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def _ratios(step: Callable[[], object], feeder: _Feeder, pairs: int) -> tuple[list[float], list[float]]:
-    """With stores against without, in turns; and the seconds of a step without."""
+    """Ratios of the time with stores to that without, measured in turns; and the seconds of a step without."""
 
     def steps(on: bool) -> float:
         feeder.switch(on)

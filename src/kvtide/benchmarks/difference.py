@@ -1,9 +1,9 @@
-"""Whether two samples differ: two tests that assume nothing about how values are spread, and an interval.
+"""Whether two samples differ: two tests that assume nothing about the distribution, and an interval.
 
-Times have a long tail and come in clumps, so means say little. *Mann-Whitney* notices that the values of one sample
-tend to be larger; *Kolmogorov-Smirnov* notices any difference in their spread. Both need no more than that chance
-decided which value went to which sample, as it does where the order of the measurements was drawn: noise that comes and
-goes meanwhile meets both alike.
+Times have a long tail and occur in clusters, so means say little. *Mann-Whitney* detects that the values of one sample
+tend to be larger; *Kolmogorov-Smirnov* detects any difference between the distributions. Both only require that values
+were assigned to the samples at random, as they are if the order of the measurements was random: temporary noise then
+affects both samples alike.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _RESAMPLES = 1000
 class Difference(NamedTuple):
     medians: tuple[float, float]
     interval: tuple[float, float]
-    """Of the second median less the first: 95 %, by resampling."""
+    """95 % confidence interval of the second median minus the first, by resampling."""
     larger: float
-    """Mann-Whitney: how likely values are that far apart if nothing but chance made them so."""
+    """Mann-Whitney: the probability of such a difference by chance alone."""
     other: float
     """Kolmogorov-Smirnov: the same."""
 
     @property
     def p(self) -> float:
-        """Of both together: each has its chance to find something."""
+        """The combined p-value: doubled, because there are two tests."""
         return min(1.0, 2 * min(self.larger, self.other))
 
     def told(self, unit: str) -> str:
@@ -76,6 +76,6 @@ def kolmogorov_smirnov(a: Sample, b: Sample) -> float:
     ).max()
     size = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
     x = float((size + 0.12 + 0.11 / size) * farthest)
-    if x < 0.3:  # where the sum below hardly converges, and is 1 to five digits
+    if x < 0.3:  # the sum below hardly converges there, and is 1 to five digits
         return 1.0
     return min(1.0, 2 * sum(math.copysign(math.exp(-2 * (j * x) ** 2), j % 2 - 0.5) for j in range(1, 101)))

@@ -1,7 +1,7 @@
-"""Blocks to and from the disk, verified, beside raw direct I/O.
+"""Blocks to and from the disk, verified, compared with raw direct I/O.
 
 In a virtual machine the first direct read into memory that the host has not written for some seconds may run at half
-speed. So each contestant, the peers too, goes once over its memory right before the turn that counts.
+speed. So each contestant, including other systems, uses its memory once right before the turn that counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARED = "kvtide, shared memory"
 
 
 def filled(nbytes: int, count: int) -> Span:
-    """Memory for so many blocks, with something in them, in pages as our own."""
+    """Filled memory for that many blocks, in huge pages like the store's own."""
     memory = mmap.mmap(-1, nbytes * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
@@ -43,7 +43,8 @@ def filled(nbytes: int, count: int) -> Span:
 
 
 class RawDisk:
-    """The limit: whole blocks by direct I/O at our depth, into a file whose extents were written before."""
+    """The limit: whole blocks by direct I/O with the tier's number of threads, into a file whose extents were written
+    before."""
 
     def __init__(self, folder: Path, nbytes: int, count: int) -> None:
         self._nbytes, self._count = nbytes, count
@@ -73,7 +74,7 @@ class RawDisk:
 
 
 class Below:
-    """Through DRAM to a colder tier and, after DRAM was emptied, back, verified."""
+    """Blocks through DRAM to a colder tier and, after DRAM was emptied, back, verified."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Below:
             loaded.clear()
         self._session.drop(self._chain)
         after = self._store.statistics().tiers[self._tier]
-        # What never went to the tier, or came from it, was not moved: see record.py.
+        # Blocks that did not reach the tier, or were not read from it, were not moved: see record.py.
         written, read = after.bytes_written > before.bytes_written, after.bytes_read > before.bytes_read
         return {
             "store": store if written else replace(store, nbytes=0),
@@ -131,7 +132,7 @@ class Below:
 
 
 def nvme(settings: Settings) -> Iterator[BenchRecord]:
-    """Store to and load from the disk, verified, beside raw direct I/O at the same depth."""
+    """Store to and load from the disk, verified, compared with raw direct I/O with as many threads."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name:
@@ -155,7 +156,7 @@ def nvme(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def rehearsed(contestant: Contestant) -> Contestant:
-    """Each turn after one that does not count."""
+    """Run each turn twice, and count only the second."""
 
     def turn() -> Mapping[str, Sample]:
         contestant()
@@ -167,7 +168,7 @@ def rehearsed(contestant: Contestant) -> Contestant:
 def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[BenchRecord]:
     size = size_name(nbytes)
     peers = {n: t for n, t in rounds.items() if n not in ("raw", "kvtide", SHARED)}
-    # Into the page cache is not onto the disk.
+    # Writing into the page cache is not writing to the disk.
     direct = {n: t for n, t in peers.items() if "buffered" not in n}
     checksum = _checksum_cost(nbytes)
     for task in ("store", "load"):
@@ -218,7 +219,7 @@ def _nvme_records(settings: Settings, nbytes: int, rounds: Rounds) -> Iterator[B
 
 
 def _shared_records(settings: Settings, size: str, task: str, rounds: Rounds) -> Iterator[BenchRecord]:
-    """What the memory of a node, which others map, costs against that of an embedded store."""
+    """The cost of a node's memory, which other processes map, compared with that of an embedded store."""
     ours, private = rounds[SHARED][task], rounds["kvtide"][task]
     note = "in the memory of a node, in ordinary pages where the system gives no huge ones to it"
     yield figure(
@@ -245,7 +246,7 @@ def _shared_records(settings: Settings, size: str, task: str, rounds: Rounds) ->
 
 
 def _checksum_cost(nbytes: int) -> float:
-    """CPU seconds per GB of the checksums alone, of bytes that no cache has: blocks come from the disk, or are many."""
+    """CPU seconds per GB of the checksums alone, on uncached bytes: blocks come from the disk, or are many."""
     data = np.tile(block_sources(nbytes)[0], 256 * MIB // nbytes).data
     step = nbytes // 64
 

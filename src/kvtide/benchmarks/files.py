@@ -1,4 +1,4 @@
-"""Blocks to and from a shared filesystem, verified, beside plain file I/O: a new file for every block, as ours."""
+"""Blocks to and from a shared filesystem, verified, compared with plain file I/O with a new file for every block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["files"]
 
 
 class RawFiles:
-    """The limit: whole blocks by direct I/O at our depth, each into a file of its own that is renamed when written."""
+    """The limit: whole blocks by direct I/O with the tier's number of threads, each into a file of its own that is
+    renamed when written."""
 
     def __init__(self, folder: Path, nbytes: int, count: int) -> None:
         self._folder, self._nbytes, self._count = folder, nbytes, count
@@ -65,7 +66,7 @@ class RawFiles:
 
 
 def files(settings: Settings) -> Iterator[BenchRecord]:
-    """Store to and load from a filesystem that others use too, verified, beside plain file I/O at the same depth."""
+    """Store to and load from a shared filesystem, verified, compared with plain file I/O with as many threads."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name, ExitStack() as stack:
@@ -79,9 +80,9 @@ def files(settings: Settings) -> Iterator[BenchRecord]:
             contestants = {n: rehearsed(one) for n, one in ours.items()} | dict(
                 settings.peers.disk(nbytes, count, folder)
             )
-            # A machine may run at half its disk's speed for a second, every few: more rounds than elsewhere.
+            # A machine's disk may be at half its speed for a second, every few seconds: more rounds than elsewhere.
             rounds = compare(contestants, settings.rounds(13, 3), settings.progress)
-        # Into the page cache is not onto the disk.
+        # Writing into the page cache is not writing to the disk.
         direct = {n: t for n, t in rounds.items() if n not in ours and "buffered" not in n}
         for task in ("store", "load"):
             speeds = {n: [s.speed for s in t[task]] for n, t in rounds.items()}
@@ -111,7 +112,7 @@ def files(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def _peers(speeds: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, str, float | None]]:
-    """Whom to be compared with, and what is asked for: vLLM's own tier, which does not verify, and the fastest."""
+    """The systems to compare with, and the target: vLLM's own tier, which does not verify, and the fastest."""
     if "vllm fs" in speeds:
         yield "vllm", "vllm fs", 1.0
     if speeds:

@@ -1,8 +1,8 @@
 """Time to the first token of a long prompt that was seen before, against computing it, with the shape of Llama-3-8B.
 
-The prompt's KV comes through ``generate`` of transformers, with the store attached to the model: everything that a
-caller waits for is in the figure. From DRAM the floor is the time that the bus takes for the KV, and then one token;
-from NVMe it is raw direct I/O of the bytes that are stored, which a codec makes fewer.
+The prompt's KV is loaded by ``generate`` of transformers, with the store attached to the model: the figure includes
+everything that a caller waits for. From DRAM the lower bound is the time that the bus takes for the KV, and then one
+token; from NVMe it is raw direct I/O of the stored bytes, which a codec reduces.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["first_token", "first_token_nvme", "llama_8b"]
 
 _LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
 _FASTER = {"128k": 25.0}
-"""Times that loading must be faster than computing."""
+"""How many times faster than computing loading must be."""
 _FORMS = {"raw": ("raw", "exact"), "zstd": ("zstd", "exact"), "r4": ("raw", "r4")}
-"""What is on the disk: the tier's codec, and the fidelity."""
+"""The form of blocks on disk: the tier's codec, and the fidelity."""
 
 
 def first_token(settings: Settings) -> Iterator[BenchRecord]:
@@ -41,7 +41,7 @@ def first_token(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def first_token_nvme(settings: Settings) -> Iterator[BenchRecord]:
-    """Time to first token from NVMe, by what is stored there, against computing the prompt."""
+    """Time to first token from NVMe, by the form of the stored blocks, against computing the prompt."""
     yield from from_nvme(settings, llama_8b(settings), {name: n for name, n in _LENGTHS.items() if name != "8k"})
 
 
@@ -62,7 +62,7 @@ def llama_8b(settings: Settings) -> LlamaForCausalLM:
     settings.progress("making a model")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):  # for this long only: a default device makes every call of torch slower
+        with torch.device("cuda"):  # only here: a default device makes every torch call slower
             model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
         return model
     finally:
@@ -72,7 +72,7 @@ def llama_8b(settings: Settings) -> LlamaForCausalLM:
 class _Prompt:
     """A prompt of random tokens, and ``generate`` with it."""
 
-    def __init__(self, model: Any, tokens: int) -> None:  # its own types say that generate cannot be called
+    def __init__(self, model: Any, tokens: int) -> None:  # Any: its own types say that generate cannot be called
         self._model = model
         shape = model.config
         self.tokens = tokens
@@ -82,18 +82,18 @@ class _Prompt:
         self.note = f"{tokens:,} tokens, {self.nbytes / 1e9:.2f} GB; {torch.cuda.get_device_name()}"
 
     def first(self, **more: Any) -> None:
-        """The first token."""
+        """Generate the first token."""
         self._model.generate(self._tokens, attention_mask=self._mask, max_new_tokens=1, do_sample=False, **more)
 
     def computed(self, attached: Attached) -> float:
-        """The seconds that computing takes. Afterwards the store has it."""
+        """The seconds that computing takes. Afterwards the store has the prompt's KV."""
         seconds = _seconds(self.first)
         assert attached.statistics().last.cached == (0,)
         attached.flush()
         return seconds
 
     def with_kv(self) -> Callable[[], None]:
-        """``first`` where the KV of all tokens but the last is in the model's memory already."""
+        """``first`` with the KV of all tokens but the last already in the model's memory."""
         shape, device = self._model.config, self._model.device
         rows = (1, shape.num_key_value_heads, self.tokens - 1, shape.head_dim)
         kv = torch.zeros(rows, dtype=self._model.dtype, device=device)
@@ -111,14 +111,14 @@ class _Prompt:
 
 
 def _attached(stack: ExitStack, model: LlamaForCausalLM, most: int, nvme: dict[str, Any], fidelity: str) -> Attached:
-    """A store with room for ``most`` bytes at once, at work for the model."""
+    """A store with space for ``most`` bytes at once, attached to the model."""
     budget = (most // (256 * MIB) + 6) * 256 * MIB
     sizes: Any = {"dram": {"budget": budget, "prefault": True}, "nvme": {"budget": 2 * budget, **nvme}}
     store = own_store(**sizes)
     stack.callback(store.close)
     store.dram.wait_prefault()
     attached = stack.enter_context(attach(model, store, fidelity=fidelity))
-    for _ in range(2):  # libraries set themselves up, and kernels are compiled
+    for _ in range(2):  # warm-up: libraries initialise, and kernels are compiled
         _Prompt(model, 512).first()
         attached.flush()
     return attached
@@ -159,7 +159,7 @@ def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
 
 
 def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[BenchRecord]:
-    """The figures of one model, from NVMe, by what is stored there."""
+    """The figures of one model, from NVMe, by the form of the stored blocks."""
     most = _Prompt(model, max(lengths.values())).nbytes
     for form, (codec, fidelity) in _FORMS.items():
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What the path between a GPU and the store costs."""
+"""Benchmarks of the path between a GPU and the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU_FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
 
 
 def gpu(settings: Settings, only: Sequence[str] = ()) -> Iterator[BenchRecord]:
-    """Measure everything, or only the parts that are named."""
+    """Run all benchmarks, or only the named ones."""
     if not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU that torch can use")
     for measure in chosen(GPU_FIGURES, only):

@@ -18,7 +18,7 @@ __all__ = ["dram", "match"]
 
 
 def match(settings: Settings) -> Iterator[BenchRecord]:
-    """A prompt of 131,072 tokens whose 512 blocks are all in DRAM: name, find and lease them."""
+    """A prompt of 131,072 tokens whose 512 blocks are all in DRAM: hash, find and lease them."""
     tokens = np.random.default_rng(0).integers(0, 128_256, TOKENS, np.uint32)
     as_list = tokens.tolist()
     block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""The node: what the socket costs, beside memory itself, a server that only echoes and, if there is one, a peer's."""
+"""The node: the cost of the socket, compared with memory, an echo server and, if available, another system's server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["node", "running"]
 _STEP = 64
 """Blocks in the message of a step."""
 _PROMPTS = 8
-"""That a client asks for in turn."""
+"""Prompts that a client requests in turn."""
 
 
 @contextmanager
 def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
-    """A node in a process of its own that has taken all its memory: its socket and its process number. ``settings`` are
-    for its environment."""
+    """A node in a process of its own that has allocated all its memory: its socket and its process number. ``settings``
+    are for its environment."""
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder:
         path = Path(folder) / "node.sock"
         variables = {"KVTIDE_DRAM_BUDGET": str(budget), "KVTIDE_DRAM_PREFAULT": "true", **settings}
@@ -170,7 +170,7 @@ def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterat
 
 
 def _echo(pipe: Connection, path: str) -> None:
-    """A server that answers each message with itself: what a round trip costs without work."""
+    """A server that answers each message with itself: the cost of a round trip without work."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -205,7 +205,7 @@ def _echoing(path: str) -> Iterator[None]:
 
 @contextmanager
 def _stepping(number: int, path: str, echo: str, repeats: int) -> Iterator[Mapping[str, Callable[[], Any]]]:
-    """A client that asks for 64 blocks and gives back those of the step before, in one message."""
+    """A client that requests 64 blocks and releases those of the step before, in one message."""
     block = np.zeros(SMALL.geometry["full"].nbytes, np.uint8)
     frame = (_STEP * 32).to_bytes(4, "little") + bytes(_STEP * 32)
     with (
@@ -233,7 +233,7 @@ def _stepping(number: int, path: str, echo: str, repeats: int) -> Iterator[Mappi
 
 
 def _each(work: Callable[[int], None], repeats: int) -> tuple[npt.NDArray[np.float64], float]:
-    """The seconds that each took, and the CPU seconds of all."""
+    """The seconds of each call, and the CPU seconds of all."""
     found, cpu = np.zeros(repeats), time.process_time()
     for i in range(repeats):
         start = time.perf_counter()
@@ -243,10 +243,10 @@ def _each(work: Callable[[int], None], repeats: int) -> tuple[npt.NDArray[np.flo
 
 
 def _steps(settings: Settings, clients: int) -> Iterator[BenchRecord]:
-    """A step asks for 64 blocks and gives back those of the step before, in one message.
+    """A step requests 64 blocks and releases those of the step before, in one message.
 
-    With processes of its own every few rounds: on which cores they happen to be makes some of them slower by a third,
-    as long as they live.
+    The processes are restarted every few rounds: depending on their cores, some are slower by a third for as long as
+    they live.
     """
     repeats = settings.rounds(3000, 500) // clients
     quantiles = {"p50": 0.5, "p99": 0.99}

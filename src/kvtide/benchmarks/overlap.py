@@ -1,13 +1,13 @@
-"""A prefix that is computed from its front while it is loaded from its back, against each of the two alone.
+"""A prefix that is computed from its front while it is loaded from its back, compared with each of the two alone.
 
 All three are times to the first token of ``generate`` with a store attached to the model, on one prompt whose KV is on
-disk. Beside them the two curves are measured, in each round: when how many tokens were computed, chunk after chunk with
-nothing loaded, and when how many were loaded, piece after piece with nothing computed. The time at which the two, one
-from the front and one from the back, have all tokens between them is the floor for both at once: neither slows the
-other down there, and nobody waits.
+disk. In addition two curves are measured in each round: tokens computed over time, chunk after chunk with nothing
+loaded, and tokens loaded over time, piece after piece with nothing computed. The time at which the two, one from the
+front and one from the back, have all tokens together is the lower bound for both at once: there neither slows the other
+down, and neither waits.
 
-On a GPU the model has the shape of Llama-3-8B and random weights, elsewhere it is the small one of the examples. A
-disk that is much faster than the model, as beside a CPU, makes the curves meet at the very front; it can be limited.
+On a GPU the model has the shape of Llama-3-8B and random weights, elsewhere it is the small one of the examples. With a
+disk that is much faster than the model, as with a CPU, the curves meet at the very front; so its speed can be limited.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from kvtide.tiers.disk import Disk
 __all__ = ["crossing", "measure", "overlap"]
 
 Curve = Sequence[tuple[float, int]]
-"""Seconds, and how many tokens were there by then."""
+"""Seconds, and the number of tokens by then."""
 
 
 class _LimitedDisk(Disk):
-    """A disk that reads no more than so many bytes a second."""
+    """A disk with a limited read speed in bytes per second."""
 
     def __init__(self, speed: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _LimitedDisk(Disk):
 
 
 def overlap(settings: Settings, tokens: int | None = None, speed: float | None = None) -> Iterator[BenchRecord]:
-    """Measure it for a prompt of so many tokens, with a disk of that many bytes a second at most."""
+    """Measure a prompt of that many tokens, with a disk limited to ``speed`` bytes per second."""
     if torch.cuda.is_available():
         yield from measure(settings, llama_8b(settings), tokens or 131_072, 256, speed)
     else:
@@ -74,7 +74,7 @@ def overlap(settings: Settings, tokens: int | None = None, speed: float | None =
 
 
 def crossing(computed: Curve, loaded: Curve, tokens: int) -> tuple[float, int]:
-    """When the two curves, one from the front and one from the back, have so many tokens together, and how many of
+    """When the two curves, one from the front and one from the back, have that many tokens together, and how many of
     them are computed by then."""
     fronts, tails = ([(0.0, 0), *curve] for curve in (computed, loaded))
     times = np.unique([seconds for seconds, _ in fronts + tails])
@@ -90,9 +90,9 @@ def crossing(computed: Curve, loaded: Curve, tokens: int) -> tuple[float, int]:
 def measure(
     settings: Settings, model: Any, tokens: int, block_tokens: int, speed: float | None
 ) -> Iterator[BenchRecord]:
-    """The figures of one model (its own types say that generate cannot be called).
+    """The figures of one model (Any: its own types say that generate cannot be called).
 
-    Raises ConfigError where a run did not do what it is to measure.
+    Raises ConfigError if a run did not do what it is to measure.
     """
     device = model.device
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def measure(
 
 
 def _store(model: PreTrainedModel, tokens: int, block_tokens: int, folder: Path, speed: float | None) -> kvtide.Store:
-    """A store with room for the prompt in DRAM, because loading alone needs that."""
+    """A store with space for the prompt in DRAM, because loading alone needs that."""
     most = tokens * _token_bytes(model) + 64 * MIB
     budget = (most // (256 * MIB) + 4) * 256 * MIB
     nvme = {"path": str(folder / "nvme"), "budget": 2 * budget, "store": "through", "queue": most}
@@ -192,7 +192,7 @@ def _token_bytes(model: PreTrainedModel) -> int:
 
 
 class _Run:
-    """A prompt on disk, and the ways in which its KV comes."""
+    """A prompt on disk, and the ways to compute or load its KV."""
 
     def __init__(self, attached: Attached, store: kvtide.Store, prompt: torch.Tensor) -> None:
         self._attached, self._store, self._prompt = attached, store, prompt
@@ -209,7 +209,7 @@ class _Run:
         self.nbytes = self.blocks * self._session.layout.geometry[self._session.layout.groups[0].name].footprint
 
     def _forget(self) -> None:
-        """Leave the prompt on disk alone, and note how long the store expects it to load."""
+        """Leave the prompt on disk only, and record how long the store expects loading to take."""
         while self._store.pipeline.make_room(DRAM, MIB):
             pass
         with self._session.match(self._chain, prefill=0, again=True) as match:
@@ -218,7 +218,7 @@ class _Run:
             self.load_seconds = match.plan.load_seconds
 
     def _steps(self) -> ChunkSizes:
-        """Those of both at once."""
+        """The step sizes for both at once."""
         nbytes = self.nbytes // self.blocks
         return sizes(self.blocks, self._block, nbytes, self.load_seconds, self.load_seconds)
 
@@ -252,8 +252,8 @@ class _Run:
     def first_token(self, generate: Callable[[], object], **forced: PrefillCost | None) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were loaded.
 
-        ``prefill`` is what computing is to seem to cost; None: unknown, so that all is loaded. Without it nothing is
-        forced: what was measured so far decides.
+        ``prefill`` overrides the prefill cost; None: unknown, so that all is loaded. Without it the cost measured so
+        far decides.
         """
         self._forget()
         before = self._bytes_read()

@@ -1,9 +1,9 @@
-"""Pages of a GPU to the arena and back, beside what the bus does.
+"""Pages of a GPU to the arena and back, compared with the bus.
 
 For the shape of a whole model the limit is large copies between the GPU and pinned memory. The two worst shapes cannot
-reach that: a rank's heads are rows with the heads of others between them, and small blocks make small pieces. Their
-limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. How fast the
-kernel gathers alone is told beside it.
+reach that: a rank's heads are rows with the heads of other ranks between them, and small blocks make small pieces.
+Their limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. The speed of
+the gather kernel alone is reported too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["PagedEngine", "PagesShape", "bus", "pages"]
 
 _PAGE = 16
 _BUFFER = 128 * MIB
-"""What the mover copies at once."""
+"""Bytes that the mover copies at once."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class PagesShape:
     """Heads that this process holds."""
     blocks: int
     bar: float
-    """GB/s, one way."""
+    """Target in GB/s, one way."""
     note: str
     both: float | None = None
-    """GB/s that are asked for, both ways at once."""
+    """Target in GB/s, both ways at once."""
     pieces: str = ""
-    """What one DMA copies, where the limit is that."""
+    """What one DMA copies, if the limit is the DMA."""
 
 
 _SHAPES = [
@@ -79,7 +79,7 @@ class _Piece(NamedTuple):
 
 
 class PagedEngine:
-    """Pages as vLLM has them, in a random order, and blocks to put them into."""
+    """Pages as vLLM has them, in a random order, and blocks to store them in."""
 
     def __init__(self, shape: PagesShape, stack: ExitStack) -> None:
         device = torch.device("cuda")
@@ -107,7 +107,7 @@ class PagedEngine:
         self._check()
 
     def _check(self) -> None:
-        """What comes back is what went out."""
+        """Check that a store and a load restore the pages."""
         self._mover.store(self._pages, self._first + self._second).wait()
         before = [s.clone() for s in self._pages.sections]
         for section in self._pages.sections:
@@ -122,7 +122,7 @@ class PagedEngine:
         self._mover.load(self._pages, self._first).wait()
 
     def both(self) -> None:
-        """Half of the blocks out, while the other half comes in."""
+        """Store half of the blocks while the other half is loaded."""
         moves = [self._mover.store(self._pages, self._first), self._mover.load(self._pages, self._second)]
         for move in moves:
             move.wait()
@@ -171,7 +171,7 @@ class PagedEngine:
         }
 
     def gather(self) -> float:
-        """GB/s of the kernel alone, with as many blocks as a buffer takes."""
+        """GB/s of the kernel alone, with as many blocks as fit into a buffer."""
         from kvtide.engines.paged.gpu import AT_ONCE, launch, word_of
 
         pages, staging = self._pages, torch.empty(_BUFFER, dtype=torch.uint8, device="cuda")

@@ -1,11 +1,11 @@
-"""Can a tenant tell by the time of a match that another has a prompt?
+"""Can a tenant tell by the time of a match that another tenant has cached a prompt?
 
-One tenant has cached some prompts, through the node that both use. A second asks for those, for as many that nobody
-has, and for as many of its own, each prompt once, in an order that was drawn. It measures as well as it can: the names
-are made before, and it asks again without a pause until the node says that no more is to come.
+One tenant has cached some prompts, through the node that both use. A second tenant looks up those, as many that nobody
+has cached, and as many of its own, each prompt once, in random order. It measures as precisely as it can: the keys are
+computed before, and it asks again without a pause until the node says that no more blocks will follow.
 
-No difference is to be found between the first two. That the third is found easily says that the test would have seen
-one; the interval says how small a one.
+There must be no detectable difference between the first two. That the third is clearly detected shows that the test
+would have found one; the interval shows how small a difference it can find.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvtide.benchmarks.settings import MIB, TINY, Settings, own_store
 __all__ = ["NOBODY", "OTHER", "OWN", "probe", "verdicts"]
 
 NOBODY, OTHER, OWN = "nobody", "other", "own"
-"""Who has cached a prompt: nobody, another tenant, or the one who asks."""
+"""Who has cached a prompt: nobody, another tenant, or the tenant that asks."""
 _WARM_UP = "warm-up"
 _MODEL = kvtide.Model(TINY, "probe")
 _BLOCKS = 2
-"""Of a prompt."""
+"""Blocks of a prompt."""
 _THEIRS, _OURS = (Tenant(name, name.encode().ljust(32)) for name in ("another", "who asks"))
 
 Times = npt.NDArray[np.float64]
@@ -43,18 +43,19 @@ _VERDICTS: dict[str, tuple[str, float, Literal["higher", "lower"]]] = {
     OTHER: ("by another tenant", 0.01, "higher"),
     OWN: ("by who asks", 1e-6, "lower"),
 }
-"""Who has cached it, and what p must be at least, to be chance, or at most, to be none."""
+"""For each kind who has cached it, and the minimum p for chance, or the maximum p for a real difference."""
 
 
 def probe(settings: Settings) -> Iterator[BenchRecord]:
-    """Matches of prompts that another tenant has cached, and that nobody has."""
+    """Matches of prompts that another tenant has cached, and of prompts that nobody has cached."""
     yield from _at_node(settings, "dram", {})
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as folder:
         yield from _at_node(settings, "files", {"path": folder})
 
 
 def _at_node(settings: Settings, where: str, storage: dict[str, str]) -> Iterator[BenchRecord]:
-    """With ``storage``, what who asks has itself was written by others there, so that the node has to look for it."""
+    """With ``storage``, the asking tenant's own prompts were written there by others, so that the node has to look
+    there."""
     count = settings.rounds(10_000, 500)
     budget = 4 * count * _BLOCKS * TINY.geometry["full"].footprint + 64 * MIB
     random = np.random.default_rng(0)
@@ -84,7 +85,7 @@ def _at_node(settings: Settings, where: str, storage: dict[str, str]) -> Iterato
 
 
 def _keep(home: Store | Client, tenant: Tenant, prompts: npt.NDArray[np.uint32]) -> None:
-    """Store these prompts, and wait until storage has them, if there is one."""
+    """Store these prompts, and wait until the storage has them, if there is one."""
     blocks = [np.zeros(TINY.geometry["full"].nbytes, np.uint8)] * _BLOCKS
     with home.session(_MODEL, tenant) as session:
         for tokens in prompts:
@@ -94,7 +95,7 @@ def _keep(home: Store | Client, tenant: Tenant, prompts: npt.NDArray[np.uint32])
 
 
 def _ask(session: Session, probes: Sequence[tuple[str, Chain]]) -> dict[str, Times]:
-    """The microseconds until it is known how much there is of each prompt, by kind."""
+    """The microseconds until the length of each prompt's match is known, by kind."""
     found: dict[str, list[float]] = {}
     for kind, chain in probes:
         start, pending = time.perf_counter(), True
@@ -107,7 +108,7 @@ def _ask(session: Session, probes: Sequence[tuple[str, Chain]]) -> dict[str, Tim
 
 
 def verdicts(name: str, unit: str, times: Mapping[str, Times], command: str) -> Iterator[BenchRecord]:
-    """What the times of probes tell: nothing of others, and very well what is one's own."""
+    """The results: no difference for other tenants' prompts, and a clear one for the tenant's own."""
     for kind, (whose, bar, better) in _VERDICTS.items():
         found = difference(times[NOBODY], times[kind])
         lowest, highest = sorted(float(f"{p:.3g}") for p in (found.larger, found.other))

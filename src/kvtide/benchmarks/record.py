@@ -1,10 +1,10 @@
-"""One figure, one record: what was measured, beside what, where and by which command.
+"""Records of benchmark figures: what was measured, compared with what, where and by which command.
 
-Speed is told as a ratio within one run, because machines are shared and noisy: contestants take turns, round by
-round, and the ratio is the median of the rounds' ratios.
+Speed is given as a ratio within one run, because machines are shared and noisy: contestants take turns, round by round,
+and the ratio is the median of the rounds' ratios.
 
-A round that did not do what it measures, that read or moved nothing say, is not a quick one: the figure misses its bar
-then, whatever it is, and its note says so.
+A round that did not do what it measures, for example moved no bytes, is not a fast one: the figure then misses its
+target, whatever its value, and its note says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sample:
 
 
 Contestant = Callable[[], Mapping[str, Sample]]
-"""Does one round and answers a sample for each task ("store", "load", ...)."""
+"""Runs one round and returns a sample for each task ("store", "load", ...)."""
 
 Rounds = dict[str, dict[str, list[Sample]]]
 """Samples by contestant and task."""
@@ -60,14 +60,14 @@ class BenchRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
     """Lowest and highest of all rounds."""
     peers: dict[str, float] = {}
     limit: float | None = None
-    """What the hardware did in the same run."""
+    """The hardware's value in the same run."""
     ratio: float | None = None
-    """Ours against ``against``, so that more is better whatever ``better`` is."""
+    """kvtide's value relative to ``against``, such that more is better whatever ``better`` is."""
     against: str = ""
     bar: float | None = None
-    """What ``ratio`` (or, where there is none, ``ours``) was asked to reach."""
+    """The target for ``ratio`` (or, without a ratio, for ``ours``)."""
     met: bool | None = None
-    """False also where a round did not do what is measured: see ``note``."""
+    """Also False if a round did not do what is measured: see ``note``."""
     rounds: int
     command: str
     machine: str
@@ -80,7 +80,7 @@ class BenchRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
 
 
 def machine() -> str:
-    """This machine, in a line."""
+    """A description of this machine in one line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kernel = platform.release().split("-")[0]
     return (
@@ -99,7 +99,7 @@ def timed(work: Callable[..., object], *arguments: object, nbytes: int = 0) -> S
 def compare(
     contestants: Mapping[str, Contestant], rounds: int, progress: Callable[[str], None], warm_up: int = 1
 ) -> Rounds:
-    """Let the contestants take turns. The first ``warm_up`` rounds do not count."""
+    """Run the contestants in turns. The first ``warm_up`` rounds do not count."""
     samples: Rounds = {name: {} for name in contestants}
     for i in range(rounds + warm_up):
         for name, contestant in contestants.items():
@@ -126,10 +126,11 @@ def figure(
     moved: Sequence[int] | None = None,
     least: int = 1,
 ) -> BenchRecord:
-    """A record from rounds. ``reference`` has, round by round, what ``ratio`` is against; ``bar`` what it must reach.
+    """A record from rounds. ``reference`` has the values, round by round, that ``ratio`` is relative to; ``bar`` is the
+    target.
 
-    Without a reference the bar is for the figure itself. ``moved`` has the bytes that each round moved, where the
-    values do not say it; one that moved fewer than ``least`` did not do what is measured.
+    Without a reference the target is for the figure itself. ``moved`` has the bytes that each round moved, if the
+    values do not say it; a round that moved fewer than ``least`` did not do what is measured.
     """
     median = statistics.median(values)
     ratio = None

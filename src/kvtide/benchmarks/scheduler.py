@@ -1,7 +1,7 @@
-"""The scheduler's half of an engine's connector: what it costs the engine's loop, and how long it can keep it waiting.
+"""The connector scheduler: its cost for the engine's loop, and how long it can block it.
 
-Timed is the engine's thread, for a request from its arrival to its end, and the longest that a single call kept it from
-going on: with a node that answers, and with one that hangs.
+Measured are the CPU time of the engine's thread for a request from its arrival to its end, and the longest time that a
+single call blocked it: with a node that answers, and with one that hangs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvtide.node.client.workers import Worker
 __all__ = ["scheduler"]
 
 _BLOCKS = 100
-"""Of a request."""
+"""Blocks of a request."""
 
 
 class _Worker:
-    """Stores what it is told, without a byte to copy."""
+    """Fills the tickets of its orders, without copying a byte."""
 
     def __init__(self, path: Path) -> None:
         self._client = Client(path)
@@ -55,8 +55,8 @@ class _Worker:
 
 
 def scheduler(settings: Settings) -> Iterator[BenchRecord]:
-    """The scheduler's half, for a request of 100 blocks: none of them known, just being written, all known, and with a
-    node that hangs."""
+    """The connector scheduler, for a request of 100 blocks: none of them stored, just being written, all stored, and
+    with a node that hangs."""
     numbers = np.random.default_rng(1)
     table = list(range(16 * _BLOCKS))
     with running(64 * MIB) as (path, pid), ExitStack() as stack:
@@ -85,9 +85,9 @@ def scheduler(settings: Settings) -> Iterator[BenchRecord]:
 
             timed(half.arrived, prompt)
             while (count := timed(half.matched, name, 0)) is None:
-                time.sleep(0.002)  # as an idle engine does
+                time.sleep(0.002)  # like an idle engine
             timed(half.bind, name, [table], count)
-            for _ in range(2):  # one computes the prompt, and one a token
+            for _ in range(2):  # the first computes the prompt, the second a token
                 fill(timed(half.step, work))
                 time.sleep(0.005)
             timed(half.loaded, [name], [])

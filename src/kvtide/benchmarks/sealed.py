@@ -1,4 +1,4 @@
-"""What encryption costs: blocks to the disk and back, sealed, beside blocks in the open and raw direct I/O."""
+"""The cost of encryption: encrypted blocks to the disk and back, compared with unencrypted ones and raw direct I/O."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvtide.benchmarks.settings import MIB, Settings, size_name
 __all__ = ["sealed"]
 
 _BAR = 1 / 1.3
-"""Of the speed in the open: 1.3 times the time."""
+"""Target relative to the unencrypted speed: 1.3 times the time."""
 
 
 def sealed(settings: Settings) -> Iterator[BenchRecord]:
-    """Store and load with a key for the tenant, verified by its tags."""
+    """Store and load with a key for the tenant, verified by authentication tags."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes
         with tempfile.TemporaryDirectory(dir=settings.folder, prefix="kvtide-bench-") as name, ExitStack() as stack:
@@ -45,7 +45,8 @@ def sealed(settings: Settings) -> Iterator[BenchRecord]:
             rounds = compare(turns, settings.rounds(7, 3), settings.progress)
         for task in ("store", "load"):
             ours, plain, raw = (rounds[name][task] for name in ("sealed", "open", "raw"))
-            # The bar is for disks that are the limit: here, if so many cores could keep pace with this one.
+            # The target is for systems limited by the disk: whether this one is depends on the cores needed to keep up
+            # with it.
             cores = statistics.median(s.speed for s in raw) * statistics.median(s.cpu_per_gb for s in ours)
             slow = cores < (os.cpu_count() or 1)
             note = "" if slow else f"the processor is the limit: the disk's pace takes {cores:.1f} cores"

@@ -1,4 +1,4 @@
-"""What every benchmark of the store needs: how much to measure, where, and beside whom."""
+"""Common settings of the store's benchmarks: how much to measure, where, and compared with what."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIB = 1 << 20
 TOKENS = 131_072
 
 TINY = kvtide.Layout.attention(layers=1, heads=1, head_dim=1, dtype="uint8", block_tokens=16)
-"""Blocks of one page: the cost of a block without the cost of its bytes."""
+"""Blocks of one page, to measure the cost of a block without that of its bytes."""
 SMALL = kvtide.Layout.attention(layers=1, heads=1, head_dim=8)
 """The same for blocks of as many tokens as an engine's."""
 
@@ -49,7 +49,7 @@ F = TypeVar("F")
 
 
 class Peers(Protocol):
-    """Other systems, each as contestants for our tasks."""
+    """Other systems, each as contestants for the same tasks."""
 
     def match(self) -> Mapping[str, Contestant]: ...
 
@@ -58,14 +58,14 @@ class Peers(Protocol):
     def disk(self, block: int, count: int, folder: Path) -> Mapping[str, Contestant]: ...
 
     def server_match(self) -> Mapping[str, Contestant]:
-        """Through a server of theirs; CPU time is that of both processes."""
+        """Through the other system's server; CPU time is that of both processes."""
 
     def server_copies(self, clients: int, block: int, count: int) -> Mapping[str, Contestant]:
-        """Through a server of theirs: ``count`` blocks for each of so many clients."""
+        """Through the other system's server: ``count`` blocks for each of that many clients."""
 
 
 class NoPeers:
-    """Ours and the hardware alone."""
+    """No other systems: only kvtide and the hardware."""
 
     def match(self) -> Mapping[str, Contestant]:
         return {}
@@ -85,7 +85,7 @@ class NoPeers:
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure, where, and whom to tell."""
+    """How much to measure, where, and how to report progress."""
 
     quick: bool
     folder: Path
@@ -99,7 +99,7 @@ class Settings:
 
 
 def chosen(figures: Mapping[str, F], only: Sequence[str]) -> list[F]:
-    """The figures of these names, or all. Raises ConfigError for a name that there is not."""
+    """The figures of these names, or all. Raises ConfigError for an unknown name."""
     for name in only:
         if name not in figures:
             raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(figures)}")
@@ -109,19 +109,19 @@ def chosen(figures: Mapping[str, F], only: Sequence[str]) -> list[F]:
 def configured(**sections: Any) -> configuration.Config:
     """These settings, and the defaults for the rest, whatever ``kvtide.toml`` and the environment say.
 
-    What a user has configured is a store with content: a benchmark that opened it would evict that. So all stores of
-    benchmarks are configured by this function, and have their folders in ``Settings.folder`` or another temporary one.
+    The store that a user has configured has contents, which a benchmark would evict. So all stores of benchmarks are
+    configured by this function, and have their folders in ``Settings.folder`` or another temporary one.
     """
     return configuration.read(os.devnull, env={}, **sections)
 
 
 def own_store(shared: bool = False, disk: Disk | None = None, **sections: Any) -> kvtide.Store:
-    """A store of the benchmark's own, with these settings alone."""
+    """A separate store for the benchmark, with these settings alone."""
     return kvtide.Store(configured(**sections), disk=disk, shared=shared)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a process of the benchmark's own: without the user's settings, with these variables."""
+    """The environment of a benchmark's process: without the user's settings, with these variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")} | variables
 
 

@@ -1,9 +1,9 @@
-"""Blocks to and from an object store and Valkey, verified, beside plain clients of theirs at the same concurrency.
+"""Blocks to and from an object store and Valkey, verified, compared with plain clients at the same concurrency.
 
-What is measured is the storage that the configuration names, so that it can be any: ``objects.url``, ``valkey.url``.
-It may be in use, so only its address is taken from the configuration. In an object store everything is written to a new
-folder, which is removed at the end. Valkey must have enough memory left that it evicts nothing, and what is written to
-it expires. Blocks and the plain clients' values are written anew and removed in every round.
+The storage that the configuration names is measured, so that it can be any: ``objects.url``, ``valkey.url``. It may be
+in use, so only its address is taken from the configuration. In an object store everything is written to a new folder,
+which is removed at the end. Valkey must have enough free memory that it evicts nothing, and values written to it
+expire. Blocks and the plain clients' values are written anew and removed in every round.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["objects", "valkey"]
 
 THREADS = 8
 _PATIENCE = 120.0
-"""Seconds, so that a slow storage is measured too."""
+"""Timeout in seconds, long enough to measure a slow storage too."""
 _ROW = 16
-"""Commands that go out together."""
+"""Commands that are sent together."""
 _VALKEY_THREADS = configuration.Valkey().threads
 _EXPIRY = 3600
-"""Seconds that what is in Valkey outlives a benchmark that was killed."""
+"""Seconds after which values in Valkey expire if a benchmark is killed."""
 
 Put = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
 Get = Callable[[Sequence[str], Sequence[npt.NDArray[np.uint8]]], object]
 
 
 class PlainClient:
-    """The limit: a client of the storage's own, ``row`` values in a call, each into memory of ours."""
+    """The limit: a plain client of the storage, ``row`` values per call, each into memory of the caller."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ _REACH = ("url", "endpoint", "region", "user", "password_file", "certificate", "
 
 
 def _given(name: str) -> dict[str, Any]:
-    """How to reach the storage that the user has configured. Its other settings, such as its budget, are not ours."""
+    """How to reach the storage that the user has configured. Its other settings, such as its budget, are not used."""
     section = getattr(configuration.read(), name)
     if not section.url:
         raise ConfigError(f"{name}.url is not set: name the storage to measure, KVTIDE_{name.upper()}_URL=...")
@@ -87,7 +87,7 @@ def _given(name: str) -> dict[str, Any]:
 
 
 def objects(settings: Settings) -> Iterator[BenchRecord]:
-    """Store to and load from an object store, verified, beside obstore alone."""
+    """Store to and load from an object store, verified, compared with obstore alone."""
     from obstore.store import from_url
 
     given = _given("objects") | {"threads": THREADS, "requests": THREADS, "timeout": _PATIENCE}
@@ -95,7 +95,7 @@ def objects(settings: Settings) -> Iterator[BenchRecord]:
     more: Any = {"endpoint": given["endpoint"]} if given["endpoint"] else {}
     store = from_url(
         given["url"],
-        unsigned_payload=True,  # as ours are
+        unsigned_payload=True,  # like the store's own requests
         client_options={"allow_http": given["endpoint"].startswith("http://")},
         **more,
     )
@@ -119,7 +119,7 @@ def objects(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def valkey(settings: Settings) -> Iterator[BenchRecord]:
-    """Store to and load from Valkey, verified, beside a plain pipelined client."""
+    """Store to and load from Valkey, verified, compared with a plain pipelined client."""
     from valkey import Valkey
 
     threads = _VALKEY_THREADS
@@ -148,7 +148,7 @@ def valkey(settings: Settings) -> Iterator[BenchRecord]:
 
 
 def _check_room(memory: Mapping[str, Any], needed: int) -> None:
-    """Refuse to measure a server that would evict what others have there."""
+    """Refuse to measure a server that would evict other users' data."""
     most, used = int(memory.get("maxmemory", 0)), int(memory["used_memory"])
     if most and used + 2 * needed > most:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The ``kvtide`` command.
 
-Each module beside this one is a command of its own name and defines ``app``, a ``typer.Typer``. It is imported only
-when it is run or listed, and keeps imports that only it needs (benchmarks, plots) inside its functions, so that
-``kvtide --help`` answers quickly.
+Each sibling module is a command of the same name and defines ``app``, a ``typer.Typer``. It is imported only when it is
+run or listed, and keeps imports that only it needs (benchmarks, plots) inside its functions, so that ``kvtide --help``
+is fast.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class _Commands(TyperGroup):
         if cmd_name not in self.list_commands(ctx):
             return None
         command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
-        command.name = (
-            cmd_name  # a command that has others below it has no name of its own, and help would leave it out
-        )
+        command.name = cmd_name  # a command with subcommands has no name of its own, and help would omit it
         return command
 
 
@@ -71,8 +69,8 @@ def kvtide(
 
 
 def main() -> None:
-    """Run the command line. What kvtide raises on purpose is one red message and exit code 2."""
-    # As many as there may be: a tier has a file open for each of its segments, a node a socket for each client.
+    """Run the command line. A KvtideError is printed as one red message, with exit code 2."""
+    # Raise the limit of open files: a tier has a file open for each segment, a node a socket for each client.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:

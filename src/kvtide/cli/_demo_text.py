@@ -1,6 +1,6 @@
-"""What the demonstration reads: the log of a survey ship, a hundred days long, and questions about it.
+"""The document of the demonstration: the log of a survey ship, a hundred days long, and questions about it.
 
-Made from a few words and a seed, so that it is the same on every machine and as long as it has to be.
+It is generated from a few words and a seed, so that it is the same on every machine and as long as necessary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SIGHTS = (
 
 
 def document(days: int) -> str:
-    """The log of so many days."""
+    """The log of that many days."""
     numbers = random.Random("Halcyon")
     entries = [_BEGINNING]
     for day in range(2, days + 2):

@@ -1,4 +1,4 @@
-"""How commands are told which tenant."""
+"""The --tenant option of commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def tag_of(tenant: str) -> bytes:
         tag = bytes.fromhex(tenant)
     except ValueError:
         tag = b""
-    if len(tag) != 16 or tag == OWN:  # the store's own key is no tenant's: all shared blobs have their names by it
+    # the store's own key belongs to no tenant: the names of all shared blobs derive from it
+    if len(tag) != 16 or tag == OWN:
         raise ConfigError(
             f"--tenant is {tenant!r}; it must be a tag of 32 hexadecimal digits, or default. In a program a tenant's "
             "is tenant.tag.hex()"
@@ -40,7 +41,7 @@ def tag_of(tenant: str) -> bytes:
 
 
 def log_of(settings: Security) -> Audit:
-    """The audit log; without one, nothing is done."""
+    """The audit log. Raises ConfigError without one, because these commands must be logged."""
     found = audit_of(settings)
     if found is None:
         raise ConfigError("this must be written down: set security.audit, or security.key_file, and it is beside that")

@@ -1,4 +1,4 @@
-"""``kvtide audit``: the log of administrative and security acts."""
+"""``kvtide audit``: the log of administrative and security actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help
 
 @app.callback()
 def audit() -> None:
-    """The log of administrative and security acts."""
+    """The log of administrative and security actions."""
 
 
 @app.command()
@@ -28,10 +28,10 @@ def verify(
         Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
     ] = None,
 ) -> None:
-    """Check that no line was changed, left out or put in; also in files that were rotated away.
+    """Check that no line was changed, removed or inserted; also in rotated files.
 
-    That its end was not cut off it cannot show: compare the last hash with one that you noted elsewhere. The exit code
-    is 0 if all is well, and 1 if not.
+    A truncated end cannot be detected: compare the last hash with one that you noted elsewhere. The exit code is 0 if
+    all is well, and 1 if not.
     """
     from kvtide.security.audit import verify as check
 

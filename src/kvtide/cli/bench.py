@@ -1,4 +1,4 @@
-"""``kvtide bench``: what the store costs on this machine."""
+"""``kvtide bench``: measures the store on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Measure this machine: ours beside the hardware's own limits.")
+app = typer.Typer(no_args_is_help=True, help="Measure kvtide on this machine, compared with the hardware's own limits.")
 
 
 def _table(title: str, records: list[BenchRecord]) -> Table:
@@ -44,7 +44,7 @@ def _table(title: str, records: list[BenchRecord]) -> Table:
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: ours beside the hardware's own limits."""
+    """Measure kvtide on this machine, compared with the hardware's own limits."""
 
 
 @app.command()
@@ -61,10 +61,10 @@ def store(
 ) -> None:
     """The store: match, DRAM, NVMe, shared files, the index at scale, opening, the pipeline, the node, and storage.
 
-    Contestants take turns; figures are medians, with the lowest and highest round. Speeds are beside a plain memcpy,
-    raw direct I/O and plain clients in the same run. All of it happens in stores of its own: the one that you have
-    configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in a
-    folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
+    Contestants take turns; figures are medians, with the lowest and highest round. Speeds are compared with a plain
+    memcpy, raw direct I/O and plain clients in the same run. Separate temporary stores are used: the store that you
+    have configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in
+    a folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
 
     Example: kvtide bench store --quick --path /nvme
     """
@@ -79,8 +79,8 @@ def gpu(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
 ) -> None:
-    """The GPU: scattered pages to the arena and back, beside the bus itself; decoding while blocks are stored; and
-    the time to the first token of a long prompt that was seen before.
+    """The GPU: scattered pages to the arena and back, compared with the bus itself; decoding while blocks are stored;
+    and the time to the first token of a long prompt that was seen before.
 
     Example: kvtide bench gpu --quick
     """
@@ -116,11 +116,13 @@ def overlap(
         int | None, typer.Option(help="Tokens of the prompt. Default: 131072 on a GPU, else 1024.", min=512)
     ] = None,
     disk: Annotated[
-        float | None, typer.Option(help="Let the disk read this many MB/s at most: where the two meet.", min=0.1)
+        float | None,
+        typer.Option(help="Limit the disk to this many MB/s, which moves the point where the two meet.", min=0.1),
     ] = None,
 ) -> None:
-    """A prompt whose front is computed while its tail is loaded from NVMe, beside computing it and loading it alone,
-    and beside the time at which the curves of the two meet. On a GPU with the shape of Llama-3-8B, else a small model.
+    """A prompt whose front is computed while its tail is loaded from NVMe, compared with computing and loading it
+    alone, and with the time at which the curves of the two meet. On a GPU with the shape of Llama-3-8B, else a small
+    model.
 
     Example: kvtide bench overlap --path /nvme --json overlap.json
     """

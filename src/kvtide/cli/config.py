@@ -29,13 +29,13 @@ def config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show the settings in force, from defaults, file and environment, in rising order.
+    """Show the settings in force: defaults, overridden by the file, overridden by the environment.
 
-    Without options it prints a complete, commented TOML file, a good one to start from:
+    Without options it prints a complete, commented TOML file to start from:
 
         [bold]kvtide config > kvtide.toml[/bold]
 
-    Every setting is also an environment variable, which wins over the file:
+    Every setting is also an environment variable, which overrides the file:
 
         [bold]KVTIDE_NVME_PATH=/mnt/nvme/kvtide kvtide config --explain[/bold]
     """
@@ -86,6 +86,6 @@ def _toml(settings: list[Setting]) -> str:
 
 def _toml_value(setting: Setting) -> str:
     if isinstance(setting.value, str):
-        # JSON's string is TOML's, but for the one control character that JSON leaves bare.
+        # A JSON string is a TOML string, except for the one control character that JSON does not escape.
         return json.dumps(setting.value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return f'"{setting.text}"' if " " in setting.text else setting.text

@@ -32,12 +32,12 @@ def demo(
 ) -> None:
     """Ask a real model about a long document: computed, from DRAM, from another process, from NVMe after a restart.
 
-    A small model runs here on the CPU, no GPU needed. How long until its first word? And is the answer the same, token
-    for token, as without us?
+    A small model runs here on the CPU, no GPU needed. The time to its first token is measured, and the answers are
+    compared token for token with those without kvtide.
 
         [bold]kvtide demo --path /mnt/nvme[/bold]
 
-    The exit code is 1 if a single answer was another one.
+    The exit code is 1 if any answer differs.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -72,7 +72,7 @@ def demo(
     page = write_page(result, plot, out / "index.html")
     console.print(" and ".join(str(file.resolve()) for file in (plot, page) if file is not None), soft_wrap=True)
     if result.different:
-        console.print(f"{result.different} answers were not those of the model without us.", style="bold red")
+        console.print(f"{result.different} answers were not those of the model without kvtide.", style="bold red")
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""``kvtide doctor``: what is right and wrong about a deployment, and what to change."""
+"""``kvtide doctor``: checks a deployment, and says what to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 @app.callback()
 def doctor() -> None:
-    """Look at a deployment, running or planned, and say what to change."""
+    """Check a deployment, running or planned, and say what to change."""
 
 
 @app.command()
@@ -40,7 +40,7 @@ def vllm(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Check vLLM with kvtide: version, flags, memory, disk, node, namespaces, and what there is to gain.
+    """Check vLLM with kvtide: version, flags, memory, disk, node, namespaces, and the expected gain.
 
     Nothing is changed or started; vLLM need not be installed here. The exit status is 1 if there is an error.
 

@@ -1,4 +1,4 @@
-"""``kvtide evict``: keep the byte budget of storage that many nodes share, in a process of its own."""
+"""``kvtide evict``: enforces the byte budget of storage that many nodes share, in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def evict(
         float, typer.Option(help="Seconds of silence after which another takes over: files.lease of every node.")
     ] = Files().lease,
 ) -> None:
-    """Keep the byte budget of shared storage, until SIGTERM or Ctrl-C.
+    """Enforce the byte budget of shared storage, until SIGTERM or Ctrl-C.
 
-    Nodes with files.budget do this among themselves: one of them is elected. With this beside them it goes on when none
-    is there, and no node has to do it:
+    Nodes with files.budget do this among themselves: one of them is elected. With this process the budget is also
+    enforced while no node runs, and no node has to do it:
 
         [bold]kvtide evict --path /mnt/shared --budget 10TiB[/bold]
         [bold]KVTIDE_OBJECTS_URL=s3://bucket kvtide evict --budget 10TiB[/bold]
@@ -60,7 +60,8 @@ def evict(
     coordination = CoordinationBlobs(storage, lease)
     budget_thread = BudgetThread(coordination, BudgetCoordinator(coordination, parse_size(budget)))
     ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in all threads: a handler could wait for what it interrupted
+    # in all threads: a handler could wait for a lock of the code it interrupted
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     budget_thread.start()
     signal.sigwait(ends)
     budget_thread.close()

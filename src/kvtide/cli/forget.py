@@ -1,4 +1,4 @@
-"""``kvtide forget``: destroy what is kept of a tenant."""
+"""``kvtide forget``: destroys a tenant's keys and blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forget(
     ] = None,
     addresses: Annotated[
         list[str] | None,
-        typer.Option("--node", help="One on another host: https://host:9410, its node.http; may be repeated."),
+        typer.Option("--node", help="A node on another host: https://host:9410, its node.http; may be repeated."),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
@@ -35,15 +35,15 @@ def forget(
     """Destroy a tenant's keys first, and then its blocks.
 
     Without --socket and --node the directory of nvme.path is opened here; no node may have it open. With them each node
-    answers "done", or, if it cannot be reached or will not, "ends by" the time at which its keys lapse: until then it
-    may serve. To nodes on other hosts we are known by node.certificate, or by a token in KVTIDE_TOKEN.
+    reports "done", or, if it cannot be reached or refuses, "ends by" the time at which its keys expire: until then it
+    may serve blocks. Nodes on other hosts authenticate this command by node.certificate, or by a token in KVTIDE_TOKEN.
 
         [bold]kvtide forget --tenant default --socket /run/kvtide.sock[/bold]
 
-    What is claimed: without its key no sealed block can be read any more, by anybody. Headers are overwritten and the
-    rest is given to the disk to discard; what a medium keeps of that, and backups, are beyond our reach. The exit code
-    is 0 if all is done, 1 if something ends later, 2 if it was refused, or if nobody who was asked has a key or a block
-    of such a tenant.
+    The guarantee: without its key no encrypted block can be read any more, by anybody. Headers are overwritten and the
+    rest is discarded on the disk; what a medium keeps of that, and backups, cannot be reached. The exit code is 0 if
+    all is done, 1 if something ends later, 2 if it was refused, or if none of the nodes has a key or a block of such a
+    tenant.
     """
     from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
     from kvtide.node.client.admin import HttpAdminClient
@@ -53,12 +53,13 @@ def forget(
     from kvtide.store.forget import unknown
     from kvtide.store.store import Store
 
-    settings = configuration.read(file, overrides={"record.path": ""})  # nothing is asked for here
+    # nothing is recorded: no prompts are looked up here
+    settings = configuration.read(file, overrides={"record.path": ""})
     tag, log = tag_of(tenant), log_of(settings.security)
     nodes: list[tuple[str, Callable[[], Client | HttpAdminClient]]] = [
         (str(path), partial(Client, path)) for path in sockets or ()
     ]
-    for address in addresses or ():  # what is wrong with an address is said before anything is destroyed
+    for address in addresses or ():  # report an invalid address before anything is destroyed
         HttpAdminClient(address, settings.node)
         nodes.append((address, partial(HttpAdminClient, address, settings.node)))
     if not nodes:
@@ -72,10 +73,10 @@ def forget(
         return
     known = False
     if settings.security.key_file:
-        log.record("destroy keys", "begun", tenant=tag.hex())  # what cannot be written down is not done
+        log.record("destroy keys", "begun", tenant=tag.hex())  # an action that cannot be logged is not done
         try:
             file_of_keys = KeyFile(Path(settings.security.key_file).expanduser())
-            count = destroy(file_of_keys, tag, known=False)  # nodes that have blocks of it write that down themselves
+            count = destroy(file_of_keys, tag, known=False)  # a node that has blocks of it records that itself
             known = file_of_keys.read().names(tag)
         except KvtideError as e:
             log.record("destroy keys", f"{type(e).__name__}: {e}", tenant=tag.hex())
@@ -92,7 +93,8 @@ def forget(
         except (TierError, AccessError) as e:
             late = True
             if settings.security.key_file and not known:
-                destroy(KeyFile(Path(settings.security.key_file).expanduser()), tag)  # by which it hears, if it can
+                # the node learns of it through the key file, if it can read that
+                destroy(KeyFile(Path(settings.security.key_file).expanduser()), tag)
                 known = True
             end = datetime.now(UTC) + timedelta(seconds=settings.security.lease)
             said = f"ends by {end.isoformat(timespec='seconds')} ({e})" if settings.security.encrypt else f"failed: {e}"

@@ -1,4 +1,4 @@
-"""``kvtide hold``: keep a tenant's blocks from being forgotten."""
+"""``kvtide hold``: protects a tenant from ``kvtide forget``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def hold(
     tenant: TenantName,
-    why: Annotated[str, typer.Option(help="The reason, for whoever meets the hold.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, shown when the hold refuses something.")] = "",
     release: Annotated[bool, typer.Option("--release", help="End the hold.")] = False,
     file: Annotated[
         Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
@@ -26,7 +26,7 @@ def hold(
 ) -> None:
     """Put a tenant under a legal hold: until it ends, [bold]kvtide forget[/bold] refuses.
 
-    It keeps keys from being destroyed, not blocks from expiring or being evicted: this is a cache.
+    It protects keys from destruction, not blocks from expiry or eviction: this is a cache.
     """
     from kvtide.errors import ConfigError
     from kvtide.security import key_admin
@@ -38,7 +38,7 @@ def hold(
         raise ConfigError("holds are kept in the key file: set security.key_file")
     keys = KeyFile(Path(settings.key_file).expanduser())
     what = "end hold" if release else "hold"
-    log.record(what, "begun", tenant=tag.hex(), why=why)  # what cannot be written down is not done
+    log.record(what, "begun", tenant=tag.hex(), why=why)  # an action that cannot be logged is not done
     if not release:
         key_admin.hold(keys, tag, why)
         said = "held"

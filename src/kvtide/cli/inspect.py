@@ -1,4 +1,4 @@
-"""``kvtide inspect``: what is in the directory of an NVMe tier."""
+"""``kvtide inspect``: shows the contents of an NVMe tier's directory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def inspect(
     blocks: Annotated[int, typer.Option("--blocks", min=0, help="List this many of the newest blocks.")] = 0,
     file: Annotated[
         Path | None,
-        typer.Option("--config", help="What names the keys of sealed records; else $KVTIDE_CONFIG or ./kvtide.toml."),
+        typer.Option(
+            "--config",
+            help="The configuration with the keys of encrypted records; else $KVTIDE_CONFIG or ./kvtide.toml.",
+        ),
     ] = None,
 ) -> None:
-    """Show what is in a tier's directory, offline: nothing is changed, and nothing is locked.
+    """Show the contents of a tier's directory, offline: nothing is changed, and nothing is locked.
 
-    To make sure that every byte on disk is what was written, and see what will become of what is not:
+    To verify that every byte on disk is what was written, and see what recovery will do with damaged blocks:
 
         [bold]kvtide inspect /mnt/nvme/kvtide --verify[/bold]
 
-    The exit code is 0 if all is well, 1 if --verify found damage, 2 if this is no directory of ours.
+    The exit code is 0 if all is well, 1 if --verify found damage, 2 if this is not a directory of kvtide.
     """
     import msgspec
     from rich.console import Console
@@ -124,7 +127,7 @@ def _ratio(raw: int, stored: int) -> str:
 
 
 def _sizes(report: InspectionReport) -> Table | None:
-    """Segments by the size of their slots: a terabyte has thousands."""
+    """Segments grouped by slot size: a terabyte has thousands of segments."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``kvtide keys``: the keys that seal what lies outside memory."""
+"""``kvtide keys``: the keys that encrypt blocks outside memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _File = Annotated[
 
 @app.callback()
 def keys() -> None:
-    """Make, list and rotate the keys that seal what lies outside memory."""
+    """Make, list and rotate the keys that encrypt blocks outside memory."""
 
 
 def _settings(file: Path | None) -> Security:
@@ -36,7 +36,7 @@ def _settings(file: Path | None) -> Security:
 
 @app.command()
 def make() -> None:
-    """Print a new key for security.key_source: 64 hexadecimal digits. It is kept nowhere.
+    """Print a new key for security.key_source: 64 hexadecimal digits. It is not saved anywhere.
 
     [bold](umask 077; kvtide keys make > /etc/kvtide/key)[/bold]
     """
@@ -66,7 +66,8 @@ def rotate(
 ) -> None:
     """Wrap all keys anew, with another key or with the newest version of the key service's.
 
-    What they seal stays as it is. Nodes that still have the old security.key_source lose their keys within a lease.
+    The data that they encrypt is unchanged. Nodes that still have the old security.key_source lose their keys within a
+    lease.
     """
     from kvtide.security.key_admin import rotate as rewrap
     from kvtide.security.key_file import KeyFile
@@ -74,7 +75,7 @@ def rotate(
 
     settings = _settings(file)
     log = log_of(settings)
-    log.record("rotate", "begun")  # what cannot be written down is not done
+    log.record("rotate", "begun")  # an action that cannot be logged is not done
     try:
         old, new = wrapper(settings.key_source), wrapper(to) if to else None
         count = rewrap(KeyFile(Path(settings.key_file).expanduser()), old, new)

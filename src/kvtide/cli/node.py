@@ -32,7 +32,7 @@ def node(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write down which blocks all prompts have, without their content, for kvtide replay FILE; instead of "
+            help="Record which blocks all prompts have, without their content, for kvtide replay FILE; instead of "
             "record.path. The file must be new. A folder: each start gets a file of its own there. .gz: compressed.",
         ),
     ] = None,
@@ -41,25 +41,25 @@ def node(
         typer.Option(metavar="SIZE", help="Bytes of that file at which recording ends, instead of record.limit."),
     ] = None,
     stop_seconds: Annotated[
-        float, typer.Option(help="How long a stop may take to write down what is worth keeping.")
+        float, typer.Option(help="How long a stop may take to write the blocks that are worth keeping.")
     ] = 30.0,
     idle_seconds: Annotated[
-        float | None, typer.Option(help="Stop when no client was there for so long. Without it: never.")
+        float | None, typer.Option(help="Stop after this long without a client. Without it: never.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Go on in the background; returns when it serves.")] = False,
     unbind: Annotated[
         bool,
         typer.Option("--unbind", help="Use all CPUs, whatever the process that starts it is bound to; see node.cpus."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients do.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what clients do.")] = False,
 ) -> None:
     """Serve one store to every process of this host, until SIGTERM or Ctrl-C.
 
-    Engines come and go; the blocks stay, and all of them see the same. In a program:
+    Engines may start and stop; the blocks stay, and all engines share them. In a program:
 
         [bold]store = kvtide.connect("unix:kvtide.sock")[/bold]
 
-    What it does can be watched: [bold]kvtide status[/bold]
+    To watch the node: [bold]kvtide status[/bold]
     """
     from kvtide.binding import bind
     from kvtide.node.server import run

@@ -36,7 +36,8 @@ _LIST = re.compile(r"[^,/]*(%|\d|\d ?[kmgtpe]?i?b)(,[^,/]*)*", re.IGNORECASE)
 
 
 class _Command(TyperCommand):
-    """``--sweep`` may stand alone. (Any: the types are typer's private ones, which have no such option.)"""
+    """Lets ``--sweep`` be given without a value. (Any: the types are typer's private ones, which have no such
+    option.)"""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given: list[str] = []
@@ -48,7 +49,7 @@ class _Command(TyperCommand):
 
 
 def _room(option: str, tier: str, text: str, unique: int, slot: int) -> int:
-    """Bytes of a tier: a size, or a percentage of the trace's different blocks."""
+    """Bytes of a tier, from a size or a percentage of the trace's different blocks."""
     from kvtide import config
 
     nbytes = _nbytes(option, text, unique, slot)
@@ -89,15 +90,15 @@ def _nbytes(option: str, text: str, unique: int, slot: int) -> int:
 
 
 _MOST = 1 << 53
-"""Bytes of a tier, at most."""
+"""Maximum bytes of a tier."""
 
 _NOT_OURS = {"files.path": "", "objects.url": "", "valkey.url": "", "record.path": ""}
 _NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.key_file": "", "security.audit": ""}
-"""What a replay with real bytes leaves alone: storage that others use, keys, and logs of what was done."""
+"""Settings that a replay with real bytes overrides: shared storage, keys, and logs."""
 
 
 def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "") -> Config:
-    """With a ``folder`` the settings of a store that is made there, and touches nothing else."""
+    """The settings; with a ``folder`` those of a store created there, which uses nothing else."""
     from kvtide import config
     from kvtide.replay.run import slot_of
 
@@ -120,7 +121,8 @@ def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: st
 def _sweep_settings(
     trace: Trace, block: int, sizes: str, policy: str | None
 ) -> tuple[list[tuple[str, Config]], list[str]]:
-    """A configuration for each size, DRAM alone; and what was left out of the usual sizes, which may be too small."""
+    """A configuration for each size, with DRAM only; and the usual sizes that were left out because they are too
+    small."""
     from kvtide import config
     from kvtide.replay.run import slot_of
 
@@ -130,7 +132,8 @@ def _sweep_settings(
         wanted: dict[str, Any] = {"nvme.path": ""}
         if policy:
             wanted["dram.policy"] = policy
-        config.read(overrides=wanted)  # so that what is wrong with these is not taken for a size that is too small
+        # so that other errors in these settings are not taken for a size that is too small
+        config.read(overrides=wanted)
         try:
             wanted["dram.budget"] = _room("--sweep", "dram", text.strip(), trace.unique, slot_of(block))
             settings = config.read(overrides=wanted)
@@ -146,7 +149,7 @@ def _sweep_settings(
 
 
 def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: str) -> int:
-    """Bytes of a block: as given, of a model, as they were recorded, or the usual ones."""
+    """Bytes of a block: as given, of a model, as recorded in the trace, or the default."""
     if block is not None:
         from kvtide.replay.trace import LARGEST
         from kvtide.units import parse_size
@@ -170,7 +173,7 @@ def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: s
 
 
 def _check(given: dict[str, Any], trace: Path) -> None:
-    """Refuse what contradicts itself, or would have no effect, before the trace is read."""
+    """Refuse options that are contradictory or would have no effect, before the trace is read."""
     if not 0 <= given["warm"] < 100:
         raise ConfigError(f"--warm is {given['warm']:g}; it must be at least 0 and below 100")
     if given["block_tokens"] is not None and given["block_tokens"] < 1:
@@ -201,7 +204,7 @@ def _check(given: dict[str, Any], trace: Path) -> None:
 
 
 def _check_tiers(settings: Config, given: dict[str, Any]) -> None:
-    """Refuse options for a colder tier that there is not."""
+    """Refuse options for a colder tier if there is none."""
     for name in ("cold_policy", "store", "disk"):
         if given[name] and not settings.nvme.path:
             raise ConfigError(
@@ -314,7 +317,7 @@ def replay(
     ] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM: 64GiB, or 5% of the different blocks.")] = None,
     nvme: Annotated[str | None, typer.Option(help="A colder tier: 1TiB, or 50%.")] = None,
-    policy: Annotated[str | None, typer.Option(help="What leaves DRAM first: dram.policy.")] = None,
+    policy: Annotated[str | None, typer.Option(help="The eviction policy of DRAM: dram.policy.")] = None,
     cold_policy: Annotated[str | None, typer.Option(help="The same for the colder tier: nvme.policy.")] = None,
     store: Annotated[str | None, typer.Option(help="What is written to the colder tier, and when: nvme.store.")] = None,
     model: Annotated[
@@ -342,19 +345,19 @@ def replay(
 ) -> None:
     """Find out how much cache your requests need.
 
-    A trace of requests runs through tiers and policies without its bytes.
-    The store's own index, policies, admission and pipeline decide. What is
-    not given here is as in kvtide.toml and the environment.
+    A trace of requests is replayed through tiers and policies without its
+    bytes. The store's own index, policies, admission and pipeline decide.
+    Settings not given here are taken from kvtide.toml and the environment.
 
     How much DRAM is worth buying for this model, as a table and a picture:
 
         [bold]kvtide replay trace.jsonl.gz --sweep --model /models/llama --plot sizes.svg[/bold]
 
-    What these tiers would have found, and what with another policy:
+    The hit rates of these tiers, and of other policies:
 
         [bold]kvtide replay trace.jsonl.gz --model /models/llama --dram 64GiB --nvme 1TiB[/bold]
 
-    Without a model, in parts of the trace's different blocks:
+    Without a model, as a percentage of the trace's different blocks:
 
         [bold]kvtide replay trace.jsonl.gz --dram 1% --nvme 10% --store ghost[/bold]
 

@@ -51,19 +51,19 @@ def serve(
     ] = None,
     waiting: Annotated[int, typer.Option(help="Requests that may wait while one is answered.", min=0)] = 16,
     api_key: Annotated[
-        str | None, typer.Option(envvar="KVTIDE_API_KEY", help="Answer only those who say it.", show_default=False)
+        str | None, typer.Option(envvar="KVTIDE_API_KEY", help="Clients must send this key.", show_default=False)
     ] = None,
     allow_hosts: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-host",
-            help="Without a key, answer requests for this name too, beside localhost and this host's; may be repeated.",
+            help="Without a key, accept this host name too, besides localhost and this host's; may be repeated.",
         ),
     ] = None,
     stop_seconds: Annotated[int, typer.Option(help="How long a stop waits for answers.", min=1)] = 30,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say what clients ask for.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log requests of clients.")] = False,
 ) -> None:
-    """Serve a Hugging Face model with OpenAI's interface; prompts that begin like earlier ones start at once.
+    """Serve a Hugging Face model with OpenAI's interface; the known beginning of a prompt is not computed again.
 
         [bold]kvtide serve smollm2 --config kvtide.toml[/bold]
 
@@ -73,7 +73,7 @@ def serve(
         -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
     if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty: anybody could ask. Give one, or leave --api-key out")
+        raise ConfigError("the API key is empty: anybody could use the server. Give one, or leave --api-key out")
     if store and file:
         raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:

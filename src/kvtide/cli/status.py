@@ -34,11 +34,11 @@ def status(
 ) -> None:
     """Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.
 
-    Rates are those since the last frame; hit rates also those since the node began.
+    Rates are those since the last frame; hit rates also those since the node started.
 
         [bold]kvtide status /run/kvtide.sock --once[/bold]
 
-    To a node on another host we are known by node.certificate, or by a token in KVTIDE_TOKEN.
+    A node on another host authenticates this command by node.certificate, or by a token in KVTIDE_TOKEN.
     """
     import msgspec
     from rich.console import Console
@@ -76,7 +76,7 @@ def status(
 
 
 def frame(now: Status, last: Status | None = None) -> RenderableType:
-    """What a node does; with rates since ``last``, if that was the same life of it."""
+    """The status of a node; with rates since ``last``, if the node was not restarted since."""
     from rich.console import Group
     from rich.text import Text
 
@@ -97,7 +97,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         state = "requests are recorded" if recorder.active else "recording of requests has ended"
         lost = "".join(f", {n:,} left out: {reason}" for reason, n in recorder.dropped.items())
         notes.append(f"{state}: {recorder.requests:,} requests, {size(recorder.bytes_written)}{lost}")
-    # Without a token or certificate a node does not tell over HTTP which processes there are.
+    # Over HTTP, a node does not name its processes to clients without a token or certificate.
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
     title += f"{_span(node.seconds)}, {node.requests:,} requests"
     parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
@@ -112,12 +112,12 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
 
 
 def _odd(count: str) -> bool:
-    """Whether a count is worth a line: what was refused, lost or damaged."""
+    """Whether a count is worth a line: refused, lost or damaged blocks."""
     return any(word in count for word in ("dropped:", "unreadable", "changed"))
 
 
 def _span(seconds: float) -> str:
-    """A time in its two largest units."""
+    """A duration in its two largest units."""
     left = int(seconds)
     said: list[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -169,7 +169,7 @@ def _budgets(now: Status) -> Table:
     from kvtide.formatting import size
 
     table = _table(
-        "shared", "budget kept by", "last seen", "granted to all", "to us", "removed", "unfinished", "cleared"
+        "shared", "budget kept by", "last seen", "granted to all", "to this node", "removed", "unfinished", "cleared"
     )
     for name, budget in now.store.budgets.items():
         steward = budget.steward

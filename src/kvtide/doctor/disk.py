@@ -1,4 +1,4 @@
-"""The disk of the NVMe tier: whether there is room, whether it can do direct I/O, and how fast it is."""
+"""Checks of the NVMe tier's disk: free space, direct I/O, and speed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvtide.tiers.nvme.directory import Directory
 __all__ = ["check", "measure"]
 
 _BLOCK, _COUNT = 8 << 20, 32
-"""What is written and read to measure."""
+"""Bytes per block and number of blocks written and read in a measurement."""
 
 
 def check(nvme: Nvme) -> Iterator[Finding]:
-    """The folder of a tier that is yet to be opened here."""
+    """Check the folder of a tier that is not open yet."""
     path = Path(nvme.path).absolute()
     try:
         base = _there(path)
@@ -53,7 +53,7 @@ def check(nvme: Nvme) -> Iterator[Finding]:
 
 
 def _look(path: Path) -> None:
-    """Raise TierError, or OSError, if no tier can be opened there."""
+    """Raises TierError, or OSError, if no tier can be opened there."""
     if path.exists() and any(path.iterdir()):
         try:
             Directory(path, Disk()).check()
@@ -62,19 +62,20 @@ def _look(path: Path) -> None:
 
 
 def measure(nvme: Nvme) -> float:
-    """Bytes a second that the tier's disk is read at, by direct I/O, a few blocks at a time. Raises OSError."""
+    """Bytes per second read from the tier's disk, by direct I/O, a few blocks at a time. Raises OSError."""
     path = Path(nvme.path).absolute()
     with _aside(path) as folder:
         raw = RawDisk(Path(folder), _BLOCK, _COUNT)
         try:
-            raw()  # extents and memory that were used once are as those of a tier that runs
+            raw()  # warm-up: then extents and memory have been used before, as in a running tier
             return raw()["load"].speed * 1e9
         finally:
             raw.close()
 
 
 def _aside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder on the same filesystem: beside the tier's own, which is nobody else's to write to, if that can be."""
+    """A temporary folder on the same filesystem: if possible beside the tier's own, which only the tier should write
+    to."""
     base = _there(path)
     if base == path and os.access(path.parent, os.W_OK | os.X_OK) and path.parent.stat().st_dev == path.stat().st_dev:
         base = path.parent
@@ -82,12 +83,12 @@ def _aside(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _there(path: Path) -> Path:
-    """It, or what is there above it."""
+    """The path, or its closest existing parent."""
     return next(p for p in (path, *path.parents) if p.is_dir())
 
 
 def _filesystem(path: Path) -> str:
-    """Its kind, as the kernel names it."""
+    """The filesystem type, as the kernel names it."""
     where, found = path.resolve(), ("", "a filesystem")
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split(" ")

@@ -1,4 +1,4 @@
-"""vLLM itself: the one that is installed here, or one that runs and answers over HTTP."""
+"""Checks of vLLM: the version that is installed here, or a running engine over HTTP."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = ["Running", "ask", "check"]
 _TESTED = "0.32"
 _SECONDS = 5.0
 _ENOUGH = 2048
-"""Tokens of prompts that an engine must have computed to know how fast it does."""
+"""Minimum prompt tokens that an engine must have computed for an estimate of its speed."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
 class Running:
-    """What an engine says of itself."""
+    """Version, metrics and settings of a running engine."""
 
     version: str
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Its metrics, each summed up over its labels."""
+    """Its metrics, each summed over its labels."""
     cache: Mapping[str, str] = field(default_factory=dict)
     """The settings of its KV cache."""
 
     @property
     def prefill(self) -> float | None:
-        """Tokens of prompts that it computes in a second, seen by a request."""
+        """Prompt tokens computed per second, as seen by a request."""
         tokens = self.figures.get("vllm:request_prefill_kv_computed_tokens_sum", 0.0)
         seconds = self.figures.get("vllm:request_prefill_time_seconds_sum", 0.0)
         return tokens / seconds if tokens >= _ENOUGH and seconds > 0 else None
 
     @property
     def pool(self) -> int | None:
-        """Tokens that its own KV cache has room for."""
+        """Capacity of its own KV cache in tokens."""
         try:
             return int(self.cache["num_gpu_blocks"]) * int(self.cache["block_size"])
         except (KeyError, ValueError):
@@ -53,7 +53,7 @@ class Running:
 
 
 def ask(url: str) -> Running:
-    """The engine that answers there. Raises TierError if none does."""
+    """Query the engine at that URL. Raises TierError if none answers."""
     try:
         version = json.loads(_get(f"{url.rstrip('/')}/version"))["version"]
         text = _get(f"{url.rstrip('/')}/metrics")
@@ -75,7 +75,7 @@ def _get(url: str) -> str:
 
 
 def check(running: Running | None) -> Iterator[Finding]:
-    """An engine that runs, or else the vLLM that is installed beside us."""
+    """Check a running engine, or else the vLLM installed in this environment."""
     yield _version(running.version if running is not None else _installed())
     if running is not None:
         yield from _flags(running)

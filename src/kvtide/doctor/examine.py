@@ -1,7 +1,7 @@
-"""All checks of a deployment of vLLM, in an order in which each can use what the ones before it found.
+"""All checks of a vLLM deployment, ordered so that each can use the results of those before it.
 
-Nothing is changed and nothing is started; to measure a disk a quarter of a GiB is written beside the tier and removed.
-vLLM and torch need not be here.
+Nothing is changed and nothing is started; to measure a disk, a quarter of a GiB is written beside the tier and removed.
+vLLM and torch need not be installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Deployment", "examine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What is known of it. See ``kvtide doctor vllm --help``."""
+    """The known properties of a deployment. See ``kvtide doctor vllm --help``."""
 
     model: str
     url: str = ""
@@ -31,13 +31,13 @@ class Deployment:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     prefill: float | None = None
-    """Tokens a second; None: as the running engine says."""
+    """Tokens per second; None: take the running engine's."""
     disk_speed: int | None = None
-    """Bytes a second; None: as measured."""
+    """Bytes per second; None: measure it."""
 
 
 def examine(given: Deployment) -> Iterator[Finding]:
-    """Look at everything that can be looked at."""
+    """Run all checks that are possible."""
     running = None
     if given.url:
         try:
@@ -81,12 +81,14 @@ def examine(given: Deployment) -> Iterator[Finding]:
 
 
 def _disk(given: Deployment, config: Config, status: Status | None) -> Generator[Finding, None, float | None]:
-    """Answers how many bytes a second it is read at, if that is known."""
+    """Returns the read speed in bytes per second, if known."""
     nvme = config.nvme
     lane = status.store.lanes.get("nvme") if status is not None else None
     if lane is None and (status is not None or not nvme.path):
         yield warning(
-            "disk", "there is none: what DRAM evicts, and all of it at the node's end, is gone", "set nvme.path"
+            "disk",
+            "there is none: blocks evicted from DRAM are lost, and all blocks when the node stops",
+            "set nvme.path",
         )
         return given.disk_speed
     if status is None and not config.engine.address:

@@ -1,4 +1,4 @@
-"""What the doctor finds: one line each, with what to do about it."""
+"""Findings of the doctor: one line each, with what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Finding", "Level", "error", "ok", "warning"]
 class Level(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """It works, and could be better; or it could not be looked at."""
+    """It works but could be better, or it could not be checked."""
     ERROR = "error"
     """kvtide does nothing for this deployment, or not what it was asked for."""
 
@@ -20,7 +20,7 @@ class Level(enum.Enum):
 class Finding:
     level: Level
     about: str
-    """What was looked at, in a word or two."""
+    """What was checked, in a word or two."""
     found: str
     do: str = ""
     """What to change."""

@@ -1,4 +1,4 @@
-"""What vLLM is told: its ``--kv-transfer-config``, with our settings in it."""
+"""Reads vLLM's ``--kv-transfer-config``, with kvtide's settings in it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FLAG = f"--kv-transfer-config '{json.dumps(_WANTED)}'"
 
 
 def settings(given: str) -> Config:
-    """The settings of an engine that is given this: JSON, or ``@`` and a file of it; empty: those in force here.
+    """The settings of an engine with this option: JSON, or ``@`` and a JSON file; empty: those in force here.
 
-    Raises ConfigError with what is wrong about it.
+    Raises ConfigError with the reason if it is invalid.
     """
     tree = _tree(given) if given else _WANTED
     for name, value in _WANTED.items():

@@ -1,4 +1,4 @@
-"""What loading saves: the time to load a prefix beside the time to compute it."""
+"""Estimates what loading saves: the time to load a prefix compared with the time to compute it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["check", "storing"]
 
 _TOKENS = 4096
 _WORTH = 1.5
-"""How many times as fast loading should be, to be worth a disk."""
+"""How many times as fast loading should be, to justify a disk."""
 
 
 def check(layout: Layout, disk: float, prefill: float | None) -> Iterator[Finding]:
-    """``disk``: bytes a second that it is read at; ``prefill``: tokens a second that the engine computes."""
+    """``disk``: bytes read per second; ``prefill``: tokens that the engine computes per second."""
     load = nbytes(layout, _TOKENS) / disk
     told = f"{_TOKENS:,} tokens are {size(nbytes(layout, _TOKENS))}: {_seconds(load)} from this disk"
     even = f"{_TOKENS / load:,.0f} tokens a second"
@@ -44,8 +44,7 @@ def check(layout: Layout, disk: float, prefill: float | None) -> Iterator[Findin
 
 
 def storing(config: Config, layout: Layout, pool: int, dram: int) -> Finding:
-    """What the connector stores of what an engine computes: one with room for ``pool`` tokens, and a node with ``dram``
-    bytes."""
+    """What the connector stores, for an engine with a KV cache of ``pool`` tokens and a node with ``dram`` bytes."""
     own = nbytes(layout, pool)
     if config.engine.store != "auto":
         return ok("store", f"{config.engine.store}, as set")

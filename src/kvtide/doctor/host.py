@@ -1,4 +1,4 @@
-"""This host: memory that a node can have, that a GPU can reach, and that engines can share."""
+"""Checks of this host's memory: for a node, for pinning by a GPU, and for sharing between processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["available", "check", "has_gpu"]
 
 _PROBE = 2 << 20
 _SHM = 1 << 30
-"""Bytes of /dev/shm that are enough for what the ranks of an engine tell each other."""
+"""Bytes of /dev/shm that suffice for communication between the ranks of an engine."""
 _FILES = 256
-"""Descriptors that a node needs beside those of its segments."""
+"""File descriptors that a node needs besides those of its segments."""
 
 
 def has_gpu() -> bool:
@@ -27,7 +27,7 @@ def has_gpu() -> bool:
 
 
 def available(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that a new process can have, and what limits them: the machine, or a control group."""
+    """Bytes available to a new process, and what limits them: the machine, or a control group."""
     facts = _fields((root / "proc/meminfo").read_text().replace(":", ""))
     least, why = facts["MemAvailable"] * 1024, "free on this machine"
     for limit, used in _groups(root):
@@ -37,7 +37,7 @@ def available(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each control group that we are in, and what is used of it and cannot be taken back."""
+    """The limit of each control group of this process, and its usage that cannot be reclaimed."""
     names = [
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -58,7 +58,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def check(config: Config, ranks: int, here: bool) -> Iterator[Finding]:
-    """``here``: the node is yet to be started, with this configuration, and will have its memory from this host."""
+    """``here``: the node is not running yet, and will be started on this host with this configuration."""
     if here:
         yield _memory(config)
         yield _memfd(config)

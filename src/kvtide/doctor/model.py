@@ -1,7 +1,7 @@
-"""The KV of a model, as far as its ``config.json`` tells, without loading it.
+"""The KV layout of a model, from its ``config.json``, without loading it.
 
-It is enough for sizes and for what will surely be refused. What only a running engine knows, its packing say, the
-connector looks at itself, and says in vLLM's log.
+This suffices for sizes and for models that will certainly be refused. What only a running engine knows, such as its
+packing, is checked by the connector itself, which reports in vLLM's log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvtide.index.weights import SHARDS, identify
 
 __all__ = ["check", "folder_of", "layout_of", "nbytes"]
 
-"""As the connector cuts them."""
 _ALIKE = {"half": "float16", "float": "float32"}
 _BYTES = {
     "fp8": "float8_e4m3fn",
@@ -31,11 +30,11 @@ _BYTES = {
 }
 _KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW, "chunked_attention": Kind.WINDOW}
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "hybrid_override_pattern")
-"""What configurations of models with states have, where they do not list their layers."""
+"""Keys in the configurations of models with state layers, where they do not list their layers."""
 
 
 def folder_of(model: str) -> Path:
-    """Where a model lies: a folder, or what the hub's cache has under that name. Raises LayoutError."""
+    """The folder of a model: the given folder, or the one in the hub's cache with that name. Raises LayoutError."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
@@ -47,7 +46,7 @@ def folder_of(model: str) -> Path:
 
 
 def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layout:
-    """How blocks of the model in ``folder`` lie, but for their packing. Raises LayoutError for what is refused."""
+    """The block layout of the model in ``folder``, except its packing. Raises LayoutError if the model is refused."""
     try:
         return _layout(json.loads((folder / "config.json").read_text()), dtype, kv_dtype)
     except LayoutError:
@@ -80,7 +79,7 @@ def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
 
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
-    """What each layer keeps."""
+    """The kind of KV that each layer keeps."""
     if state := next((name for name in _STATES if config.get(name)), ""):
         raise LayoutError(f"layers that keep a state ({state} in config.json) are not supported yet")
     named = config.get("layer_types")
@@ -93,7 +92,7 @@ def _kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
 
 
 def _dtype(whole: Mapping[str, Any], config: Mapping[str, Any], dtype: str, kv_dtype: str) -> str:
-    """Of the KV, as vLLM chooses it."""
+    """The dtype of the KV, as vLLM chooses it."""
     if kv_dtype != "auto":
         if kv_dtype not in _BYTES:
             raise LayoutError(f"--kv-cache-dtype {kv_dtype} is not supported: choose auto, {', '.join(_BYTES)}")
@@ -106,14 +105,14 @@ def _dtype(whole: Mapping[str, Any], config: Mapping[str, Any], dtype: str, kv_d
 
 
 def nbytes(layout: Layout, tokens: int) -> int:
-    """What a prefix of so many tokens takes, and what is read to load it."""
+    """Bytes of a prefix of that many tokens, which is also what a load of it reads."""
     blocks = -(-tokens // layout.block_tokens)
     needed = ((len(g.needs(blocks, layout.block_tokens)), layout.geometry[g.name].footprint) for g in layout.groups)
     return sum(count * size for count, size in needed)
 
 
 def check(folder: Path, layout: Layout, ranks: int, weights_id: str) -> Iterator[Finding]:
-    """What there is to say of a model that can be served."""
+    """Findings about a model that can be served."""
     told = "; ".join(
         f"{g.layers} layers of kind {g.kind.value}, {g.heads} x {g.head_dim} of {g.dtype}" for g in layout.groups
     )

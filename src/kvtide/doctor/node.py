@@ -1,4 +1,4 @@
-"""The node that engines will talk to: whether it answers, what it has, and who shares blocks with whom."""
+"""Checks of the node that engines will use: whether it answers, its tiers, and which engines share blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = "if they serve one model, give all the same weights (or engine.weights_
 
 
 def ask(config: Config) -> tuple[Status | None, Finding]:
-    """The node with that configuration, if it runs."""
+    """Query the node of that configuration, if it runs."""
     address = config.engine.address
     try:
         path = Path() if address else home(config)[1]
@@ -41,7 +41,7 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
     except KvtideError as e:
         if not address:
             return None, warning("node", str(e), "the next engine starts another")
-        if not isinstance(e.__cause__, OSError):  # it is there, and will not have us
+        if not isinstance(e.__cause__, OSError):  # the node is running, and refuses this client
             return None, error("node", str(e), "change that, and look again")
         command = f"kvtide node --socket {address.removeprefix('unix:')}"
         return None, error("node", str(e), f"start it with: {command}; see that this user may reach the socket")
@@ -50,7 +50,7 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
 
 
 def check(config: Config, status: Status) -> Iterator[Finding]:
-    """A node that runs."""
+    """Check a running node."""
     for name, tier in status.store.tiers.items():
         if tier.failed:
             yield error(
@@ -65,7 +65,7 @@ def check(config: Config, status: Status) -> Iterator[Finding]:
 
 
 def domains(config: Config, status: Status | None) -> Iterator[Finding]:
-    """Which users share a trust domain, at the node that runs or at one with this configuration."""
+    """Which users share a trust domain, at the running node or at one with this configuration."""
     try:
         said = AccessList(config.node.users).warnings if status is None else status.node.warnings
     except ConfigError as e:
@@ -76,7 +76,7 @@ def domains(config: Config, status: Status | None) -> Iterator[Finding]:
 
 
 def sharing(status: Status, layout: Layout) -> Iterator[Finding]:
-    """Whether engines at the node that have this model's shape read each other's blocks."""
+    """Whether engines at the node with this model's shape can read each other's blocks."""
     seen = [(c.pid, m) for c in status.node.clients for m in c.models if _alike(m.groups, layout.groups)]
     if not seen:
         yield ok("namespaces", "no other engine at this node has had a request for a model of this shape")
@@ -104,7 +104,7 @@ def _who(pids: set[int]) -> str:
 
 
 def _alike(some: tuple[Group, ...], others: tuple[Group, ...]) -> bool:
-    """Whether two layouts may be of one model: its layers and heads, in whatever groups, dtypes and packings."""
+    """Whether two layouts may belong to one model: equal layers and heads, in whatever groups, dtypes and packings."""
 
     def shape(groups: tuple[Group, ...]) -> tuple[int, set[tuple[int, int]]]:
         return sum(g.layers for g in groups), {(g.heads, g.head_dim) for g in groups}

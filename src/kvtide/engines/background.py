@@ -1,4 +1,4 @@
-"""A thread for what must not be waited for: a few jobs, done in order, and refused when too many wait."""
+"""A background thread that runs a few jobs in order, and refuses more when too many wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ log = logging.getLogger("kvtide.engines")
 
 
 class Background:
-    """Does jobs one after the other. Safe from any thread.
+    """Runs jobs one after the other. Thread-safe.
 
-    A job keeps what it works on in memory (KV on the GPU, say), so only ``limit`` of them may be there at a time.
+    A job keeps the memory that it works on (KV on the GPU, say), so at most ``limit`` jobs may be queued or running.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -26,7 +26,7 @@ class Background:
         self._closed = False
 
     def put(self, job: Callable[[], None]) -> Future[None] | None:
-        """Do it soon. None if that is refused: too many wait, or we are closed."""
+        """Queue a job. Returns None if it is refused: too many wait, or this object is closed."""
         with self._lock:
             if self._closed or len(self._jobs) >= self._limit:
                 return None
@@ -40,13 +40,13 @@ class Background:
             self._jobs.discard(future)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what was put before is done. False if ``timeout`` seconds passed before."""
+        """Wait until all jobs queued so far are done. False if ``timeout`` seconds passed before."""
         with self._lock:
             jobs = list(self._jobs)
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Do what was put, and take no more."""
+        """Finish the queued jobs, and accept no more."""
         with self._lock:
             self._closed = True
         self._pool.shutdown()

@@ -1,19 +1,20 @@
-"""Who a torch model in memory is: its weights, its configuration and its adapters, as they are now.
+"""The identity of a torch model in memory: its weights, configuration and adapters, as they are now.
 
-A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not answer for
-the new ones. Reading all weights at every call would cost seconds, so there are two looks:
+A program may train, merge, quantise or patch a model between two calls, and KV of the old weights must not be used with
+the new ones. Reading all weights at every call would cost seconds, so there are two checks:
 
-*At every call* a glance, for some milliseconds: a few elements of every tensor, and for each tensor where and how it
-lies and how often torch has counted a change of it. Elements, because a change through ``.data`` is counted nowhere;
-the count, because a change of few elements shows in no sample. It makes no names: a name for each tensor would take
-longer than all the rest. On a GPU it is taken on a stream of its own, so that KV may be on its way meanwhile, in the
-good hope that the model is the one that it was.
+*At every call* a quick check, which takes some milliseconds: it compares a few elements of every tensor, and each
+tensor's address, shape, strides and torch's version counter. Elements are needed because a change through ``.data`` is
+not counted; the counter, because a sample may miss a change of few elements. The check computes no names of tensors:
+these would take longer than all the rest. On a GPU it runs on a stream of its own, so that KV can be loaded meanwhile
+under the assumption that the model has not changed.
 
-*When the glance differs* the weights are named anew, by thousands of elements of every tensor (``index/weights.py``):
-the same name in every process that holds the same weights. If torch counted a change that these do not show, the
-weights get a name that nobody else has. That costs misses, and never a wrong byte.
+*When the quick check differs* the weights are named anew, by thousands of elements of every tensor
+(``index/weights.py``): the name is the same in every process with the same weights. If torch counted a change that
+these elements do not show, the weights get a unique random name. That costs misses, and never a wrong byte.
 
-Unseen stays what is neither counted nor sampled (a few elements, through ``.data``), and what hooks do to a model.
+Not detected are changes that are neither counted nor sampled (a few elements, through ``.data``), and what hooks do to
+a model.
 """
 
 from __future__ import annotations
@@ -55,50 +56,51 @@ _IDLE = {
     "transformers_version",
     "use_cache",
 }
-"""Parts of a configuration that change no byte of KV, or only by way of the weights and their dtype."""
+"""Parts of a configuration that do not affect KV, or only through the weights and their dtype."""
 
 
 class _Look(NamedTuple):
-    """What tells, without reading any tensor, that they are those that they were."""
+    """Properties that show, without reading any tensor, whether the tensors are still the same."""
 
     keys: Sequence[str] = ()
-    """By which each module has those right below it, its parameters and its buffers."""
+    """Names under which each module has its child modules, parameters and buffers."""
     places: Sequence[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = ()
-    """Where and how each tensor lies."""
+    """Address, shape, strides and dtype of each tensor."""
     changes: Sequence[int] = ()
-    """How many of each torch has counted."""
+    """Torch's version counter of each tensor."""
 
 
 Moment = Mapping[torch.device, torch.cuda.Event]
 
 
 class Weights:
-    """The weights of one model. Safe from any thread."""
+    """The weights of one model. Thread-safe."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._lock = threading.Lock()
         self._look = _Look()
         self._devices: set[torch.device] = set()
-        """The GPUs that they are on."""
+        """The GPUs that hold the weights."""
         self._seen: list[bytes] = []
         self._sampled = self._name = WeightsId("")
         self._mark = ""
 
     def moment(self) -> Moment:
-        """What the caller's streams have been given so far."""
+        """Events after the work queued so far on the caller's streams."""
         with self._lock:
             devices = [*self._devices]
         return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def name(self, after: Moment | None = None) -> WeightsId:
-        """Their name, which is another one after every change. What streams do ``after`` a moment is not waited for."""
+        """The name of the weights, which differs after every change. Work queued on streams ``after`` a moment is not
+        awaited."""
         with self._lock:
             look, tensors = _look(self._module)
             moved = not self._name or look[:2] != self._look[:2]
             if any(tensor.is_meta for tensor in tensors):
-                _ = [*_tensors(self._module)]  # says which
-            # Made anew each time: a view keeps the memory of weights that were moved elsewhere since.
+                _ = [*_tensors(self._module)]  # raises an error that names the tensor
+            # Created anew each time: a kept view would keep the memory of weights that were moved since.
             views = _views(tensors)
             seen = [_read(group, after or {}) for group in views]
             counted = bool(self._name) and look.changes != self._look.changes
@@ -111,13 +113,14 @@ class Weights:
     def _rename(self, counted: bool) -> None:
         sampled = from_samples((name, tuple(t.shape), _samples(t)) for name, t in _tensors(self._module))
         if counted and sampled == self._sampled:
-            self._mark = f"+{secrets.token_hex(16)}"  # from now on: the samples would not show its end either
+            # kept from now on: the samples would not show a change back either
+            self._mark = f"+{secrets.token_hex(16)}"
         self._sampled = sampled
         self._name = WeightsId(sampled + self._mark)
 
 
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """It and all below it, each once."""
+    """The module and all its descendants, each once."""
     found, level = {module: None}, [module]
     while level:
         level = [below for m in level for below in m._modules.values() if below is not None and below not in found]
@@ -144,7 +147,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a few elements. Strides in the order of memory; no two in one column, if that can be."""
+    """A view of a few elements. The stride is in memory order and, if possible, no two elements share a column."""
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     stride, row = max(1, span // _GLANCE), tensor.shape[-1] if tensor.ndim else 1
     while math.gcd(stride, row) > 1:
@@ -153,7 +156,7 @@ def _few(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """A few elements of each, with those of one device and width together: they are read by one transfer."""
+    """A few elements of each tensor, grouped by device and width: each group is read by one transfer."""
     alike = defaultdict(list)
     for view in (_few(t) for t in tensors if t.numel()):
         alike[view.device, view.element_size()].append(view.view(WORDS[view.element_size()]))
@@ -161,7 +164,7 @@ def _views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _read(views: Sequence[torch.Tensor], after: Moment) -> bytes:
-    """Elements of one device, as they are after a moment, or else after all that its stream was given."""
+    """The elements' values after a moment, or else after all work queued on the device's stream."""
     device = views[0].device
     if not views[0].is_cuda:
         return torch.cat([*views]).cpu().numpy().tobytes()
@@ -181,7 +184,7 @@ def _samples(tensor: torch.Tensor) -> Any:
 
 
 def settings(config: Any) -> dict[str, Value]:
-    """A model's configuration after overrides, as plain values: all but what cannot change its KV."""
+    """A model's configuration after overrides, as plain values, without the parts that cannot affect its KV."""
     found = _plain(config.to_dict())
     assert isinstance(found, dict)
     return found
@@ -200,9 +203,9 @@ def _plain(value: Any) -> Value:
 
 
 def adapters(module: torch.nn.Module) -> str:
-    """The adapters that are at work in a model, as PEFT keeps them in its layers; empty where there are none.
+    """The active adapters of a model, as PEFT keeps them in its layers; empty if there are none.
 
-    Raises LayoutError where each row of a batch has its own: PEFT tells the layers by hooks, for one call.
+    Raises LayoutError if each row of a batch has its own: PEFT selects these by hooks, for one call.
     """
     if not any(map(_adapted, _modules(module))):
         return ""
@@ -218,5 +221,5 @@ def adapters(module: torch.nn.Module) -> str:
 
 
 def _adapted(layer: torch.nn.Module) -> bool:
-    """Without ``hasattr`` of the layer: modules look for what they do not have in three more places."""
+    """Avoids ``hasattr`` on the layer: modules search three more places for an attribute that they do not have."""
     return "_active_adapter" in vars(layer) or hasattr(type(layer), "_active_adapter")

@@ -1,14 +1,14 @@
-"""Which block is where.
+"""The index: which block is in which tier, and where.
 
 A block known to the store is a *row*: a small integer into parallel arrays, one array per fact. Columns instead of
-objects keep a block near 250 bytes at a million rows and let one numpy call lease, touch or judge a whole
-prompt. Row 0 is "no block": it is absent from every tier for ever, so looking up an unknown key needs no branch.
+objects keep a block near 250 bytes at a million rows, and let one numpy call lease, touch or check a whole prompt. Row
+0 is "no block": it is always absent from every tier, so looking up an unknown key needs no branch.
 
-Tier 0 is DRAM. In each tier a row is ABSENT, PENDING (a writer holds the slot) or SEALED (whole). A row lives as
-long as it is in some tier or somebody holds it.
+Tier 0 is DRAM. In each tier a row is ABSENT, PENDING (being written into its slot) or SEALED (complete). A row exists
+as long as it is in some tier or held.
 
-Thread rule: hold ``lock`` around everything here. Nothing here blocks, does I/O or calls out, so the lock is held
-for microseconds; decide under it, act outside it.
+Threads: hold ``lock`` around every call. Nothing here blocks, does I/O or calls out, so the lock is held for
+microseconds; decide under the lock, act outside it.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ NOWHERE = -1
 NO_ROW = 0
 UNKNOWN = -1
 _SEARCHED = 1 << 16
-"""Rows of which it is looked at a time whether they have expired: some 50 us."""
+"""Rows that one step of the search for expired rows examines: some 50 us."""
 
 
 def every(mask: npt.NDArray[np.bool_] | npt.NDArray[np.uint8]) -> bool:
-    """Whether none is False or 0. For the short rows of a prompt a search in bytes beats numpy's own by ten times."""
+    """Whether no element is False or 0. For the short rows of a prompt, searching the bytes is ten times faster than
+    numpy."""
     return b"\0" not in mask.tobytes()
 
 
 def at(rows: Rows) -> Rows | int:
-    """The same rows as numpy finds them soonest: a lone one by its number."""
+    """The same rows in the form that numpy indexes fastest: a single row as an integer."""
     return rows if len(rows) != 1 else rows.item()
 
 
 def marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
-    """A number for each key, never 0: what is remembered of blocks that are here no more."""
+    """A number for each key, never 0, under which blocks are remembered after they were removed."""
     if not keys:
         return np.zeros(0, np.uint64)
     whole = np.frombuffer(b"".join([key[:8] for key in keys]), np.uint64)
@@ -83,42 +84,45 @@ class IndexStatistics:
 
 
 class Index:
-    """The table of blocks. See the module's text for the thread rule."""
+    """The table of blocks. See the module docstring for the use of the lock."""
 
     def __init__(self, tiers: int) -> None:
         self.lock = threading.RLock()
         self.changes = 0
-        """Grows whenever a block may have become evictable; lets a fruitless search be skipped."""
+        """Incremented whenever a block may have become evictable; lets a fruitless search be skipped."""
         self.departures = 0
-        """Grows whenever a block leaves DRAM or its key: what was all there before, still is while it does not grow."""
+        """Incremented whenever a block leaves DRAM or its key: a prompt that was completely in DRAM still is while this
+        is unchanged."""
         self._rows: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None]
         self._parents: list[bytes | None] = [None]
-        """The key of each row's parent, the same object that the parent has while it is here; else its digest."""
+        """The key of each row's parent (the parent's own key object while that is present), otherwise the parent's
+        digest."""
         self._free: list[int] = []
         size = 1024
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
         self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
         self._held = Holds(size)
         self.hold = self._held.move
-        """Keep distinct rows from eviction until ``unhold``: they begin to move between tiers."""
+        """Protect distinct rows, which begin to move between tiers, from eviction until ``unhold``."""
         self.lease = self._held.note
-        """Keep distinct rows from eviction until ``end_lease``, under a number that was never used before."""
+        """Protect distinct rows from eviction until ``end_lease``, under a new number."""
         self.pins = np.zeros(size, np.uint16)
-        """How often a row is pinned, or more; whose pins they are is in ``_pinned``."""
+        """Number of pins of a row, saturating; the owners of the pins are in ``_pinned``."""
         self._pinned: dict[int, set[Pins]] = {}
-        """Who has pinned each row that is pinned."""
+        """The owners of pins, by pinned row."""
         self.priority = np.zeros(size, np.int8)
         self.expiry: npt.NDArray[np.float64] = np.broadcast_to(np.inf, size)
-        """When a row expires; to be changed by ``expire_at`` only, because it takes no memory until something does."""
+        """The expiry of each row. Change it only by ``expire_at``, because it takes no memory until a row has an
+        expiry."""
         self.mortal = False
-        """Whether anything ever had an expiry."""
+        """Whether any row ever had an expiry."""
         self.next_expiry = float("inf")
-        """No row expires before. It may be too early, but never too late."""
+        """No row expires before this time. It may be too early, but never too late."""
         self.on_earlier_expiry: Callable[[], None] = lambda: None
-        """Called, under the lock, when ``next_expiry`` has become earlier. It must not wait."""
+        """Called, with the lock held, when ``next_expiry`` has become earlier. It must not wait."""
         self._later = float("inf")
-        """The same for rows that the search under way has passed, and for those that got an expiry since it began."""
+        """The earliest expiry of rows that the current search has passed, or that got an expiry since it began."""
         self._searched = 0
         """Rows that the search for expired ones has passed."""
         self._expired: Rows = np.empty(0, np.int64)
@@ -127,26 +131,26 @@ class Index:
         self.used = np.zeros(size, np.int64)
         """When a row was last used, in ticks."""
         self.returns = np.full(size, UNKNOWN, np.int16)
-        """How often a row came back after it was first stored; ``UNKNOWN`` until its first use is over."""
+        """How often a row returned after it was first stored; ``UNKNOWN`` until its first use is over."""
         self.kind = np.full(size, UNKNOWN, np.int16)
-        """What is known of a row's use, as ``Uses`` has it."""
+        """The kind of use of a row, as defined by ``UsageTracker``."""
         self.since = np.zeros(size, np.int64)
-        """When a row was last used, in blocks used, as ``Uses`` counts them for policies that learn."""
+        """When a row was last used, in blocks used, as ``UsageTracker`` counts them for policies that learn."""
         self.until: dict[int, Rows] = {}
-        """By tier, where a policy wants it: until when it would keep a row."""
+        """By tier, if its policy needs it: the time until which it would keep a row."""
         self.mark = np.zeros(size, np.uint64)
-        """A part of the key, for what remembers blocks longer than the index does."""
+        """A part of the key, under which blocks are remembered longer than the index keeps them."""
         self.tenant = np.zeros(size, np.uint16)
-        """Whose it is, from 1 on; 0 while nobody of this process has used it."""
+        """The tenant's number, from 1 on; 0 while no caller of this process has used the row."""
         self.tenants = 0
-        """How many tenants there are."""
+        """Number of tenants."""
         self.accounts: dict[int, TenantUsage] = {}
-        """By tier, where tenants have quotas: what they have there."""
+        """By tier, if tenants have quotas there: their usage."""
         self.identity = np.zeros(size, np.int64)
-        """Whose it is for good: the fingerprint of namespace, tenant, layout and group; 0 where that is not known. An
-        older journal does not say it; then it is known once the block was read."""
+        """The permanent owner: the fingerprint of namespace, tenant, layout and group; 0 if unknown. An older journal
+        does not have it; then it is known once the block was read."""
         self.space = np.zeros(size, np.uint32)
-        """Which namespace and group: the pipeline's number for an Identity."""
+        """Namespace and group, as the pipeline's number of an Identity."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -158,7 +162,7 @@ class Index:
 
     @property
     def size(self) -> int:
-        """Rows that were ever in use, row 0 included."""
+        """Number of rows ever used, including row 0."""
         return len(self._keys)
 
     def __repr__(self) -> str:
@@ -171,17 +175,17 @@ class Index:
 
     @property
     def holds(self) -> npt.NDArray[np.int32]:
-        """Leases and moves under way: a held row is evicted from no tier."""
+        """Number of leases and moves of each row: a held row is not evicted from any tier."""
         return self._held.counts
 
     # -- rows ---------------------------------------------------------------------------------------------
 
     def rows(self, keys: Collection[BlockKey]) -> Rows:
-        """The row of each key; ``NO_ROW`` for a key that is not known."""
+        """The row of each key; ``NO_ROW`` for an unknown key."""
         return np.fromiter(map(self._rows.get, keys, repeat(NO_ROW)), np.int64, len(keys))
 
     def own_rows(self, keys: Collection[BlockKey], identity: int) -> Rows:
-        """The row of each key for whoever has that identity: another's block is like one that is not known."""
+        """The row of each key for this identity: another identity's block counts as unknown."""
         rows = self.rows(keys)
         other = self.others(rows, identity)
         if other is not None:
@@ -189,9 +193,10 @@ class Index:
         return rows
 
     def others(self, rows: Rows, identity: npt.ArrayLike) -> Mask | None:
-        """Which rows have a block of another identity; None: none, as usual. Where it is not known, it is no other's.
+        """Mask of rows that have a block of another identity; None if there are none, the common case. Rows of unknown
+        identity are not in the mask.
 
-        Keys follow from an identity, so only a caller that makes up keys, or sends another's, meets such a row.
+        Keys are derived from an identity, so only a caller that invents keys, or sends another's, finds such a row.
         ``identity``: of all rows, or of each.
         """
         found = self.identity[rows]
@@ -217,24 +222,24 @@ class Index:
         return tuple([known[row] for row in rows.tolist()])
 
     def identities(self, rows: Rows) -> tuple[int, ...]:
-        """The fingerprints of whose the blocks of rows are; 0 where that is not known."""
+        """The fingerprints of the identities of rows' blocks; 0 if unknown."""
         return tuple(self.identity[rows].tolist())
 
     @property
     def parents(self) -> Sequence[bytes | None]:
-        """What each row was chained to, by its key or its digest; None for a row that is free."""
+        """The parent of each row, as its key or its digest; None for a free row."""
         return self._parents
 
     def parent(self, row: int) -> bytes:
-        """The digest that the block of a live row was chained to."""
+        """The digest of the parent of a live row's block."""
         parent = self._parents[row]
         assert parent is not None, f"row {row} is free"
         return parent[:DIGEST]
 
     def add(self, key: BlockKey, parent: bytes, depth: int, *, found: bool = True) -> int:
-        """A row for a key, absent from every tier. ``parent`` is a digest.
+        """Add a row for a key, absent from every tier. ``parent`` is a digest.
 
-        The key has none yet; or the new one is not ``found`` by it, until ``take_key``.
+        The key has no row yet; or ``found`` is False, and lookups do not find the new row until ``take_key``.
         """
         above = self._keys[self._rows.get(BlockKey(parent + key[DIGEST:]), NO_ROW)] or parent
         if self._free:
@@ -253,7 +258,7 @@ class Index:
         return row
 
     def take_key(self, row: int) -> None:
-        """Let ``row`` be found by its key, instead of the row that had it, if one had. Pins go with the key."""
+        """Let lookups of its key find ``row`` instead of the row that had the key, if any. Pins follow the key."""
         key = self.key(row)
         old = self._rows.get(key, NO_ROW)
         self._rows[key] = row
@@ -266,14 +271,15 @@ class Index:
             for owner in pinned:
                 owner.move(old, row)
             self.pins[row], self.pins[old] = self.pins[old], 0
-            del self._pinned[old]  # at last: ``repair`` knows owners from here
+            del self._pinned[old]  # last, because ``repair`` takes owners from here
         if self.mortal:
             self.expiry[old] = np.inf
 
     def add_many(self, keys: Sequence[BlockKey], parents: npt.NDArray[np.void], depths: Rows) -> tuple[Rows, Rows]:
-        """Rows for keys that have none yet, and those of their parents, ``NO_ROW`` where they are not here.
+        """Add rows for keys that have none yet; returns these and the rows of their parents, ``NO_ROW`` for absent
+        ones.
 
-        For opening a tier: nothing may have been freed before.
+        For opening a tier: no row may have been freed before.
         """
         assert not self._free
         first = len(self._keys)
@@ -292,11 +298,11 @@ class Index:
 
     @property
     def next_row(self) -> int:
-        """The row that the next ``add`` will give."""
+        """The row that the next ``add`` will return."""
         return self._free[-1] if self._free else len(self._keys)
 
     def detach(self, row: int) -> None:
-        """Let nobody find ``row`` by its key any more, though it may still be held. Its pins end."""
+        """Remove the key of ``row``, so that lookups miss it, though it may still be held. Its pins end."""
         self.detach_many(np.array([row]))
 
     def detach_many(self, rows: Rows) -> None:
@@ -311,7 +317,7 @@ class Index:
             self.expiry[rows] = np.inf
 
     def retire_many(self, rows: Rows) -> None:
-        """``retire`` those of distinct rows that are in no tier and held by nobody."""
+        """``retire`` those of distinct rows that are in no tier and not held."""
         gone = self.holds[rows] == 0
         for state in self.state:
             gone &= state[rows] == ABSENT
@@ -340,7 +346,7 @@ class Index:
         self._free += free
 
     def retire(self, row: int) -> bool:
-        """Forget a row that is in no tier and held by nobody."""
+        """Free a row that is in no tier and not held; returns whether it was freed."""
         if self.holds[row] or any(s[row] for s in self.state):
             return False
         key = self._keys[row]
@@ -362,16 +368,16 @@ class Index:
         return True
 
     def alive(self, row: int) -> bool:
-        """Whether a row stands for a block, be it found by its key or not."""
+        """Whether a row has a block, found by its key or not."""
         return self._keys[row] is not None
 
     def detached(self) -> list[int]:
-        """Rows that stand for a block and are not found by its key. Looks at all rows."""
+        """Rows that have a block and are not found by its key. Scans all rows."""
         known = self._rows
         return [row for row, key in enumerate(self._keys) if key is not None and known.get(key) != row]
 
     def repair(self) -> None:
-        """Forget rows that are nowhere and held by nobody, and pins of rows that nobody finds. Looks at all rows."""
+        """Free rows that are in no tier and not held, and end pins of rows without a key. Scans all rows."""
         size = self.size
         if len(self._parents) < size:
             self._parents.append(b"")
@@ -410,7 +416,7 @@ class Index:
     # -- expiry -------------------------------------------------------------------------------------------
 
     def expire_at(self, rows: Rows | list[int], when: npt.ArrayLike) -> None:
-        """Let rows expire; at infinity: never."""
+        """Set the expiry of rows; infinity means never."""
         first = float(np.min(when)) if np.size(when) else np.inf
         if not self.mortal and first < np.inf:
             self.mortal = True
@@ -423,28 +429,28 @@ class Index:
                 self.on_earlier_expiry()
 
     def extend(self, rows: Rows, when: float) -> Rows:
-        """Let rows live until ``when`` at least; answers those that would not have lived so long."""
+        """Let rows live until ``when`` at least; returns those whose expiry was earlier."""
         short = rows[self.expiry[rows] < when] if self.mortal else rows[:0]
         if len(short):
             self.expire_at(short, when)
         return short
 
     def shorten(self, rows: Rows, when: float) -> Rows:
-        """Let rows live until ``when`` at most; answers those that would have lived longer."""
+        """Let rows live until ``when`` at most; returns those whose expiry was later."""
         long = rows[self.expiry[rows] > when]
         if len(long):
-            self.departures += 1  # what was remembered of them says when the first expires
+            self.departures += 1  # cached prompts contain the earliest expiry of their blocks
             self.expire_at(long, when)
         return long
 
     def first_expiry(self, rows: Rows) -> float:
-        """When the first of some rows expires."""
+        """The earliest expiry of some rows."""
         return float(self.expiry[rows].min(initial=np.inf)) if self.mortal else np.inf
 
     def expired(self, now: float, most: int) -> Rows:
-        """Some rows that have expired, ``most`` at most. None may be found though there are more.
+        """Some expired rows, ``most`` at most. May return none though there are more.
 
-        Looks at a part of all rows. There can be more as long as ``next_expiry`` is not later than ``now``.
+        Scans a part of all rows. There can be more as long as ``next_expiry`` is not later than ``now``.
         """
         if not len(self._expired) and self.next_expiry <= now:
             if not self._searched:
@@ -458,10 +464,11 @@ class Index:
         rows, self._expired = self._expired[:most], self._expired[most:]
         if self._searched >= self.size and not len(self._expired):
             self._searched, self.next_expiry = 0, self._later
-        return rows[self.expiry[rows] <= now]  # it may have left, or been stored anew, since it was found
+        return rows[self.expiry[rows] <= now]  # a row may have been removed, or stored again, since it was found
 
     def look_again(self) -> None:
-        """Look at all rows anew for what has expired: somebody was interrupted before it had removed what was found."""
+        """Restart the search for expired rows, because a caller was interrupted before it removed those that were
+        found."""
         self._expired, self._searched, self.next_expiry = self._expired[:0], 0, -np.inf
         self.on_earlier_expiry()
 
@@ -473,8 +480,8 @@ class Index:
         self.place[tier][row] = place
 
     def remove(self, row: int, tier: int) -> int:
-        """Record that ``row`` is no longer in ``tier``; answers where it was. Retire the row yourself."""
-        self._held.write_down()  # the end of a hold must see that the row may be nowhere
+        """Record that ``row`` is no longer in ``tier``; returns its former place. The caller must retire the row."""
+        self._held.write_down()  # the end of a hold must see that the row may be in no tier
         place = int(self.place[tier][row])
         self.departures += tier == DRAM
         if self.accounts and (account := self.accounts.get(tier)) is not None:
@@ -484,26 +491,26 @@ class Index:
 
     @property
     def leases(self) -> int:
-        """Leases in force."""
+        """Number of open leases."""
         return len(self._held)
 
     def leased(self, number: int) -> Rows | None:
-        """The rows that are leased under a number; None when that lease has ended."""
+        """The rows leased under a number; None when that lease has ended."""
         return self._held.rows(number)
 
     def end_lease(self, number: int, rows: Rows) -> None:
-        """End the lease of these rows, which is in force. Rows that are nowhere by now are forgotten."""
+        """End the open lease of these rows. Rows that are in no tier by now are freed."""
         self.changes += 1
-        if not self._held.strike(number):  # else nothing was taken out of a tier since it began: none is nowhere
+        if not self._held.strike(number):  # otherwise no row left a tier since the lease began
             self._forget_nowhere(rows)
 
     def relocate(self, row: int, tier: int, place: int) -> None:
-        """Record that ``row`` lies elsewhere in ``tier``. What was made of its old place no longer holds."""
+        """Record a new place of ``row`` in ``tier``. Anything derived from its old place is invalid."""
         self.place[tier][row] = place
         self.departures += tier == DRAM
 
     def remove_many(self, rows: Rows, tier: int) -> Rows:
-        """``remove`` distinct rows; answers where they were."""
+        """``remove`` distinct rows; returns their former places."""
         self._held.write_down()
         places: Rows = self.place[tier][rows]
         self.departures += tier == DRAM
@@ -513,13 +520,13 @@ class Index:
         return places
 
     def unhold(self, rows: Rows) -> None:
-        """End a ``hold``. Rows that are nowhere by now are forgotten."""
+        """End a ``hold``. Rows that are in no tier by now are freed."""
         self.changes += 1
         self.holds[at(rows)] -= 1
         self._forget_nowhere(rows)
 
     def recount_holds(self, moved: Rows) -> None:
-        """Make the counts of holds anew: from the leases in force, from what is on its way to a tier, and from distinct
+        """Recompute the counts of holds: from the open leases, from the rows on their way to a tier, and from distinct
         rows that are ``moved`` within one."""
         size = self.size
         moving = np.zeros(size, np.int32)
@@ -530,15 +537,15 @@ class Index:
 
     def _forget_nowhere(self, rows: Rows) -> None:
         if every(self.state[DRAM][at(rows)]):
-            return  # the usual end: none is nowhere
+            return  # the common case: all rows are in DRAM
         self.retire_many(rows)
 
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, rows: Rows, owner: Pins, nbytes: int = 0) -> None:
-        """Keep distinct rows from eviction until ``owner`` unpins them as often, or they are removed.
+        """Protect distinct rows from eviction until ``owner`` unpins them as often, or they are removed.
 
-        ``nbytes`` of each are charged to the owner as long as it has pinned it.
+        ``nbytes`` of each are charged to the owner while it has pinned the row.
         """
         for row in rows.tolist():
             if owner.add(row, nbytes):
@@ -546,7 +553,7 @@ class Index:
             self._count_pins(row)
 
     def unpin(self, rows: Rows, owner: Pins) -> int:
-        """End one pin of distinct rows that ``owner`` has pinned; answers of how many."""
+        """End one pin of those distinct rows that ``owner`` has pinned; returns their number."""
         mine = [row for row in rows.tolist() if row in owner]
         for row in mine:
             if owner.take(row):
@@ -555,7 +562,7 @@ class Index:
         return len(mine)
 
     def unpin_some(self, owner: Pins, most: int) -> bool:
-        """``owner`` is gone: end all its pins of ``most`` rows. False if it has no more."""
+        """End all pins of ``most`` rows of an ``owner`` that has ended. Returns False if it has no more."""
         for row in owner.some(most):
             owner.end(row)
             self._pinned[row].discard(owner)
@@ -563,7 +570,7 @@ class Index:
         return bool(owner)
 
     def repair_pins(self, owner: Pins) -> None:
-        """A change of an owner's pins was left half done: what it has pinned is what it says itself."""
+        """Repair an owner's pins after a change was left half done: the owner's own record is authoritative."""
         mine = owner.repair()
         for row in {*mine, *(row for row, owners in self._pinned.items() if owner in owners)}:
             owners = self._pinned.setdefault(row, set())
@@ -574,7 +581,7 @@ class Index:
             self._count_pins(row)
 
     def _recount_pins(self) -> None:
-        """Pins may be half ended: end those of rows that nobody finds, and count the others anew."""
+        """End pins of rows without a key, and recount the others, after pins were left half ended."""
         pinned: dict[int, set[Pins]] = {}
         for owner in set[Pins]().union(*self._pinned.values()):
             for row in owner.repair():
@@ -589,12 +596,12 @@ class Index:
             self._count_pins(row)
 
     def _end_pins(self, rows: Rows) -> None:
-        """Rows are removed: nobody has pinned them any more."""
+        """End all pins of rows that are removed."""
         for row in rows[self.pins[rows] > 0].tolist():
             for owner in self._pinned.get(row, ()):
                 owner.end(row)
             self.pins[row] = 0
-            self._pinned.pop(row, None)  # at last: ``repair`` knows owners from here
+            self._pinned.pop(row, None)  # last, because ``repair`` takes owners from here
 
     def _count_pins(self, row: int) -> None:
         owners = self._pinned[row]
@@ -603,14 +610,14 @@ class Index:
             del self._pinned[row]
             self.changes += 1
 
-    # -- questions ----------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
 
     def all_sealed(self, rows: Rows) -> bool:
-        """Whether all rows are whole in DRAM."""
+        """Whether all rows are complete in DRAM."""
         return self.state[DRAM][rows].tobytes().count(SEALED) == len(rows)
 
     def usable(self, rows: Rows, now: float) -> Mask:
-        """Which rows are whole in some tier and not expired."""
+        """Mask of rows that are complete in some tier and not expired."""
         whole: Mask = self.state[0][rows] == SEALED
         for state in self.state[1:]:
             whole |= state[rows] == SEALED
@@ -631,9 +638,9 @@ class Index:
         ]
 
     def lengths(self, layout: Layout, rows: dict[str, Rows], whole: dict[str, Mask]) -> Mask:
-        """For each length in blocks, 0 to all, whether a prefix of it is usable: all required groups by their rules.
+        """For each length in blocks, 0 to all, whether a prefix of it is usable by the rules of all required groups.
 
-        ``whole`` says which blocks of each group count as present.
+        ``whole`` has the mask of present blocks of each group.
         """
         good = np.ones(min(len(r) for r in rows.values()) + 1, np.bool_)
         for group in layout.groups:
@@ -642,18 +649,18 @@ class Index:
         return good
 
     def evictable(self, rows: Rows, tier: int) -> Mask:
-        """Which rows may leave ``tier`` now."""
+        """Mask of rows that may leave ``tier`` now."""
         free: Mask = (self.state[tier][rows] == SEALED) & (self.holds[rows] == 0) & (self.pins[rows] == 0)
         return free
 
 
 def _connector(group: Group, present: Mask, tokens: int) -> Mask:
-    """For each length in blocks, 0 to all, whether ``group`` has what a prefix of it needs."""
+    """For each length in blocks, 0 to all, whether ``group`` has the blocks that a prefix of it needs."""
     if every(present):
         return np.ones(len(present) + 1, np.bool_)
     lengths = np.arange(len(present) + 1)
     absent = np.flatnonzero(~present)
-    # The last absent block before each length; what a prefix needs must lie after it.
+    # The last absent block before each length; the needed blocks must lie after it.
     last = np.full(len(lengths), -1)
     before = np.searchsorted(absent, lengths)
     some = before > 0

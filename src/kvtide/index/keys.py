@@ -1,13 +1,13 @@
-"""Tokens to keys: who a block is.
+"""Derives block keys from tokens.
 
-A key is a chained hash: each block's digest covers its parent's, so one key stands for every token before it.
-The hash is keyed with a key derived from the tenant's naming secret and the namespace (model, weights, dtype,
-layout, adapter, fidelity, tenant), so that blocks of another model or tenant cannot even be asked for by accident.
-Nothing here depends on the process, the host, PYTHONHASHSEED or an engine's own hashes.
+A key is a chained hash: each block's digest covers its parent's, so one key identifies every token before it. The hash
+is keyed with a key derived from the tenant's naming secret and the namespace (model, weights, dtype, layout, adapter,
+fidelity, tenant), so that blocks of another model or tenant cannot be requested even by accident. Nothing here depends
+on the process, the host, PYTHONHASHSEED or an engine's own hashes.
 
-What is hashed, per block: parent digest (32 bytes), u32 token count, the tokens as u32 little-endian, then each
-extra that touches the block, sorted: kind, value (both length-prefixed, type-tagged) and where it starts and stops, as
-two i64 little-endian counted from the block's first token (negative where an image began in an earlier block).
+The hash input of a block: parent digest (32 bytes), u32 token count, the tokens as u32 little-endian, then each extra
+that overlaps the block, sorted: kind, value (both length-prefixed, type-tagged) and its start and stop, as two i64
+little-endian counted from the block's first token (negative if an image began in an earlier block).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtide.errors import LayoutError
 __all__ = ["DEFAULT_TENANT", "EXACT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens"]
 
 Tokens = Sequence[int] | npt.NDArray[np.uint32] | memoryview | array  # type: ignore[type-arg]
-"""Token ids: a list costs a conversion (about 16 ns a token); a uint32 buffer is used as it is."""
+"""Token ids: a list must be converted (about 16 ns a token); a uint32 buffer is used as it is."""
 
 ROOT = bytes(32)
 EXACT = "exact"
@@ -38,7 +38,7 @@ FOREVER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose blocks. Two tenants' names for the same tokens have nothing in common.
+    """The owner of blocks. Two tenants' names for the same tokens have nothing in common.
 
     ``secret`` names blocks; it encrypts nothing and is never rotated, only destroyed.
     """
@@ -67,9 +67,9 @@ DEFAULT_TENANT = Tenant("", b"kvtide: the tenant of those who named none")
 class Model:
     """Everything that decides the bytes of a block, besides its tokens.
 
-    ``weights`` is a weights identity (see ``Store.weights``); ``config`` the model's configuration after
-    overrides, as plain values; ``scales`` whatever the KV dtype is scaled by. ``fidelity`` is "exact" or the
-    name of a lossy form, which is another block and never answers an exact request.
+    ``weights`` is a weights identity (see ``Store.weights``); ``config`` the model's configuration after overrides, as
+    plain values; ``scales`` the scales of the KV dtype. ``fidelity`` is "exact" or the name of a lossy form, which is a
+    different block and is never returned for an exact request.
     """
 
     layout: Layout
@@ -91,7 +91,7 @@ class Model:
         lossy = next((g for g in self.layout.groups if g.lossy), None)
         if lossy is not None and self.fidelity == EXACT:
             raise LayoutError(
-                f"group {lossy.name!r} is packed as {lossy.packing!r}, which loses, but the model's fidelity is "
+                f"group {lossy.name!r} is packed as {lossy.packing!r}, which is lossy, but the model's fidelity is "
                 f"'exact': give it fidelity={lossy.packing!r}"
             )
 
@@ -111,17 +111,17 @@ class Model:
         return blake3(body, derive_key_context="kvtide 1 namespace").digest()
 
     def namer(self, tenant: Tenant = DEFAULT_TENANT) -> Namer:
-        """The derived naming key: what a session is given instead of the tenant's secret."""
+        """The namer with the derived naming key, which a session gets instead of the tenant's secret."""
         key = blake3(tenant.secret + self.namespace(tenant), derive_key_context="kvtide 1 name").digest()
         return Namer(key, self.layout.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Something besides token ids that the KV of tokens ``start`` to ``stop`` depends on.
+    """Something besides token ids on which the KV of tokens ``start`` to ``stop`` depends.
 
-    ``Extra("lora", name)`` holds for the whole prompt; ``Extra("image", digest, 100, 676)`` for a picture's
-    placeholder tokens; ``Extra("salt", s, 0, 1)`` for the first block and, by the chain, all after it.
+    ``Extra("lora", name)`` applies to the whole prompt; ``Extra("image", digest, 100, 676)`` to an image's placeholder
+    tokens; ``Extra("salt", s, 0, 1)`` to the first block and, through the chain, to all after it.
     """
 
     kind: str
@@ -130,7 +130,7 @@ class Extra:
     stop: int = FOREVER
 
     def __post_init__(self) -> None:
-        for name in ("start", "stop"):  # numbers of other libraries too: what is hashed are Python's own
+        for name in ("start", "stop"):  # also integers of other libraries: Python's own are hashed
             object.__setattr__(self, name, arguments.integer(getattr(self, name), f"{name} of an extra"))
         if not 0 <= self.start < self.stop <= FOREVER:
             raise LayoutError(f"extra {self.kind!r} covers no token: {self.start} to {self.stop}")
@@ -139,7 +139,7 @@ class Extra:
         try:
             canonical.encode([self.kind, self.value])
         except UnicodeEncodeError as e:
-            raise LayoutError(f"extra {self.kind!r} is not text that has bytes: {e}") from e
+            raise LayoutError(f"extra {self.kind!r} cannot be encoded as UTF-8: {e}") from e
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
@@ -168,13 +168,13 @@ def _token_bytes(tokens: Tokens) -> bytes:
 
 
 def _placed(kind: str, value: bytes | str | int, start: int, stop: int) -> bytes:
-    """An extra, as it is hashed with a block, from whose first token ``start`` and ``stop`` are counted."""
+    """An extra as hashed with a block, from whose first token ``start`` and ``stop`` are counted."""
     place = start.to_bytes(8, "little", signed=True) + stop.to_bytes(8, "little", signed=True)
     return canonical.encode(kind) + canonical.encode(value) + place
 
 
 class Namer:
-    """Names blocks for one model and tenant. Immutable; use it from any thread."""
+    """Names blocks for one model and tenant. Immutable and thread-safe."""
 
     __slots__ = ("_key", "block_tokens")
 
@@ -192,15 +192,14 @@ class Namer:
         return f"<Namer block_tokens={self.block_tokens}>"
 
     def chain(self, tokens: Tokens = (), extras: Sequence[Extra] = ()) -> Chain:
-        """The chain of a prompt. Keep it and ``extend`` it: a prompt grown by one turn costs only the turn."""
+        """The chain of a prompt. Keep it and ``extend`` it: a prompt that grows by one turn costs only that turn."""
         chain = Chain(self)
         chain.extend(tokens, extras)
         return chain
 
     def apart(self, kind: str, names: Sequence[bytes]) -> Chain:
-        """A prompt of blocks that somebody else has named: each has the key that it would have alone, with tokens that
-        are all 0 and its name as an extra. What comes before it is not in its key: they may stand in any order.
-        """
+        """A prompt of blocks that were named elsewhere: each has the key that it would have alone, with tokens that are
+        all 0 and its name as an extra. The key does not depend on the blocks before it, so they may be in any order."""
         if len(set(names)) != len(names):
             raise LayoutError("a prompt cannot have one block twice")
         chain = Chain(self)
@@ -234,7 +233,7 @@ class Chain:
 
     @property
     def blocks(self) -> int:
-        """How many full blocks the prompt has."""
+        """Number of full blocks in the prompt."""
         return len(self.digests)
 
     @property
@@ -243,11 +242,12 @@ class Chain:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the prompt has, the last part of a block included."""
+        """Number of tokens in the prompt, including a last partial block."""
         return self.blocks * self.block_tokens + len(self._tail) // 4
 
     def extend(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> None:
-        """Append ``tokens``. ``extras`` are placed from the prompt's start, and only where tokens are still to come."""
+        """Append ``tokens``. ``extras`` are positioned from the prompt's start, and may start only in blocks that are
+        not full yet."""
         named = self.blocks * self.block_tokens
         if type(extras) is not tuple or extras:
             extras = arguments.items(extras, Extra, "extras")
@@ -256,7 +256,7 @@ class Chain:
                 raise LayoutError(
                     f"extra {extra.kind!r} starts at token {extra.start}, but {named} tokens are named already"
                 )
-        # Tokens that are refused leave the chain as it was, so that the caller can extend it again.
+        # Rejected tokens leave the chain unchanged, so that the caller can extend it again.
         raw = self._tail + _token_bytes(tokens) if self._tail else _token_bytes(tokens)
         self._extras.extend(extras)
         size = self.block_tokens * 4
@@ -264,10 +264,10 @@ class Chain:
         self._tail = raw[end:]
         self._named += raw[:end]
         head = self.block_tokens.to_bytes(4, "little")
-        hasher = blake3(key=self.namer._key)  # one for all blocks: making one costs as much as half a block
+        hasher = blake3(key=self.namer._key)  # one for all blocks: creating one costs as much as half a block
         digests = self.digests
         parent = digests[-1] if digests else ROOT
-        # Nearly all of what naming costs is here, so each lookup counts.
+        # Nearly all of the cost of naming is here, so each attribute lookup counts.
         reset, update, digest, append = hasher.reset, hasher.update, hasher.digest, digests.append
         if not self._extras:
             for at in range(0, end, size):
@@ -283,7 +283,7 @@ class Chain:
             append(parent)
 
     def first(self, blocks: int) -> Chain:
-        """A chain of its own, of the first ``blocks`` full blocks."""
+        """An independent chain of the first ``blocks`` full blocks."""
         chain = Chain(self.namer)
         chain.digests = self.digests[:blocks]
         chain._named = self._named[: 4 * self.block_tokens * blocks]
@@ -302,7 +302,7 @@ class Chain:
 
     @property
     def joined(self) -> bytes:
-        """All digests, one after another."""
+        """All digests, concatenated."""
         if len(self._joined) < 32 * len(self.digests):
             self._joined = b"".join(self.digests)
         return self._joined
@@ -325,5 +325,5 @@ class Chain:
         return bytes(self._named[block * size : (block + 1) * size])
 
     def parent(self, block: int) -> bytes:
-        """The digest that block ``block`` was chained to."""
+        """The digest of the parent of block ``block``."""
         return self.digests[block - 1] if block else ROOT

@@ -1,7 +1,7 @@
-"""The two rights: a Lease to read, a Reservation to write.
+"""A Lease is the right to read blocks, a Reservation the right to write them.
 
-Both belong to a session and end with it. They stand in place of reference counts and begin/complete pairs: what
-must be undone is in one object, and ``with`` undoes it.
+Both belong to a session and end with it. They replace reference counts and begin/complete pairs: everything that must
+be undone is in one object, and ``with`` undoes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _NONE: Rows = np.empty(0, np.int64)
 
 
 class Watch(weakref.ref["Lease | Reservation"]):
-    """Is put into ``abandoned`` when a right is forgotten that was not given back, because the thread that was about to
-    get it was interrupted. Whoever next takes the index's lock ends what has that number.
+    """Is appended to ``abandoned`` when a lease or reservation is garbage collected without having ended, because the
+    thread that was about to get it was interrupted. The next thread that takes the index lock ends the one with that
+    number.
 
-    A ``__del__`` of the right could be interrupted itself, before its first line, and nobody would know. The callback
-    of a weak reference that is not written in Python cannot. Keep the watch as long as the right has not ended.
+    A ``__del__`` method could be interrupted itself, before its first line, and nothing would notice. The callback of a
+    weak reference that is not written in Python cannot. Keep the watch as long as the lease or reservation has not
+    ended.
     """
 
     number = 0
@@ -44,7 +46,8 @@ class Watch(weakref.ref["Lease | Reservation"]):
 
 
 class Lease:
-    """The right to read blocks: while it lasts they are evicted from no tier. Release from any thread, once or more."""
+    """The right to read blocks: while it is open, they are not evicted from any tier. Release it from any thread, once
+    or more."""
 
     __slots__ = ("__weakref__", "_number", "_release", "_rows")
 
@@ -62,10 +65,10 @@ class Lease:
         return self._rows
 
     def release(self) -> None:
-        """Give the right back. Views made under it must not be used any more."""
+        """End the lease. Views made under it must not be used any more."""
         if self._number:
             self._release(self._number)
-            # Not before: a release that is interrupted can be repeated.
+            # Only now, so that an interrupted release can be repeated.
             self._number, self._rows = 0, _NONE
 
     def __enter__(self) -> Self:
@@ -78,9 +81,9 @@ class Lease:
 class Reservation:
     """The right to write blocks: a slot each, filled through ``views`` and then sealed, or aborted.
 
-    Until ``seal`` nobody can read the blocks; they are PENDING. Leaving the ``with`` block without sealing
-    aborts. ``keys`` are those that were granted: blocks that are here already, for which there was no room, or that
-    two others are writing are not among them. Of two writers of a block the first who seals wins.
+    Until ``seal`` the blocks are PENDING and cannot be read. Leaving the ``with`` block without sealing aborts.
+    ``keys`` are those that were granted: not blocks that are present already, for which there was no space, or that two
+    others are writing. Of two writers of a block, the first to seal wins.
     """
 
     __slots__ = (
@@ -114,13 +117,13 @@ class Reservation:
         finish: Callable[[Reservation, bool], None],
         serial: int = 0,
     ) -> None:
-        """``finish`` may be called again if it was interrupted. ``serial`` is what its store knows it by."""
+        """``finish`` may be called again if it was interrupted. ``serial`` identifies it in its store."""
         self.serial = serial
         self.keys = keys
         self.rows = rows
         self._views = views
         self.on_views: Callable[[Reservation], None] | None = None
-        """Told when somebody gets the views: then he may write into them though he forgets the reservation."""
+        """Called when a caller gets the views: it may then write into them though it drops the reservation."""
         self.depths = depths
         """The number, in its prompt, of each block that was granted."""
         self.generations = generations
@@ -128,18 +131,18 @@ class Reservation:
         self.origin = forks.here
         self.sealed = False
         self.followed = False
-        """Whether another one goes on with the same prompt."""
+        """Whether another reservation continues the same prompt."""
         self.kept: list[tuple[Rows, int]] = []
-        """Earlier blocks that stay as long, with the bytes of each."""
+        """Earlier blocks that are held as long, with the bytes of each."""
         self.refused = 0
-        """Blocks that are not here, and for which there was no room."""
+        """Blocks that are not present, and for which there was no space."""
         self.later = 0
-        """Of those refused: blocks for which memory is just being taken. Ask again."""
+        """Of those refused: blocks whose memory is still being taken from the system. Try again."""
         self.pending = 0
-        """Blocks that are not here yet: two others write them already, and may be slow, or never end."""
+        """Blocks that are not present yet: two other writers are writing them, and may be slow or never finish."""
         self.on_end: list[Callable[[Reservation], None]] = []
         self.guard: CallGuard | None = None
-        """What must be open while slots change hands."""
+        """The guard that must be open while slots are reassigned."""
 
     def __repr__(self) -> str:
         return f"<Reservation {len(self.keys)} blocks{'' if self.open else ', ended'}>"
@@ -156,19 +159,19 @@ class Reservation:
         return self._views
 
     def seal(self) -> None:
-        """Everything is written: let others read it."""
+        """Make the completely written blocks readable."""
         if not self._end(sealed=True):
             raise RightError("this reservation was sealed or aborted before; reserve again")
 
     def abort(self) -> None:
-        """Give the slots back unused. Does nothing to a reservation that has ended."""
+        """Release the slots unused. Does nothing if the reservation has ended."""
         self._end(sealed=False)
 
     def _end(self, sealed: bool) -> bool:
         finish, self._finish = self._finish, None
         if finish is None:
             return False
-        if self.origin is not forks.here:  # the slots are our parent's, and it still fills them
+        if self.origin is not forks.here:  # the slots belong to the parent process, which still fills them
             self._views = ()
             if sealed:
                 forks.check(self.origin, "reservation")
@@ -182,14 +185,14 @@ class Reservation:
                     self.guard.check()
                     finish(self, sealed)
         except BaseException:
-            self.sealed, self._finish = False, finish  # so that whoever was interrupted here can abort it
+            self.sealed, self._finish = False, finish  # so that an interrupted caller can abort it
             raise
         self._views = ()
         to_the_end(self._tell)
         return True
 
     def _tell(self) -> None:
-        """Call those who wait for the end, and each once more if it was interrupted."""
+        """Call the end callbacks; each again if it was interrupted."""
         for told in self.on_end:
             told(self)
 

@@ -1,10 +1,10 @@
-"""Blocks whose head has expired: nobody can reach them any more, so they expire with it.
+"""Finds orphans: blocks whose ancestor has expired, which cannot be reached any more and therefore expire too.
 
-A store says how long all of its prompt lives at least, so a block usually outlives those that follow it. It need not,
-where ``Session.expire`` shortened a beginning that other prompts share, or where a block came back with the expiry of
-an older record. Then what follows is removed soon after it, unless its head was stored again in the meantime.
+A store sets the minimum lifetime of all blocks of its prompt, so a block usually outlives its descendants. It may not
+if ``Session.expire`` shortened a beginning that other prompts share, or if a block was restored with the expiry of an
+older record. Then its descendants are removed soon after it, unless it was stored again in the meantime.
 
-The index knows a block's parent but not its children, so all rows are looked at, by depth, each after its parent: in
+The index knows a block's parent but not its children, so all rows are scanned, by depth, each after its parent: in
 parts, off the callers' path, and not all the time.
 """
 
@@ -21,45 +21,46 @@ from kvtide.index.index import Index, Rows
 __all__ = ["Orphans"]
 
 _LOOKED = 4096
-"""Rows that are looked at in one hold of the lock: less than a millisecond."""
+"""Rows examined in one hold of the lock: less than a millisecond."""
 _PAUSE = 1.0
-"""Seconds between two searches at least,"""
+"""Minimum seconds between two searches."""
 _SHARE = 20
-"""and so many times as long as the last one took."""
+"""The pause after a search is at least this many times as long as the search took."""
 _NONE: Rows = np.empty(0, np.int64)
 
 
 class Orphans:
-    """Finds them, for the housekeeping thread."""
+    """Finds orphans for the housekeeping thread."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._gone: set[bytes] = set()
-        """Blocks that have expired, whose children the search under way looks for: their keys and digests."""
+        """Expired blocks whose children the current search looks for: their keys and digests."""
         self._next: list[BlockKey] = []
-        """Blocks that have expired since it began."""
+        """Blocks that have expired since the search began."""
         self._order: Rows = _NONE
-        """Rows that it has yet to look at, by depth."""
+        """Rows that the search has yet to examine, by depth."""
         self._began = self._earliest = 0.0
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """These blocks have expired. Under the index's lock."""
+        """Record that these blocks have expired. Call with the index lock held."""
         self._next += keys
 
     def due(self) -> float:
-        """In how many seconds ``find`` is to be called; infinity if there is nothing to look for."""
+        """Seconds until ``find`` should be called; infinity if there is nothing to search for."""
         if len(self._order):
             return 0.0
         return max(0.0, self._earliest - time.monotonic()) if self._next else np.inf
 
     def by_depth(self) -> Rows:
-        """What ``find`` is to look at. Hold no lock: rows that come meanwhile need not be looked at."""
+        """The rows for ``find`` to examine. Call without the lock: rows that are added meanwhile need not be
+        examined."""
         if len(self._order):
             return self._order
         self._began = time.monotonic()
         with self._index.lock:
             keys, self._next = self._next, []
-        # There may be many: a set of them is made, and the last one given up, while nobody waits.
+        # There may be many: the set is built, and the last one freed, without the lock.
         self._gone = {*keys, *[key[:DIGEST] for key in keys]}
         depths = self._index.depth[: self._index.size]
         deep = np.flatnonzero(depths > 0)
@@ -67,7 +68,7 @@ class Orphans:
         return order
 
     def find(self, order: Rows, most: int) -> Rows:
-        """Some rows that have lost their head, ``most`` at most. Under the index's lock.
+        """Some rows that have lost an ancestor, ``most`` at most. Call with the index lock held.
 
         ``order`` comes from ``by_depth``.
         """
@@ -95,6 +96,6 @@ class Orphans:
         return np.array(found, np.int64)
 
     def let_go(self) -> None:
-        """Give the memory of a search back that has ended. Hold no lock."""
+        """Free the memory of a finished search. Call without the lock."""
         if self._gone and not len(self._order):
             self._gone = set()

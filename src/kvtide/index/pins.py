@@ -1,8 +1,8 @@
-"""What one session has pinned, and what it is charged for that.
+"""The blocks that one session has pinned, and the bytes charged for them.
 
 A pin ends when its session unpins the block, when the session ends, or when the block is removed (dropped, expired,
-forgotten, or lost with its tier), whichever comes first. The charge is kept here, with the pin, so that the two cannot
-end apart: the index ends a removed row's pins itself, and a later ``unpin`` finds nothing.
+forgotten, or lost with its tier), whichever comes first. The charge is kept here, with the pin, so that both end
+together: the index ends a removed row's pins itself, and a later ``unpin`` finds nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["PinCharge", "Pins"]
 
 
 class PinCharge:
-    """Bytes that are pinned, by all sessions that share this charge. Changed under the lock of one index."""
+    """Bytes pinned by all sessions that share this charge. Changed with the lock of one index held."""
 
     __slots__ = ("nbytes",)
 
@@ -22,18 +22,18 @@ class PinCharge:
 
 
 class Pins:
-    """The pins of one session. Everything is called by the index, under its lock."""
+    """The pins of one session. All methods are called by the index, with its lock held."""
 
     __slots__ = ("_counts", "_sizes", "charge", "nbytes")
 
     def __init__(self, charge: PinCharge | None = None) -> None:
-        """``charge``: what several sessions pin together is counted there too."""
+        """``charge`` also counts the bytes that several sessions pin together."""
         self._counts: dict[int, int] = {}
-        """By row: how often it is pinned."""
+        """Number of pins, by row."""
         self._sizes: dict[int, int] = {}
-        """By row: the bytes that it is charged for; once, however often it is pinned."""
+        """Bytes charged, by row; once, however often it is pinned."""
         self.nbytes = 0
-        """Bytes of all rows that are pinned."""
+        """Bytes of all pinned rows."""
         self.charge = charge or PinCharge()
 
     def __repr__(self) -> str:
@@ -46,15 +46,15 @@ class Pins:
         return row in self._counts
 
     def count(self, row: int) -> int:
-        """How often a row is pinned."""
+        """Number of pins of a row."""
         return self._counts.get(row, 0)
 
     def some(self, most: int) -> list[int]:
-        """Some of the rows that are pinned, ``most`` at most."""
+        """Some of the pinned rows, ``most`` at most."""
         return list(islice(self._counts, most))
 
     def add(self, row: int, nbytes: int) -> bool:
-        """One pin more; answers whether it is the row's first."""
+        """Add a pin; returns whether it is the row's first."""
         count = self._counts.get(row, 0)
         self._counts[row] = count + 1
         if count:
@@ -64,7 +64,7 @@ class Pins:
         return True
 
     def take(self, row: int) -> bool:
-        """One pin less; answers whether it was the row's last."""
+        """Remove a pin; returns whether it was the row's last."""
         self._counts[row] -= 1
         if self._counts[row]:
             return False
@@ -72,17 +72,17 @@ class Pins:
         return True
 
     def end(self, row: int) -> None:
-        """End all pins of a row, if there are any left: whoever was interrupted here comes again."""
+        """End all pins of a row, if any are left. An interrupted caller can repeat it."""
         self._counts.pop(row, None)
         self._charge(-self._sizes.pop(row, 0))
 
     def move(self, row: int, to: int) -> None:
-        """What was pinned in one row is in another now."""
+        """Transfer the pins of one row to another."""
         if row in self._counts:
             self._counts[to], self._sizes[to] = self._counts.pop(row), self._sizes.pop(row)
 
     def repair(self) -> list[int]:
-        """After a change was left half done: make the sums anew. Answers the rows that are pinned."""
+        """Recompute the sums after a change was left half done. Returns the pinned rows."""
         for row in [row for row, count in self._counts.items() if count < 1 or row not in self._sizes]:
             del self._counts[row]
         self._sizes = {row: size for row, size in self._sizes.items() if row in self._counts}
@@ -90,5 +90,5 @@ class Pins:
         return list(self._counts)
 
     def _charge(self, nbytes: int) -> None:
-        # Both at once, without a call in between: nobody can be interrupted after the first.
+        # Both in one statement without a call, so that no interrupt can come in between.
         self.nbytes, self.charge.nbytes = self.nbytes + nbytes, self.charge.nbytes + nbytes

@@ -1,8 +1,8 @@
-"""Work on many blocks, in slices: nobody waits for the index's lock longer than one slice takes.
+"""Splits work on many blocks into slices, so that no thread waits for the index lock longer than one slice takes.
 
-The bound is a number of blocks, not of seconds, so that it can be proved: see ``SLICE``. Whoever works for others
-(expiry, a drop, a forget) takes the lock once for each slice and looks again at what it found before, because anything
-may have happened in between.
+The bound is a number of blocks, not of seconds, so that it can be proved: see ``SLICE``. Background work (expiry, a
+drop, a forget) takes the lock once for each slice and checks again what it found before, because anything may have
+happened in between.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy.typing as npt
 __all__ = ["SLICE", "parts", "rest", "slices"]
 
 SLICE = 256
-"""Blocks that are removed in one hold of the index's lock; that takes about a millisecond."""
+"""Blocks removed in one hold of the index lock; that takes about a millisecond."""
 _REST = 0.0002
-"""Seconds between two slices. Without them the thread that gives the lock back would take it again before any of those
-that wait for it wakes up."""
+"""Seconds between two slices. Without this pause, the thread that releases the lock would take it again before any
+waiting thread wakes up."""
 
 T = TypeVar("T", Sequence[Any], npt.NDArray[np.int64])
 
 
 def rest() -> None:
-    """Let those have the lock who wait for it."""
+    """Let waiting threads take the lock."""
     time.sleep(_REST)
 
 
@@ -38,7 +38,7 @@ def parts(items: T) -> Iterator[T]:
 
 
 def slices(items: T) -> Iterator[T]:
-    """``parts``, with a rest between them: not for a thread that others wait for as well."""
+    """``parts``, with a pause between them: not for a thread that others wait for."""
     for i, part in enumerate(parts(items)):
         if i:
             rest()

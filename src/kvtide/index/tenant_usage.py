@@ -1,7 +1,7 @@
-"""What tenants with a quota have in one tier, in bytes.
+"""The usage of one tier by tenants with a quota, in bytes.
 
-A row is charged when it gets its place, or is on its way there, and the index itself refunds it when it leaves, so that
-nobody who removes a row can forget to. Rows of tenants without a quota cost a look into a dictionary.
+A row is charged when it gets its place, or is on its way there. The index itself refunds it when it leaves, so that
+code that removes a row cannot forget to. Rows of tenants without a quota cost a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Columns(Protocol):
     """What is needed of the index: columns with an entry for each row."""
 
     tenant: npt.NDArray[np.uint16]
-    """Whose each row is."""
+    """The tenant of each row."""
     state: list[np.ndarray[tuple[int], np.dtype[np.uint8]]]
-    """By tier whether each row is there; 0: it is not."""
+    """By tier, the state of each row; 0: absent."""
 
     @property
     def size(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
 
 
 class TenantUsage:
-    """Of one tier. All calls under the index's lock."""
+    """For one tier. All calls need the index lock."""
 
     def __init__(self, index: Columns, quotas: Mapping[int, int]) -> None:
-        """``quotas`` has bytes by the numbers of tenants, as in ``Index.tenant``."""
+        """``quotas`` has bytes by tenant number, as in ``Index.tenant``."""
         self._index = index
         self.quotas = quotas
         self.nbytes: Counter[int] = Counter()
@@ -44,25 +44,26 @@ class TenantUsage:
         self.refused: dict[int, Counter[str]] = {tenant: Counter() for tenant in quotas}
         """Blocks, by tenant and reason."""
         self._pages = np.zeros(0, np.uint32)
-        """What each row is charged, in pages of 4 KiB."""
+        """The charge of each row, in pages of 4 KiB."""
         self._charged = np.zeros(0, np.uint16)
-        """Which tenant that is. Not who ``Index.tenant`` says by now: another may have asked for the block since."""
+        """The tenant charged for each row. It may differ from ``Index.tenant``: another tenant may have requested the
+        block since."""
 
     def left(self, tenant: int) -> int:
-        """Bytes that a tenant may still have; below 0: it has too much."""
+        """Bytes that a tenant may still use; below 0: it is over its quota."""
         return self.quotas[tenant] - self.nbytes[tenant]
 
     def charged(self, row: int) -> int:
-        """Bytes that a row is charged."""
+        """Bytes charged for a row."""
         return int(self._pages[row]) * ALIGN if row < len(self._pages) else 0
 
     def rows(self, tenant: int) -> Rows:
-        """All that a tenant is charged for."""
+        """All rows that a tenant is charged for."""
         found: Rows = np.flatnonzero((self._pages > 0) & (self._charged == tenant))
         return found
 
     def enter(self, rows: Rows, nbytes: int) -> None:
-        """Distinct rows of one tenant take so many bytes each."""
+        """Charge ``nbytes`` for each of distinct rows of one tenant."""
         tenant = int(self._index.tenant[rows[0]])
         if tenant not in self.quotas:
             return
@@ -75,7 +76,7 @@ class TenantUsage:
         self.blocks[tenant] += len(rows)
 
     def leave(self, row: int) -> None:
-        """A row takes nothing any more."""
+        """Refund a row."""
         if nbytes := self.charged(row):
             tenant = int(self._charged[row])
             self._pages[row] = 0
@@ -83,7 +84,7 @@ class TenantUsage:
             self.blocks[tenant] -= 1
 
     def repair(self, tier: int) -> None:
-        """Make the sums anew, after a change was left half done; rows that are not in the tier take nothing."""
+        """Recompute the sums after a change was left half done; rows that are not in the tier are not charged."""
         count = min(len(self._pages), self._index.size)
         self._pages[:count][self._index.state[tier][:count] == 0] = 0
         rows = np.flatnonzero(self._pages)
@@ -93,7 +94,7 @@ class TenantUsage:
             self.nbytes[tenant] += pages * ALIGN
 
     def leave_many(self, rows: Rows) -> None:
-        """Distinct rows take nothing any more."""
+        """Refund distinct rows."""
         charged = rows[rows < len(self._pages)]
         for row in charged[self._pages[charged] > 0].tolist():
             self.leave(row)

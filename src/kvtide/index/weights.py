@@ -1,15 +1,14 @@
-"""The identity of a model's weights, a part of every namespace: other weights, other keys.
+"""The identity of a model's weights, a part of every namespace: different weights have different keys.
 
-``given:NAME``   the caller's own name; the caller vouches that equal names are equal weights.
-``hub:COMMIT``   a snapshot folder of huggingface_hub, whose path holds the commit. Believed only
-                 while its shards are links into ``blobs/``, so that a file put in their place is
-                 read instead. A blob edited in place goes unseen.
-``files:HEX``    BLAKE3 over the names and contents of the shard files.
-``memory:HEX``   samples of parameters that exist only in memory; see ``from_parameters``.
+- ``given:NAME``: the caller's own name; the caller guarantees that equal names mean equal weights.
+- ``hub:COMMIT``: a snapshot folder of huggingface_hub, whose path has the commit. Used only while its shards are links
+  into ``blobs/``, so that a file put in their place is read instead. A blob edited in place is not noticed.
+- ``files:HEX``: BLAKE3 over the names and contents of the shard files.
+- ``memory:HEX``: samples of parameters that exist only in memory; see ``from_parameters``.
 
-Reading every shard takes a while, so digests of files are remembered in a cache file by path, size,
-mtime, inode and ctime. It is ctime that notices a file rewritten in place with its mtime put back:
-only the kernel sets it. The cache is a hint: where it is missing or damaged, files are read again.
+Reading every shard takes a while, so digests of files are remembered in a cache file by path, size, mtime, inode and
+ctime. The ctime detects a file that was rewritten in place and had its mtime restored: only the kernel sets it. The
+cache is optional: if it is missing or damaged, files are read again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ __all__ = ["SAMPLES", "SHARDS", "WeightsId", "from_parameters", "from_samples", 
 
 WeightsId = NewType("WeightsId", str)
 SHARDS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-SAMPLES = 4096  # elements that are read of each parameter in memory
+SAMPLES = 4096  # elements read from each parameter in memory
 _SNAPSHOT = re.compile(r"(/.*/models--[^/]+)/snapshots/([0-9a-f]{40}(?:/.*)?)")
-# Two changes within one tick of the clock leave one stamp, so a young stamp proves nothing.
+# Two changes within one clock tick have the same stamp, so a recent stamp proves nothing.
 _SETTLED_NS = 2_000_000_000
 _REMEMBERED = 10_000
 
@@ -48,10 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 def identify(path: str | Path | None = None, weights_id: str | None = None, cache: str | Path | None = "") -> WeightsId:
-    """The identity of weights that were given a name, or that lie in a folder or a file.
+    """The identity of weights that were given a name, or that are in a folder or a file.
 
-    ``cache`` is the file of known digests; ``""``: in the user's cache folder, ``None``: no file.
-    Raises ``ConfigError`` where weights cannot be read, ``LayoutError`` where there are none.
+    ``cache`` is the file of known digests; ``""``: in the user's cache folder, ``None``: no file. Raises
+    ``ConfigError`` if weights cannot be read, ``LayoutError`` if there are none.
     """
     if weights_id is not None:
         if not weights_id.strip() or not weights_id.isprintable():
@@ -69,19 +68,19 @@ def identify(path: str | Path | None = None, weights_id: str | None = None, cach
 def from_parameters(parameters: Iterable[tuple[str, npt.ArrayLike]]) -> WeightsId:
     """The identity of parameters in memory: names with arrays or buffers, in any order.
 
-    What counts is each one's name, dtype, shape and up to ``SAMPLES`` elements: the first, the last
-    and one from each of as many equal strides. So training, merging and quantizing are noticed: a
-    change scattered over a share ``f`` of one tensor is missed by a chance of ``(1 - f)**SAMPLES``.
-    A change to few elements of a large tensor (a row of an embedding) is likely missed; give such
-    weights a ``weights_id``. Give whole tensors: shards depend on the tensor-parallel size. Where
-    numpy lacks the dtype (bfloat16, float8), view it as integers of the same width, which torch
-    does by ``tensor.detach().cpu().view(torch.int16).numpy()``.
+    It depends on each one's name, dtype, shape and up to ``SAMPLES`` elements: the first, the last and one from each of
+    as many equal strides. So training, merging and quantizing are noticed: a change scattered over a share ``f`` of one
+    tensor is missed with probability ``(1 - f)**SAMPLES``. A change to few elements of a large tensor (a row of an
+    embedding) is likely missed; give such weights a ``weights_id``. Give whole tensors: shards depend on the
+    tensor-parallel size. If numpy lacks the dtype (bfloat16, float8), view it as integers of the same width, in torch
+    by ``tensor.detach().cpu().view(torch.int16).numpy()``.
     """
     return from_samples((name, *_sampled(name, parameter)) for name, parameter in parameters)
 
 
 def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.generic]]]) -> WeightsId:
-    """The same, of parameters that are not in this host's memory: names with shapes and the elements at ``places``."""
+    """As ``from_parameters``, for parameters that are not in this host's memory: names with shapes and the elements at
+    ``places``."""
     digests: dict[bytes, bytes] = {}
     for name, shape, sampled in samples:
         if name.encode() in digests:
@@ -89,7 +88,7 @@ def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.ge
         form = f"{sampled.dtype} {shape}".encode()
         digests[name.encode()] = blake3(_framed(form, sampled.tobytes())).digest()
     if not digests:
-        raise LayoutError("there are no parameters to tell weights by: give them, or a weights_id")
+        raise LayoutError("no parameters were given to identify the weights: give them, or a weights_id")
     total = blake3(b"".join(_framed(*item) for item in sorted(digests.items())))
     return WeightsId(f"memory:{total.hexdigest()}")
 
@@ -107,8 +106,8 @@ def _sampled(name: str, parameter: npt.ArrayLike) -> tuple[tuple[int, ...], npt.
 
 
 def places(size: int) -> npt.NDArray[np.int64]:
-    """Which elements are read of a parameter of ``size`` elements."""
-    # Each place wanders within its stride, by the golden ratio: even ones may share a column.
+    """The indices of the elements that are read from a parameter of ``size`` elements."""
+    # Each index varies within its stride, by the golden ratio: evenly spaced ones may share a column.
     count = min(size, SAMPLES)
     edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
     wander = np.arange(count, dtype=np.int64) * 40503 % 65536
@@ -136,7 +135,7 @@ def _shards(given: Path) -> tuple[Path, list[tuple[bytes, Path]]]:
 
 
 def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """Every file below, through links to folders too, but each folder once."""
+    """Every file below, following links to folders, but each folder once."""
     seen.add(folder.resolve())
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir():
@@ -175,7 +174,7 @@ def _stamp(stat: os.stat_result) -> _Stamp:
 
 
 def _read(file: Path) -> tuple[_Stamp, _Digest]:
-    # Read, not mapped: a mapped file that is cut short kills the process with SIGBUS.
+    # Read, not mapped: truncating a mapped file kills the process with SIGBUS.
     hasher, buffer = blake3(max_threads=blake3.AUTO), memoryview(bytearray(16 << 20))
     with file.open("rb", buffering=0) as source:
         before = _stamp(os.fstat(source.fileno()))
@@ -194,7 +193,7 @@ def _load(place: Path | None) -> _Known:
 
 
 def _save(place: Path, fresh: _Known) -> None:
-    # Joined with what others saved meanwhile; an entry lost between two writers is read again.
+    # Merged with what others saved meanwhile; an entry lost between two writers is read again.
     kept = dict([*(_load(place) | fresh).items()][-_REMEMBERED:])
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

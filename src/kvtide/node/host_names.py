@@ -1,9 +1,10 @@
-"""By which names a server is asked for, where it does not ask who asks.
+"""The host names that a server without authentication answers to, against DNS rebinding.
 
-A page in a browser may send requests to this host: to a name of its author's that he lets point to 127.0.0.1 once the
-page is loaded, so that the browser takes our answers for his. Such a request has his name in its header ``Host``. So
-only names are answered that nobody else can have: those of loopback, the addresses that are listened on, this host's
-own name, and what an administrator adds. A credential does the same better, because such a page has none.
+A page in a browser may send requests to this host under a name of the attacker's, which the attacker lets point to
+127.0.0.1 once the page is loaded, so that the browser takes the answers for those of the attacker's site. Such a
+request has the attacker's name in its ``Host`` header. So the server answers only names that no other site can have:
+those of loopback, the addresses that it listens on, this host's own name, and names that an administrator adds.
+Authentication protects better, because such a page has no credentials.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class HostNames:
         self._known.discard("")
 
     def knows(self, header: str) -> bool:
-        """Whether a header ``Host`` is of those."""
+        """Whether a ``Host`` header has one of these names."""
         return _name(header) in self._known
 
 
 def _name(text: str) -> str:
-    """A name or address without its port, in one spelling."""
+    """A name or address without its port, in canonical spelling."""
     text = text.strip().lower()
     host = text[1:].partition("]")[0] if text.startswith("[") else text if text.count(":") > 1 else text.split(":")[0]
     try:

@@ -1,14 +1,14 @@
-"""What a node and its clients say to each other over a unix socket; docs/protocol.md tells it for other languages.
+"""The messages between a node and its clients over a unix socket; docs/protocol.md specifies them for other languages.
 
 A frame is a u32 length, little-endian, and that many bytes of MessagePack. A client sends ``Request``: a number and a
-list of operations, all of one engine step. The node answers with one ``Reply``: the same number and an answer for each
-operation, in order. Bytes of blocks never travel: an answer names slots by segment and offset, and file
-descriptors of segments that the client does not have yet come along with the reply (SCM_RIGHTS).
+list of operations, all of one engine step. The node sends one ``Reply``: the same number and an answer to each
+operation, in order. The bytes of blocks are never sent: an answer names slots by segment and offset, and the file
+descriptors of segments that the client does not have yet are sent with the reply (SCM_RIGHTS).
 
-A second connection of the same client carries *notices*, from the node only: ends of loads, drops and flushes, and
+A second connection of the same client carries *notices*, from the node only: the ends of loads, drops and flushes, and
 events.
 
-Structures are arrays, tagged; unknown fields at the end are ignored, missing ones at the end have defaults, so that
+Messages are tagged arrays; unknown fields at the end are ignored, missing ones at the end have defaults, so that
 neighbouring versions understand each other. Nothing is ever unpickled.
 """
 
@@ -88,28 +88,30 @@ __all__ = [
 ]
 
 PROTOCOL: Final = 1
-"""The major version: what differs in it cannot be read by others."""
+"""The major version: peers with different major versions cannot read each other's messages."""
 MINOR: Final = 1
-"""The minor version: grows with every change that others can do without."""
+"""The minor version: incremented with every change that older peers can ignore."""
 MINORS: Final = (MINOR - 1, MINOR + 1)
-"""Minor versions of others, of the same major one, that we work with: our neighbours."""
+"""The oldest and the newest minor version, of the same major version, that this version works with: its neighbours."""
 TOKENS_FROM_START: Final = "tokens from start"
-"""The token ids of ``Reserve`` are those of its blocks alone, from ``start`` on, and not from the prompt's first."""
+"""The token ids of ``Reserve`` are those of its own blocks, from ``start`` on, and not from the prompt's first
+block."""
 EXPECT: Final = "expect"
-"""There is ``Expect``."""
+"""The peer knows ``Expect``."""
 FEATURES: Final = (TOKENS_FROM_START, EXPECT)
-"""What we can do that others need not: it is done if both have said so."""
+"""Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
-"""A longer frame closes the connection."""
+"""Maximum bytes of a frame; a longer one closes the connection."""
 OPERATIONS: Final = 1000
-"""So does one with more operations."""
+"""Maximum number of operations of a request; more close the connection."""
 GROUPS: Final = 64
-"""Groups of a layout, at most."""
+"""Maximum number of groups of a layout."""
 Numbers = Annotated[list[int], msgspec.Meta(max_length=1 << 14)]
-"""Rights or ranks that one operation names: more than a session may have, and less than others would wait for."""
+"""Rights or ranks that one operation names: the limit is more than a session may have, and small enough that other
+clients do not wait for it."""
 Word = Annotated[str, msgspec.Meta(max_length=256)]
-"""What a node keeps of a client must not be long."""
+"""A short string: the node stores it for the client."""
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):
@@ -120,23 +122,23 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Hello(_Message, tag="hello"):
-    """The first frame of each connection. The pidfd of the client's process comes with that of a client."""
+    """The first frame of each connection. With a new client's hello comes the pidfd of its process."""
 
     oldest: int
     newest: int
     version: Word
     token: Word = ""
-    """Empty for a new client; that of its client for a connection for notices."""
+    """Empty for a new client; for the connection that carries its notices, the token from its ``Welcome``."""
     client: Word = ""
-    """What the client calls itself, at this node and its successors: something random."""
+    """A random name that the client chose, the same for this node and its successors."""
     mapped: list[str] = []
-    """Memory of earlier nodes that it still has, by name."""
+    """Names of the memory of earlier nodes that the client still has mapped."""
     minor: int = 0
     """The client's minor version."""
     minors: tuple[int, int] = (0, 1)
-    """The first and the last minor version of a node that the client works with."""
+    """The oldest and the newest minor version of a node that the client works with."""
     features: Annotated[list[Word], msgspec.Meta(max_length=64)] = []
-    """What the client can do, by name."""
+    """Names of the features that the client supports."""
 
 
 class Welcome(_Message, tag="welcome"):
@@ -146,27 +148,28 @@ class Welcome(_Message, tag="welcome"):
     version: str
     token: str
     deadline: float
-    """The configuration's deadline of a load; 0: none."""
+    """The configured deadline of a load, in seconds; 0: none."""
     tokens: bool
-    """Whether ``Reserve`` should bring token ids."""
+    """Whether ``Reserve`` should include token ids."""
     largest: int
-    """Bytes that one reservation should have at most."""
+    """Maximum bytes that one reservation should have."""
     life: str = ""
-    """Of this node. Its memory is called ``life-segment`` in ``Hello`` and ``Unmapped``, by its successors too."""
+    """Identifies this run of the node. Its memory is named ``life-segment`` in ``Hello`` and ``Unmapped``, also by its
+    successors."""
     dram: int = 0
-    """Bytes of DRAM that the node's blocks may take."""
+    """Bytes of DRAM that the node's blocks may use."""
     colder: bool = True
     """Whether the node has tiers below DRAM."""
     minor: int = 0
     """The node's minor version."""
     minors: tuple[int, int] = (0, 1)
-    """The first and the last minor version of a client that the node works with."""
+    """The oldest and the newest minor version of a client that the node works with."""
     features: list[str] = []
-    """What the node can do, by name. What both can do is done."""
+    """Names of the features that the node supports. Those that both support are used."""
 
 
 class Failure(_Message, tag="failure"):
-    """An operation, or a hello, that could not be done: which error of ours, and its text."""
+    """An operation, or a hello, that failed: the class name of the kvtide error, and its text."""
 
     kind: str
     text: str
@@ -176,7 +179,7 @@ class Failure(_Message, tag="failure"):
 
 
 class GroupFields(_Message):
-    """A group of a layout, as ``kvtide.Group`` has it."""
+    """The fields of a layout's group: see ``kvtide.Group``."""
 
     name: str
     kind: str
@@ -190,7 +193,7 @@ class GroupFields(_Message):
 
 
 class Open(_Message, tag="open"):
-    """Begin a session of one model and tenant. Answer: its number."""
+    """Open a session of one model and tenant. Answer: its number."""
 
     groups: Annotated[list[GroupFields], msgspec.Meta(max_length=GROUPS)]
     block_tokens: int
@@ -199,48 +202,49 @@ class Open(_Message, tag="open"):
 
 
 class Close(_Message, tag="close"):
-    """End a session, and all its rights. Answer: nil."""
+    """Close a session and end all its rights. Answer: nil."""
 
     session: int
 
 
 class Match(_Message, tag="match"):
-    """The longest prefix of the blocks with these digests (32 bytes each). Answer: ``Matched``."""
+    """Find and lease the longest stored prefix of the blocks with these digests (32 bytes each). Answer:
+    ``Matched``."""
 
     session: int
     digests: bytes
     have: int
     prefill: float | None = None
-    """Tokens a second."""
+    """Prefill speed in tokens per second."""
     cost: tuple[float, float] | None = None
-    """Instead of it: seconds of a token, and of a token for each one before it. A node that does not know of this goes
-    by ``prefill``."""
+    """Prefill cost instead of ``prefill``: seconds per token, and seconds per token for each token before it. A node
+    that does not know this field uses ``prefill``."""
     again: bool = False
-    """Whether it is part of a use of these blocks that was counted before: nothing is counted then."""
+    """Whether this use of the blocks was counted before: then nothing is counted."""
     tokens: int = 0
-    """Of the prompt, those after its last full block too; 0: unknown. For recordings."""
+    """Tokens of the prompt, including those after its last full block; 0: unknown. For recordings."""
     record: bool = True
     """Whether it is a request of its own in a recording: see ``Session.match``."""
 
 
 class Find(_Message, tag="find"):
-    """Which of the blocks with these digests are there now, each by itself. Answer: ``Found``."""
+    """Find which of the blocks with these digests are stored now, each by itself. Answer: ``Found``."""
 
     session: int
     digests: bytes
 
 
 class Found(_Message, tag="found"):
-    """Yes or no for each block, with all groups that are required."""
+    """For each block, whether it is stored with all required groups."""
 
     blocks: list[bool]
 
 
 class Slots(_Message):
-    """Where blocks of one group lie; ``first`` is the number of the first in its prompt.
+    """Where blocks of one group are stored; ``first`` is the index of the first of them in its prompt.
 
-    ``places`` has 8 bytes for each, a number in little-endian order: the segment in the upper 24 bits, the offset in
-    the lower 40.
+    ``places`` has 8 bytes for each block, a number in little-endian order: the segment in the upper 24 bits, the offset
+    in the lower 40.
     """
 
     first: int
@@ -248,7 +252,8 @@ class Slots(_Message):
 
 
 class Matched(_Message, tag="matched"):
-    """A prefix is held. ``slots`` (by group) if all of it is in memory, and no workers were invited to read it."""
+    """A prefix lease was granted. ``slots`` (by group) are given if all blocks are in memory and no workers read
+    them."""
 
     holding: int
     blocks: int
@@ -259,13 +264,13 @@ class Matched(_Message, tag="matched"):
     pending: bool
     slots: list[Slots] | None
     held: int = -1
-    """So many blocks of the prefix can be had from memory now. -1 from a node that does not say: all if it is ready."""
+    """Blocks of the prefix that are available in memory now. -1 from a node that does not say: all if ``ready``."""
     slower: int = 0
-    """Blocks after these that are in some tier, but quicker to compute."""
+    """Blocks after the prefix that some tier has, but that are quicker to compute."""
 
 
 class Load(_Message, tag="load"):
-    """Bring a holding to memory. Answer: a number, for ``Ended`` and ``Cancel``."""
+    """Load a leased prefix into memory. Answer: a number, for ``Ended`` and ``Cancel``."""
 
     session: int
     holding: int
@@ -273,37 +278,37 @@ class Load(_Message, tag="load"):
 
 
 class Cancel(_Message, tag="cancel"):
-    """Nobody waits for a load any more. Answer: nil."""
+    """Cancel a load: no caller waits for it any more. Answer: nil."""
 
     load: int
 
 
 class Collect(_Message, tag="collect"):
-    """What is in memory of a holding. Answer: ``Collected``."""
+    """Ask which blocks of a leased prefix are in memory. Answer: ``Collected``."""
 
     session: int
     holding: int
 
 
 class Collected(_Message, tag="collected"):
-    """So many blocks of a holding's prompt can be had, from these slots, by group."""
+    """The number of available blocks of the leased prompt, and their slots by group."""
 
     blocks: int
     slots: list[Slots]
 
 
 class Release(_Message, tag="release"):
-    """Holdings are given back: their memory is not looked at any more. Answer: nil."""
+    """Release prefix leases: their memory is not read any more. Answer: nil."""
 
     session: int
     holdings: Numbers
 
 
 class Reserve(_Message, tag="reserve"):
-    """Slots for blocks ``start`` to ``stop`` of some groups. Answer: ``Reserved``.
+    """Reserve slots for blocks ``start`` to ``stop`` of some groups. Answer: ``Reserved``.
 
-    ``after`` is a reservation of the blocks before, which is written: it is sealed in between, when its blocks are kept
-    from leaving already.
+    ``after`` is a reservation of the preceding blocks, which is completely written. The node seals it during this
+    operation, after it has protected those blocks from eviction.
     """
 
     session: int
@@ -316,25 +321,27 @@ class Reserve(_Message, tag="reserve"):
     tokens: bytes = b""
     after: int | None = None
     writers: Numbers = []
-    """Ranks of workers. If there are any they fill it, not the client, and it is sealed when each has said so."""
+    """Ranks of workers. If there are any, they write the slots instead of the client, and the reservation is sealed
+    when each worker has reported that it is done."""
     wait: bool = True
-    """Whether to answer only when there is memory for all that will get some, or at once, with what there is."""
+    """Whether the node answers only when it has memory for all blocks that will get some, or at once with what is
+    available."""
 
 
 class Reserved(_Message, tag="reserved"):
-    """Slots to be written; ``places`` as in ``Slots``."""
+    """The slots to write; ``places`` as in ``Slots``."""
 
     reservation: int
     refused: int
     groups: list[int]
-    """For each slot, the number of its group in the layout."""
+    """For each slot, the index of its group in the layout."""
     depths: list[int]
-    """And of its block in the prompt."""
+    """For each slot, the index of its block in the prompt."""
     places: bytes
     pending: int = 0
-    """Blocks that are not here yet, and that two others are writing."""
+    """Blocks that are not stored yet and that two other clients are writing."""
     later: int = 0
-    """Of those refused: blocks for which memory is just being taken from the system. Ask again."""
+    """Of the refused blocks, those for which memory is being taken from the system. Ask again."""
 
 
 DropReason = Literal["memory", "late", "pages"]
@@ -343,21 +350,21 @@ engine's pages would have had to wait for it."""
 
 
 class Dropped(_Message, tag="dropped"):
-    """An engine could not store blocks, which is counted. Answer: nil."""
+    """Report blocks that an engine could not store; the node counts them. Answer: nil."""
 
     reason: DropReason
     blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class Finish(_Message, tag="finish"):
-    """A reservation is written, or given up: its memory is not written any more. Answer: nil."""
+    """End a reservation, sealed or aborted: its memory is not written any more. Answer: nil."""
 
     session: int
     reservation: int
     sealed: bool
 
 
-# An engine of several processes: see workers.py.
+# Operations for an engine of several processes: see workers.py.
 
 
 class Invite(_Message, tag="invite"):
@@ -376,7 +383,7 @@ class Join(_Message, tag="join"):
 
 
 class Joined(_Message, tag="joined"):
-    """The number of the worker, and what it is to work on."""
+    """The number of the worker, and the layout of its session."""
 
     member: int
     ranks: int
@@ -385,21 +392,21 @@ class Joined(_Message, tag="joined"):
 
 
 class Visit(_Message, tag="visit"):
-    """A worker is going to read a holding of its session. Answer: ``Collected``."""
+    """A worker starts to read a prefix lease of its session. Answer: ``Collected``."""
 
     member: int
     holding: int
 
 
 class Fill(_Message, tag="fill"):
-    """A worker is going to write its slice of a reservation of its session. Answer: ``Reserved``."""
+    """A worker starts to write its slice of a reservation of its session. Answer: ``Reserved``."""
 
     member: int
     reservation: int
 
 
 class Leave(_Message, tag="leave"):
-    """A worker does not use these holdings and reservations any more; ``good``: what it was to write is written.
+    """A worker does not use these leases and reservations any more; ``good``: it has written all that it was to write.
 
     Answer: nil.
     """
@@ -416,7 +423,7 @@ class Resign(_Message, tag="resign"):
 
 
 class Pin(_Message, tag="pin"):
-    """Pin or unpin blocks. Answer: how many."""
+    """Pin or unpin blocks. Answer: the number of blocks."""
 
     session: int
     digests: bytes
@@ -425,7 +432,7 @@ class Pin(_Message, tag="pin"):
 
 
 class Drop(_Message, tag="drop"):
-    """Remove blocks for good. Answer: a number, for ``Ended``, which says how many there were."""
+    """Remove blocks permanently. Answer: a number, for ``Ended``, which has the number of blocks found."""
 
     session: int
     digests: bytes
@@ -433,8 +440,8 @@ class Drop(_Message, tag="drop"):
 
 
 class Expire(_Message, tag="expire"):
-    """Let blocks live ``ttl`` seconds from now on; None: for ever. Answer: a number, for ``Ended``, which says how many
-    there were."""
+    """Let blocks expire ``ttl`` seconds from now; None: never. Answer: a number, for ``Ended``, which has the number of
+    blocks found."""
 
     session: int
     digests: bytes
@@ -443,7 +450,7 @@ class Expire(_Message, tag="expire"):
 
 
 class Expect(_Message, tag="expect"):
-    """A request with this prompt is over, and this is known of the prompt's next use. Answer: nil.
+    """Report that a request with this prompt has ended, and what is known about the prompt's next use. Answer: nil.
 
     For nodes with the feature ``EXPECT``.
     """
@@ -451,16 +458,17 @@ class Expect(_Message, tag="expect"):
     session: int
     digests: bytes
     turn: Word = ""
-    """How its turn ended: ``tool`` or ``end``; anything else says nothing."""
+    """How the request's turn ended: ``tool`` or ``end``; any other value has no meaning."""
     returns_in: float | None = None
-    """In how many seconds it is expected to be used again."""
+    """Seconds until the prompt is expected to be used again."""
 
 
 class Flush(_Message, tag="flush"):
-    """Answer: a number, for ``Ended`` when colder tiers have what they were given, which says what they have not.
+    """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which tells what
+    was not written.
 
-    With ``blocks``, as (group, first, last + 1), of the prompt with these digests: when each of those is durable, or
-    cannot become so. ``Cancel`` ends that earlier.
+    With ``blocks``, as (group, first, last + 1), of the prompt with these digests: wait until each of these is durable,
+    or cannot become durable. ``Cancel`` ends that earlier.
     """
 
     session: int = 0
@@ -469,34 +477,34 @@ class Flush(_Message, tag="flush"):
 
 
 NO_TENANT = -1
-"""Instead of a number of blocks that were forgotten: there is no such tenant."""
+"""Used instead of the number of forgotten blocks: there is no such tenant."""
 
 
 class Erase(_Message, tag="erase"):
-    """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``, whose count is
-    NO_TENANT, beside a failure, if there is no such tenant."""
+    """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``, whose count is NO_TENANT,
+    with a failure, if there is no such tenant."""
 
     tenant: bytes
 
 
 class Unmapped(_Message, tag="unmapped"):
-    """The client has let go of memory, of this node or an earlier one, by name. Answer: nil."""
+    """Report memory, of this node or an earlier one, that the client has unmapped, by name. Answer: nil."""
 
     names: Annotated[list[Word], msgspec.Meta(max_length=1 << 16)]
 
 
 class Statistics(_Message, tag="statistics"):
-    """Answer: the statistics of the node's store and of the node, as a map (``node.statistics.Status``)."""
+    """Answer: the statistics of the node's store and of the node, as a map (``store.node_statistics.Status``)."""
 
 
 class Follow(_Message, tag="follow"):
-    """Send ``Stored``, ``Removed`` and ``EventsLost``, or no longer. Answer: nil."""
+    """Start or stop sending ``Stored``, ``Removed`` and ``EventsLost``. Answer: nil."""
 
     on: bool
 
 
 class Forget(_Message, tag="forget"):
-    """Nothing that was held over an earlier connection of this process is used any more. Answer: nil."""
+    """Nothing that was granted over an earlier connection of this process is used any more. Answer: nil."""
 
     token: str
 
@@ -538,7 +546,7 @@ class Request(_Message):
 
 
 class RawRequest(_Message):
-    """A request of which not every operation is understood: those that are can still be done."""
+    """A request with operations that are not decoded yet: valid ones can be executed even if others are invalid."""
 
     number: int
     operations: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=OPERATIONS)]
@@ -551,7 +559,7 @@ class Reply(_Message):
     number: int
     answers: list[Answer]
     segments: list[int] = []
-    """Segments whose descriptors come with this frame, in order. A reply of number 0 brings more of them."""
+    """Segments whose descriptors are sent with this frame, in order. A reply with number 0 brings more of them."""
     gone: list[int] = []
     """Segments that will not be named again: unmap them."""
 
@@ -560,24 +568,24 @@ class Reply(_Message):
 
 
 class Ended(_Message, tag="ended"):
-    """A load, a drop or a flush is over; ``failure`` says why it did not go well."""
+    """A load, a drop or a flush has ended; ``failure`` is the reason if it failed."""
 
     number: int
     count: int = 0
     failure: str = ""
     held: int = -1
-    """Of a load: so many blocks of the holding's prompt can be had from memory now. Of an erase: so many slots are held
-    by somebody, and are zeroed when he lets go. -1: the node does not say."""
+    """Of a load: blocks of the leased prompt that are available in memory now. Of an erase: slots that are still
+    leased, and are zeroed when they are released. -1: the node does not say."""
     written: int = -1
     """Of a flush: blocks in memory that colder tiers have, or blocks that are durable. -1: the node does not say."""
     unwritten: dict[str, int] = {}
-    """How many they have not, by reason (``kvtide.Unwritten``)."""
+    """Of a flush: blocks that colder tiers do not have, by reason (``kvtide.Unwritten``)."""
     lost: dict[str, int] = {}
-    """How many have left memory unwritten since the client's last flush, by reason."""
+    """Blocks that left memory unwritten since the client's last flush, by reason."""
     failed: list[tuple[int, int, str]] = []
-    """Blocks that are not durable, as (group, number in the prompt, reason)."""
+    """Blocks that are not durable, as (group, index in the prompt, reason)."""
     announced: bool = False
-    """Of an erase: nothing of the tenant was found, and others who use the storage were told."""
+    """Of an erase: nothing of the tenant was found, and the other users of the storage were told."""
 
 
 class Stored(_Message, tag="stored"):
@@ -592,7 +600,7 @@ class Removed(_Message, tag="removed"):
 
 
 class EventsLost(_Message, tag="lost"):
-    """So many events were not sent: the client read too slowly."""
+    """This many events were not sent, because the client read too slowly."""
 
     count: int
 
@@ -601,7 +609,7 @@ Notice = Ended | Stored | Removed | EventsLost
 
 
 def _plain(value: object) -> object:
-    """What numpy has for a number is one to us too."""
+    """Converts numpy numbers to plain ones."""
     if isinstance(value, SupportsIndex):
         return operator.index(value)
     if isinstance(value, SupportsFloat):
@@ -613,18 +621,19 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it goes over the socket."""
+    """Encode a message as it is sent over the socket."""
     body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def speaks(minor: int, minors: tuple[int, int]) -> bool:
-    """Whether we work with somebody of that minor version, who works with those: one of the two must know the other."""
+    """Whether this version works with a peer of minor version ``minor`` that accepts ``minors``: one side's range must
+    include the other's version."""
     return MINORS[0] <= minor <= MINORS[1] or minors[0] <= MINOR <= minors[1]
 
 
 def mismatch(ours: str, theirs: str, majors: tuple[int, int], minors: tuple[int, int]) -> str:
-    """What to say to those whose versions do not meet: ``ours`` and ``theirs`` are who we and they are."""
+    """The error text for incompatible versions: ``ours`` and ``theirs`` name this side and the peer."""
     if majors[0] == majors[1]:
         spoken = f"{majors[0]}.{minors[0]} to {majors[0]}.{minors[1]}"
     else:
@@ -637,7 +646,8 @@ def mismatch(ours: str, theirs: str, majors: tuple[int, int], minors: tuple[int,
 
 
 def whole(received: bytes | bytearray, size: int = -1) -> int:
-    """Where the first frame ends; 0 if not all of it is there. ``size``: how much was received, if not all of it."""
+    """The end of the first frame; 0 if it is incomplete. ``size``: how many bytes were received, if not all of
+    ``received``."""
     if size < 0:
         size = len(received)
     if size < LENGTH.size:
@@ -655,7 +665,7 @@ def describe(layout: Layout) -> list[GroupFields]:
 
 
 def layout_of(groups: list[GroupFields], block_tokens: int) -> Layout:
-    """The layout that was described. Raises LayoutError or ValueError for what is none."""
+    """The layout with these groups. Raises LayoutError or ValueError if they are invalid."""
     return Layout(
         tuple(
             Group(g.name, Kind(g.kind), g.layers, g.heads, g.head_dim, g.dtype, g.window, g.page, g.packing)

@@ -1,11 +1,12 @@
-"""What each operation needs: one of three roles, of which each may do all that the one before it may.
+"""The role that each operation needs: one of three, each of which includes the ones before it.
 
-Who reads looks up and loads, and gets memory that cannot be mapped for writing. Who writes also stores, pins, drops and
-expires.
-Both stay within their trust domain. An administrator's acts are on the whole node; so he is in no domain but its own.
+A reader looks up and loads, and gets memory that cannot be mapped for writing. A writer also stores, pins, drops and
+expires. Both stay within their trust domain. An administrator acts on the whole node, and so belongs to the node's own
+domain only.
 
-Every operation is in this table, and nothing else says what is allowed: an operation that is not in it cannot be
-answered. A crew needs no more than to read, for its workers may read too; to fill what was reserved is to write.
+Every operation is in this table, and permission is decided nowhere else: an operation that is not in it cannot be
+answered. Inviting and joining a worker group needs only read, because workers may just read; filling a reservation
+needs write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["NEEDS", "Role"]
 
 
 class Role(IntEnum):
-    """What somebody may do. Larger ones include smaller ones."""
+    """The role of a user or caller. Larger ones include smaller ones."""
 
     READ = 1
     WRITE = 2

@@ -1,4 +1,4 @@
-"""TLS with the certificates that a node's settings name."""
+"""TLS contexts with the certificates of a node's settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["client_tls", "unreadable"]
 
 
 def client_tls(settings: Node) -> ssl.SSLContext:
-    """How we speak TLS as a client of a node: we trust ``node.authority`` alone, and show ``node.certificate``."""
+    """The TLS context of a client of a node: trusts ``node.authority`` only, and presents ``node.certificate``."""
     try:
         context = ssl.create_default_context(cafile=settings.authority or None)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -23,7 +23,7 @@ def client_tls(settings: Node) -> ssl.SSLContext:
 
 
 def unreadable(settings: Node, error: OSError) -> ConfigError:
-    """What to raise for certificates that cannot be read."""
+    """The error for certificates that cannot be read."""
     files = f"{settings.certificate!r} and node.authority {settings.authority!r}"
     return ConfigError(
         f"node.certificate {files} cannot be used: {error.strerror or error}. The first must be a file with a "

@@ -1,11 +1,14 @@
-"""How much work a client may ask of the node at a time, counted in units, so that nobody waits for another's request.
+"""Limits on the work that a client may request at a time, counted in units, so that no client waits long for another's
+request.
 
-A node serves all clients in one thread. A unit is what it costs to look up one block of one group, about half a
-microsecond; everything else is counted in these. What a client sends is done in turns of ``TURN`` units: then the other
-clients have theirs, between two operations of one request too. One operation names at most ``BLOCKS`` blocks of all
-groups together. Those that cost much more for each block (pins, drops, loads) are done in slices, with turns between
-them, and a reservation, which cannot be cut, has at most ``RESERVED`` blocks. All operations of one request have
-``FRAME`` units together, which also bounds the size of its reply.
+A node serves all clients in one thread. A unit is the cost of looking up one block of one group, about half a
+microsecond; all other work is counted in these. A client's requests are executed in turns of ``TURN`` units: then the
+other clients have their turns, also between two operations of one request.
+
+One operation names at most ``BLOCKS`` blocks of all groups together. Operations that cost much more per block (pins,
+drops, loads) are executed in slices, with turns of other clients between them, and a reservation, which cannot be
+divided, has at most ``RESERVED`` blocks. All operations of one request have ``FRAME`` units together, which also limits
+the size of its reply.
 """
 
 from __future__ import annotations
@@ -31,29 +34,29 @@ __all__ = [
 TURN: Final = 1 << 14
 """Units of one client after which the others are served."""
 FRAME: Final = 1 << 19
-"""Units that all operations of one request have together, unless it has only one."""
+"""Units that all operations of one request may take together, unless it has only one."""
 BLOCKS: Final = 1 << 17
-"""Blocks of all groups together that one operation may name."""
+"""Maximum number of blocks of all groups together that one operation may name."""
 MOVE: Final = 16
-"""Units of a block that is reserved, sealed, loaded, pinned or dropped."""
+"""Units for a block that is reserved, sealed, loaded, pinned or dropped."""
 RESERVED: Final = BLOCKS // MOVE
-"""Blocks of all groups together that one reservation may have; those beyond are refused, as if there were no room."""
+"""Maximum number of blocks of all groups together in one reservation; more are refused, as if there were no space."""
 SLICE: Final = TURN // MOVE
-"""Blocks of all groups together that are loaded, pinned or dropped before the others have their turn."""
+"""Blocks of all groups together that are loaded, pinned or dropped before the other clients have their turns."""
 STEP: Final = 1 << 10
-"""Units that are too few to ask whether the turn is over."""
+"""Units up to which the end of the turn is not checked: they are too few to matter."""
 MESSAGE: Final = 64
-"""Units of each frame."""
+"""Units for each frame."""
 DECODED: Final = 256
 """Bytes of a frame that count as a unit, because they must be decoded."""
 NUMBERS: Final = 16
 """Bytes of an operation in a long frame that count as a unit: they may be a list of numbers of one byte each."""
 OPERATION: Final = 16
-"""Units of each operation, besides those of its blocks."""
+"""Units for each operation, besides those for its blocks."""
 PAUSE: Final = -1
-"""What a step says instead of units, when it waits for memory that is being taken: go on a little later. Others are
-served meanwhile, and this client's next requests wait."""
+"""Yielded by a step instead of units when it waits for memory that is being taken from the system: continue a little
+later. Other clients are served meanwhile, and this client's next requests wait."""
 GROUP: Final = 64
-"""Units of each group of a layout that is opened or described."""
+"""Units for each group of a layout that is opened or described."""
 ANSWER_BYTES: Final = 8
-"""Bytes of an answer that count as a unit: what tells where one block lies has so many."""
+"""Bytes of an answer that count as a unit: the address of one block has that many."""

@@ -1,7 +1,7 @@
-"""When a block is written to a colder tier: small classes, one per moment.
+"""Admission: when a block is written to a colder tier. One small class per strategy.
 
-Each answers three questions about rows that are whole in DRAM: write them now that they were stored, now that they were
-asked for again, or now that they are about to leave? ``WriteBudget`` may refuse what they want.
+Each decides about rows that are complete in DRAM: whether to write them when they are stored, when they are requested
+again, or when they are about to be evicted. ``WriteBudget`` may still refuse a write.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["Admission", "Ghost", "OnEviction", "SecondTouch", "Through", "make"]
 Mask = npt.NDArray[np.bool_]
 
 _LEAST = 0.15
-"""A write should be followed by so many hits."""
+"""Minimum number of expected hits per write."""
 
 
 class Admission(Protocol):
-    """Called under the index's lock."""
+    """All calls need the index lock."""
 
     keeps_leaving: bool
     """Whether a block that is not in the colder tier must be written before it leaves DRAM."""
 
     learns: bool
-    """Whether it wants ``learn``, and ``on_store`` again when a whole prompt is stored and more is known of it."""
+    """Whether it needs ``learn``, and another ``on_store`` when a whole prompt is stored and more is known of it."""
 
     def on_store(self, rows: Rows) -> Mask:
-        """Of blocks that are whole now."""
+        """Which blocks, just completed, to write."""
 
     def on_touch(self, rows: Rows) -> Mask:
-        """Of blocks that were asked for."""
+        """Which blocks, just requested, to write."""
 
     def learn(self, curves: Curves) -> None:
-        """What is known by now of kinds of blocks."""
+        """Update from the statistics of kinds of blocks."""
 
 
 class _Simple:
-    """Needs to know nothing."""
+    """An admission that does not learn."""
 
     learns = False
 
@@ -51,7 +51,7 @@ class _Simple:
 
 
 class Through(_Simple):
-    """As soon as it is stored."""
+    """Write a block as soon as it is stored."""
 
     keeps_leaving = False
 
@@ -63,7 +63,7 @@ class Through(_Simple):
 
 
 class SecondTouch(_Simple):
-    """When it is asked for after it was stored: what is never used again is never written."""
+    """Write a block when it is requested after it was stored: a block that is never used again is never written."""
 
     keeps_leaving = False
 
@@ -75,7 +75,7 @@ class SecondTouch(_Simple):
 
 
 class OnEviction(_Simple):
-    """Shortly before it leaves DRAM, and when the store is closed."""
+    """Write a block shortly before it leaves DRAM, and when the store is closed."""
 
     keeps_leaving = True
 
@@ -87,10 +87,10 @@ class OnEviction(_Simple):
 
 
 class Ghost:
-    """When it is of a kind that is known to come back: known from the list of what was here before.
+    """Write a block if its kind is known to return, from the history of blocks that were present before.
 
-    A kind is worth writing if enough of its blocks are asked for again in the time that they would be worth room in a
-    tier of that size (see ``Reuse``). Until something is known, everything is.
+    A kind is worth writing if enough of its blocks are requested again within the time that they would be worth keeping
+    in a tier of that size (see ``Reuse``). Until something is known, every block is written.
     """
 
     keeps_leaving = False
@@ -100,12 +100,12 @@ class Ghost:
         self._index = index
         self._room = room
         self._worth: Mask | None = None
-        """By kind; kind -1, not known yet, is the last: no."""
+        """By kind; the last entry is for kind -1, not known yet: do not write."""
 
     def on_store(self, rows: Rows) -> Mask:
         kinds = self._index.kind[rows]
         worth = kinds >= 0 if self._worth is None else self._worth[kinds]
-        # A block without its parents is of no use: what is worth it takes them along.
+        # A block without its parents is useless: a block worth writing includes its parents.
         return np.logical_or.accumulate(worth[::-1])[::-1]
 
     def on_touch(self, rows: Rows) -> Mask:
@@ -118,7 +118,7 @@ class Ghost:
 
 
 def make(name: str, index: Index, room: Callable[[], int]) -> Admission:
-    """The admission of that name in the configuration, to a tier that holds about ``room()`` blocks."""
+    """The admission with that name in the configuration, to a tier that holds about ``room()`` blocks."""
     match name:
         case "through":
             return Through()

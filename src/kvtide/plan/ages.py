@@ -1,10 +1,10 @@
-"""How long ago something was last used when it was evicted, in seconds.
+"""The time in seconds since evicted blocks were last used.
 
-Rows carry ticks, which count uses. Once in a while it is noted what time it was at a tick; between two notes nobody
-needs to know better. Old notes are thinned out, so that a week costs little more than an hour.
+Rows have ticks, which count uses. Now and then the time of a tick is recorded; times in between are approximated. Old
+records are thinned out, so that a week costs little more than an hour.
 
-A block that is kept for an expected return has a tick that is still to come: if it is evicted before, it counts as used
-just now.
+A block that is kept for an expected return has a tick in the future: if it is evicted before that, it counts as just
+used.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvtide.histogram import Histogram, HistogramStatistics
 __all__ = ["Ages", "TickClock"]
 
 _STEPS = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0)
-"""Ages that are told apart."""
+"""Histogram bounds, in seconds."""
 _EVERY = 1.0
 _LATELY = 60.0
-"""Seconds over which the rate of uses is taken."""
+"""Seconds over which the rate of uses is computed."""
 _MOST = 2048
 _DOZEN = 128
 
 
 class TickClock:
-    """Knows when a tick was. All calls under the index's lock."""
+    """Converts ticks to times. All calls need the index lock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._notes = [(-1, clock.monotonic())]
 
     def note(self, tick: int) -> None:
-        """All ticks after ``tick`` are later than now."""
+        """Record that all ticks after ``tick`` are later than now."""
         now = self._clock.monotonic()
         if now - self._notes[-1][1] >= _EVERY:
             self._notes.append((tick, now))
@@ -47,30 +47,31 @@ class TickClock:
         return self._clock.monotonic()
 
     def rate(self, tick: int) -> float:
-        """Ticks a second lately, if it is ``tick`` now; 0 as long as nobody can tell."""
+        """Recent ticks per second, if it is ``tick`` now; 0 while that is unknown."""
         now = self._clock.monotonic()
         since = max(0, bisect_right(self._notes, now - _LATELY, key=lambda note: note[1]) - 1)
         then, noted = self._notes[since]
         return max(0, tick - then) / (now - noted) if now - noted >= _EVERY else 0.0
 
     def times(self, ticks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """When each was: at most a second too early while it is young."""
+        """The time of each tick: at most a second too early for recent ones."""
         noted, times = zip(*self._notes, strict=True)
         found: npt.NDArray[np.float64] = np.array(times)[np.searchsorted(noted, ticks) - 1]
         return found
 
 
 class Ages:
-    """Of what was evicted. All calls under the index's lock; they are counted by the dozen, which is cheaper."""
+    """Histogram of the ages of evicted blocks. All calls need the index lock; blocks are counted in batches, which is
+    cheaper."""
 
     def __init__(self, clockwork: TickClock) -> None:
         self._clockwork = clockwork
         self._left: list[tuple[npt.NDArray[np.int64], float]] = []
-        """Ticks of blocks that have left, and when."""
+        """Ticks of evicted blocks, and the time of their eviction."""
         self._histogram = Histogram(_STEPS)
 
     def add(self, ticks: npt.NDArray[np.int64]) -> None:
-        """Blocks that were last used then leave now."""
+        """Record the eviction of blocks with these ticks of last use."""
         self._left.append((ticks, self._clockwork.now()))
         if len(self._left) >= _DOZEN:
             self._count()

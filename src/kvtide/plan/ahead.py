@@ -1,11 +1,12 @@
-"""Blocks that rank as if they were used at a time still to come, because their caller expects them back then.
+"""Ranks blocks as if they were used at a future time, because their caller expects them back then.
 
-A column of ranks (ticks of the last use, or the end of a term) is raised for a whole chain, head first, and only ever
-raised, so a block stays above its descendants. When the time has come and nobody has used them, they age like others.
+A column of ranks (ticks of the last use, or the end of a term) is raised for a whole chain, first block first, and only
+ever raised, so that a block stays above its descendants. If they are not used at the expected time, they age like
+others.
 
-It is a hint, and must not let one caller push the others out. So nobody is kept longer than a tier takes to turn over
-twice: what comes back later than that is cheaper to bring back. And at most a quarter of a tier's blocks are kept in
-this way at a time, further ones rank as before.
+This is a hint, and must not let one caller displace the others. So no block is kept longer than a tier takes to turn
+over twice: a block that returns later is cheaper to load again. And at most a quarter of a tier's blocks are kept in
+this way at a time; further ones rank as before.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from kvtide.index.index import Rows
 __all__ = ["LONGEST", "Ahead"]
 
 LONGEST = 2
-"""What is expected after so many times a tier's room of further uses, or later, is not kept for that."""
+"""Blocks expected after more uses than this many times the tier's capacity are not kept."""
 _PART = 4
-"""One in so many of a tier's blocks may be kept."""
+"""At most 1/``_PART`` of a tier's blocks may be kept."""
 
 
 class Ahead:
-    """Of one column. All calls under the index's lock."""
+    """For one column. All calls need the index lock."""
 
     def __init__(self) -> None:
         self._until: dict[int, int] = {}
-        """By row: until when it is kept. One that was used meanwhile, or left, is counted until then."""
+        """By row: the time until which it is kept. A row that was used meanwhile, or evicted, is counted until then."""
         self._ends: list[tuple[int, list[int]]] = []
-        """A heap: when some may end, and their rows."""
+        """A heap of end times with their rows."""
         self.latest = 0
         """No block ranks later than this because of a hint."""
 
     def keep(self, column: npt.NDArray[np.int64], rows: Rows, now: int, until: int, room: int) -> Rows:
-        """Rank blocks of one chain, head first, as if they were used at ``until``, in a tier of ``room`` blocks: as
-        many of them as may be kept, which are the answer."""
+        """Rank blocks of one chain, first block first, as if they were used at ``until``, in a tier of ``room`` blocks.
+        Returns those that are kept."""
         while self._ends and self._ends[0][0] <= now:
             end, over = heapq.heappop(self._ends)
             for row in over:
-                if self._until.get(row) == end:  # else it was expected again, later
+                if self._until.get(row) == end:  # otherwise it was expected again, later
                     del self._until[row]
         kept, left = list[int](), room // _PART - len(self._until)
         for row in rows.tolist():

@@ -1,4 +1,4 @@
-"""How much may be written to a tier over time: drives wear out by writing."""
+"""Limits the bytes written to a tier over time, because writing wears out drives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtide.clock import Clock
 __all__ = ["WriteBudget", "WriteBudgetStatistics"]
 
 _BURST = 60.0
-"""What was not used for so many seconds is still there."""
+"""Seconds over which an unused allowance accumulates."""
 _DAY = 86400.0
 
 
@@ -17,11 +17,11 @@ _DAY = 86400.0
 class WriteBudgetStatistics:
     bytes_per_second: float
     bytes_left: float
-    """That may be written at once; below 0: owed."""
+    """Bytes that may be written at once; negative: overdrawn."""
 
 
 class WriteBudget:
-    """Bytes a second on average, with bursts. Called under the index's lock."""
+    """A limit in bytes per second on average, with bursts. All calls need the index lock."""
 
     def __init__(self, rate: float, clock: Clock) -> None:
         self.rate = rate
@@ -31,14 +31,15 @@ class WriteBudget:
 
     @classmethod
     def of(cls, limit: int, drive_writes: float, size: int, clock: Clock) -> WriteBudget | None:
-        """The tighter of so many bytes a second and so many writes of the whole drive a day; 0: no limit."""
+        """The stricter of ``limit`` in bytes per second and ``drive_writes`` of the whole drive per day; 0: no
+        limit."""
         rates = [rate for rate in (float(limit), drive_writes * size / _DAY) if rate > 0]
         return cls(min(rates), clock) if rates else None
 
     def take(self, nbytes: int, last: bool = False) -> bool:
-        """Whether ``nbytes`` may be written now; then they count, and what is more than is left is owed.
+        """Whether ``nbytes`` may be written now; if so, they are deducted, and the balance may become negative.
 
-        At the ``last`` chance they may in any case.
+        With ``last`` they may be written in any case.
         """
         self._refill()
         if self._left <= 0 and not last:
@@ -47,7 +48,7 @@ class WriteBudget:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """So many bytes that may be written will not be."""
+        """Return the allowance for bytes that will not be written."""
         self._left += nbytes
 
     def _refill(self) -> None:

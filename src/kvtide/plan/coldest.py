@@ -1,8 +1,7 @@
-"""The coldest rows of a tier, ranked once for many.
+"""Caches the ranking of a tier's coldest rows.
 
-Ranking looks at every row; taking must not. So the coldest part of a ranking is kept as a queue, and rows are taken
-from it until it is used up or no longer true. There is a queue for each *selection* of rows that somebody wants the
-coldest of: those of a slot kind, or a tenant's own.
+Ranking scans every row; taking one must not. So the coldest part of a ranking is kept as a queue for each selection of
+rows: those of a slot kind, or those of a tenant.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ class Queue:
     rows: Rows
     scores: Scores
     owed: bool
-    """Whether they are of tenants that have more than their share."""
+    """Whether they belong to tenants beyond their share."""
     used: Rows
-    """When each was last used by then. One that was used since may have got a colder child."""
+    """When each row was last used at ranking time. A row used since then may have a colder child."""
     version: int
-    """Of the policy's opinion by which they were ranked."""
+    """The version of the policy that ranked them."""
     since: int
     """When they were ranked."""
     at: int = 0
 
 
 class Coldest:
-    """Of one tier. All calls under the index's lock."""
+    """For one tier. All calls need the index lock."""
 
     def __init__(
         self,
@@ -56,31 +55,31 @@ class Coldest:
         self._uses = uses
         self._may_leave = may_leave
         self._queues: dict[int, Queue] = {}
-        """By selection: the coldest part, as it was ranked last."""
+        """By selection: the coldest part of the last ranking."""
         self._barren: dict[int, int] = {}
-        """By selection: the index's count of changes when nothing could be found."""
+        """By selection: the index's change count when no row was found."""
 
     def leaving(self, rows: Rows) -> Mask:
-        """Which rows may leave now."""
+        """Mask of rows that may be evicted now."""
         good = self._index.evictable(rows, self._number)
         if self._may_leave is not None:
             good &= self._may_leave(rows)
         return good
 
     def may_leave(self, rows: Rows) -> Mask:
-        """Which rows may leave as soon as nobody holds or pins them."""
+        """Mask of rows that may be evicted once they are neither held nor pinned."""
         return np.ones(len(rows), np.bool_) if self._may_leave is None else self._may_leave(rows)
 
     def next(self, selection: int, count: int, rank: Callable[[int], Queue]) -> tuple[list[int], int]:
         """The next rows of a selection, coldest first, and the first one's score; they stay in the queue.
 
-        ``rank`` makes a new queue of the selection.
+        ``rank`` makes a new queue for the selection.
         """
         while True:
             queue = self._queues.get(selection)
             while queue is not None and queue.at < len(queue.rows):
                 rows, scores = queue.rows[queue.at : queue.at + count], queue.scores[queue.at : queue.at + count]
-                # Still here, free to go, and as cold as when they were ranked?
+                # Still present, evictable, and as cold as when they were ranked?
                 good = self.leaving(rows) & (self._policy.score(rows) == scores)
                 good &= self._index.used[rows] == queue.used[queue.at : queue.at + count]
                 if queue.version != self._policy.version or self._uses.overtaken(queue.since, int(scores[-1])):
@@ -96,16 +95,16 @@ class Coldest:
                 return [], 0
 
     def take(self, selection: int, count: int) -> None:
-        """What ``next`` gave leaves."""
+        """Remove the rows that ``next`` returned from the queue, because they are evicted."""
         self._queues[selection].at += count
 
     def forget(self, selection: int) -> None:
-        """What ``next`` gave stays after all: rank the selection anew."""
+        """Discard the queue, because rows that ``next`` returned stay after all."""
         self._queues.pop(selection, None)
 
     def queue(self, rows: Rows, count: int, owed: bool = False) -> Queue:
-        """The coldest ``count`` of some rows."""
-        version = self._policy.version  # before the scores: they may change meanwhile
+        """A queue of the coldest ``count`` rows."""
+        version = self._policy.version  # before the scores: these may change meanwhile
         if len(rows) > count:
             rows = rows[np.argpartition(self._policy.score(rows), count)[:count]]
         rows = np.unique(rows)

@@ -1,12 +1,13 @@
-"""How fast tiers are, from measurement: the ground on which "load or recompute" is decided.
+"""Measured speeds of tiers, on which "load or recompute" is decided.
 
-A belief that is too high corrects itself: the reads that it causes are measured. One that is too low causes no reads,
-so nothing would ever correct it. Therefore a belief says when it is *due* for a trial: fewer than ``_FEW`` measurements
-stand behind it, or the last one is ``_OLD`` seconds ago. The planner then lets one prompt load a part of what it would
+An estimate that is too high corrects itself: the reads that it causes are measured. One that is too low causes no
+reads, so nothing would ever correct it. Therefore an estimate can be *due* for a trial: if it has fewer than ``_FEW``
+measurements, or the last one is ``_OLD`` seconds ago. The planner then lets one prompt load a part of what it would
 have computed (see planner.py), and the next trial is due ``_PAUSE`` seconds later (``_OLD`` seconds, once there are a
-few measurements). The first measurement after such a time counts half: the belief before it may be of another day.
+few measurements). The first measurement after such a time counts half: the estimate before it may be outdated.
 
-What an earlier process measured may be *remembered*. It stands until something is measured, and is due like a guess.
+A speed measured by an earlier process may be *remembered*. It is used until there is a measurement, and is due like a
+guess.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Speed", "SpeedStatistics"]
 _FIRST_GUESS = 1e9
 _WEIGHT = 0.2
 _WEIGHT_OLD = 0.5
-"""Of a measurement after a belief that is old, or was remembered."""
+"""The weight of a measurement after an estimate that is old or remembered."""
 _FEW = 3
 _OLD = 10.0
 _PAUSE = 1.0
@@ -32,13 +33,13 @@ _PAUSE = 1.0
 class SpeedStatistics:
     bytes_per_second: float
     measured: int
-    """How many measurements it stands on; 0: a guess, or remembered."""
+    """Number of measurements; 0: a guess, or remembered."""
     remembered: bool = False
     """Whether an earlier process measured it, and this one has not yet."""
 
 
 class Speed:
-    """The bandwidth of one way, averaged over recent work. Safe from any thread."""
+    """The bandwidth in one direction, averaged over recent work. Thread-safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -49,7 +50,7 @@ class Speed:
         self._lock = threading.Lock()
 
     def measured(self, nbytes: int, seconds: float) -> None:
-        """``nbytes`` took ``seconds`` of the way's time."""
+        """Record that ``nbytes`` took ``seconds`` of transfer time."""
         if nbytes <= 0 or seconds <= 0:
             return
         rate = nbytes / seconds
@@ -64,24 +65,25 @@ class Speed:
             self._measured_at = now
 
     def remember(self, rate: float) -> None:
-        """An earlier process measured ``rate`` bytes a second. Ignored once this one has measured itself."""
+        """Use the ``rate`` in bytes per second that an earlier process measured. Ignored once this process has a
+        measurement."""
         with self._lock:
             if not self._count:
                 self._rate, self._remembered = rate, True
 
     @property
     def due(self) -> bool:
-        """Whether nobody knows how true this still is, and nobody has just gone to find out."""
+        """Whether the estimate may be outdated, and no trial was begun recently."""
         now = self._clock.monotonic()
         pause = _PAUSE if self._count < _FEW else _OLD
         return now - self._tried_at >= pause and (self._count < _FEW or now - self._measured_at >= _OLD)
 
     def tried(self) -> None:
-        """Somebody goes to find out."""
+        """Record that a trial has begun."""
         self._tried_at = self._clock.monotonic()
 
     def seconds(self, nbytes: float) -> float:
-        """How long ``nbytes`` are expected to take."""
+        """Expected seconds for ``nbytes``."""
         return nbytes / self._rate
 
     def statistics(self) -> SpeedStatistics:

@@ -1,18 +1,18 @@
-"""What leaves when a tier is full.
+"""Chooses the blocks to evict when a tier is full.
 
-A ``Policy`` ranks, lower score sooner out, and leaf first; ``Coldest`` keeps what it ranked. The ``Evictor`` decides
-what is ranked: the rows of one slot kind.
+A ``Policy`` ranks blocks: those with lower scores leave sooner, descendants before their ancestors. ``Coldest`` caches
+rankings. The ``Evictor`` decides which rows are ranked: those of one slot kind.
 
-Shares: tenants that use a tier have equal shares of it. When it is full, one that has more than its share loses blocks
-first, its coldest, until it has no more than that; what nobody else wants it keeps.
+*Shares.* The tenants that use a tier have equal shares of it. When the tier is full, a tenant beyond its share loses
+blocks first, its coldest, until it is within its share. Space that no other tenant needs it keeps.
 
-Sizes: a slot can only be reused for its own kind. If the coldest segment of another kind is colder, on average, than
-the coldest block of this kind, or this kind has nothing to give, that whole segment is emptied instead; several, if a
-slot is larger than one of them. Blocks in it that must not leave (pinned, or not yet written down) are moved to slots
-of their own kind in other segments: free ones, or those of the coldest blocks there, which leave in their place. A
-segment with a block that somebody holds cannot be emptied.
+*Sizes.* A slot can be reused only for its own kind. If the coldest segment of another kind is colder, on average, than
+the coldest block of this kind, or this kind has no evictable block, that whole segment is emptied instead; several, if
+a slot is larger than one of them. Blocks in it that must not be evicted (pinned, or not yet written to a colder tier)
+are moved to slots of their own kind in other segments: free ones, or those of the coldest blocks there, which are
+evicted in their place. A segment with a held block cannot be emptied.
 
-Nothing is chosen unless it leads to a slot: if all that may leave were not enough, nothing leaves.
+Nothing is chosen unless it leads to a free slot: if all evictable blocks together were not enough, nothing is evicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Eviction", "Evictor", "EvictorStatistics", "Slotted", "room"]
 
 
 class Slotted(Protocol):
-    """A tier whose room is kept in a book of segments."""
+    """A tier that allocates slots in segments."""
 
     @property
     def segments(self) -> Segments: ...
@@ -46,7 +46,7 @@ class Slotted(Protocol):
 
 
 def room(tier: Slotted) -> int:
-    """About how many blocks a tier holds when it is full; 0 while it has none to judge by."""
+    """Approximate number of blocks that a tier holds when it is full; 0 while it has no blocks to estimate from."""
     with tier.book_lock:
         segments = tier.segments
         blocks = sum(s.slots - len(s.free) for s in segments)
@@ -56,9 +56,9 @@ def room(tier: Slotted) -> int:
 @dataclass(frozen=True, slots=True)
 class EvictorStatistics:
     policy: str
-    """The idea that ranks now."""
+    """The name of the ranking in use now."""
     ages: HistogramStatistics
-    """For how many seconds nobody had used what was evicted."""
+    """Seconds since the last use of evicted blocks."""
 
 
 _LAST = 1 << 60
@@ -67,15 +67,15 @@ _LAST = 1 << 60
 
 @dataclass(slots=True)
 class Eviction:
-    """What makes slots of a kind come free."""
+    """The rows to evict or move so that slots of a kind become free."""
 
     leave: list[int] = field(default_factory=list)
     """Rows to evict."""
     move: dict[int, list[int]] = field(default_factory=dict)
-    """By kind: rows that must come to slots of that kind elsewhere. What leaves has made room for them."""
+    """By kind: rows that must move to slots of that kind elsewhere. The evicted rows have made space for them."""
     drained: list[Segment] = field(default_factory=list)
-    """Segments that are empty then. Nothing new goes into them. Where rows must come out of them to slots elsewhere,
-    what else is in them is not in ``leave``: it leaves when these have come out, see ``rest``."""
+    """Segments that are empty afterwards. No new block is placed in them. If rows must be moved out of them, their
+    other rows are not in ``leave``: these are evicted after the moves, see ``rest``."""
 
     def __bool__(self) -> bool:
         return bool(self.leave or self.move)
@@ -83,7 +83,7 @@ class Eviction:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A segment of another kind, with what is in it."""
+    """A segment of another kind, with its rows."""
 
     segment: Segment
     rows: Rows
@@ -91,7 +91,7 @@ class _Candidate:
     ready: bool
     """Whether it can be emptied at all."""
     score: float = 0.0
-    """The mean of what would leave."""
+    """The mean score of the rows that would be evicted."""
 
     @property
     def stay(self) -> Rows:
@@ -99,7 +99,7 @@ class _Candidate:
 
 
 class Evictor:
-    """Finds what may leave one tier. All calls under the index's lock."""
+    """Finds evictable rows of one tier. All calls need the index lock."""
 
     def __init__(
         self,
@@ -112,9 +112,11 @@ class Evictor:
         may_move: Callable[[Rows], Mask] | None = None,
         takes_slots: bool = True,
     ) -> None:
-        """``may_move`` says which rows that must not leave the tier can be moved within it; without it, none.
+        """``may_move`` returns the mask of rows that must stay in the tier but can be moved within it; without it, none
+        can.
 
-        ``takes_slots``: those need slots of their kind at once, so that others may have to leave for them.
+        ``takes_slots``: moved rows need slots of their kind at once, so that other rows may have to be evicted for
+        them.
         """
         self._index = index
         self._number = number
@@ -123,7 +125,7 @@ class Evictor:
         self._may_move = may_move
         self._takes_slots = takes_slots
         self._hopeless: dict[tuple[int, bool], tuple[int, int, int]] = {}
-        """By kind: the index's count of changes, and how full the tier was, when no segment could be emptied."""
+        """By kind: the index's change count, and how full the tier was, when no segment could be emptied."""
         self.ranked = Coldest(index, number, policy, uses, may_leave)
         self._ages = Ages(uses.clockwork)
 
@@ -132,10 +134,12 @@ class Evictor:
         return self._tier
 
     def victims(self, kind: int, count: int = 1, *, in_place: bool = False) -> Eviction:
-        """What is to leave so that slots of ``kind`` come free, at once or when a segment is cut anew.
+        """Choose what to evict so that slots of ``kind`` become free, at once or when a segment is split into slots
+        again.
 
-        At most ``count`` rows, or what is in one segment, or in as many as a slot needs; at least one, unless nothing
-        that may leave would make room. ``in_place``: segments are only worth emptying if they need not grow.
+        At most ``count`` rows, or the rows of one segment, or of as many segments as a slot needs; at least one row,
+        unless nothing evictable would make space. ``in_place``: empty a segment only if it can be reused without
+        growing.
         """
         eviction = self._victims(kind, count, in_place)
         if eviction.leave:
@@ -143,7 +147,7 @@ class Evictor:
         return eviction
 
     def reach(self, kind: int, most: int) -> int:
-        """How many slots of ``kind`` could be had by now, by evicting too; at most ``most``."""
+        """Number of slots of ``kind`` available now, including by eviction; at most ``most``."""
         with self._tier.book_lock:
             book = self._tier.segments
             if book.spare(kind) is not None:
@@ -170,10 +174,10 @@ class Evictor:
         return Eviction(rows)
 
     def _choose(self, kind: int, than: float, in_place: bool) -> list[_Candidate]:
-        """Segments of other kinds to be emptied, colder than ``than``, so that one slot of ``kind`` fits; or none."""
+        """Segments of other kinds to empty, colder than ``than``, so that one slot of ``kind`` fits; or none."""
         with self._tier.book_lock:
             book = self._tier.segments
-            # At least one, even if there seems to be room: whoever asks has found that there is none.
+            # At least one, even if there seems to be space: the caller has found that there is none.
             lacking, others = max(1, book.lacking(kind)), book.others(kind)
         state = self._index.changes, lacking, book.used
         if not others or self._hopeless.get((kind, in_place)) == state:
@@ -188,7 +192,7 @@ class Evictor:
             if in_place:
                 return any(book.suits(c.segment, kind) for c in chosen)
             free = sum(book.cost(c.segment) for c in chosen)
-            if not self._takes_slots:  # what must stay is written again, and needs as much room as before
+            if not self._takes_slots:  # rows that must stay are written again, and need as much space as before
                 free -= sum(len(c.stay) * c.segment.size for c in chosen)
             return free >= lacking
 
@@ -211,16 +215,16 @@ class Evictor:
         return chosen
 
     def _colder(self, others: Sequence[Segment], than: float) -> list[Segment] | None:
-        """Segments that are colder than ``than``, the coldest first; None if something in one might have to be moved.
+        """Segments that are colder than ``than``, the coldest first; None if a block in one might have to be moved.
 
-        There may be hundreds, and this is done for nearly every block that is written to a full tier: all of them are
-        judged by a few array operations.
+        There may be hundreds of segments, and this runs for nearly every block written to a full tier, so all of them
+        are scored by a few array operations.
         """
-        owners = [s.owner for s in others]  # once: another thread may cut an empty segment anew
+        owners = [s.owner for s in others]  # read once: another thread may split an empty segment again
         rows = np.concatenate(owners)
         which = np.repeat(np.arange(len(owners)), [len(owner) for owner in owners])[rows != EMPTY]
         rows = rows[rows != EMPTY]
-        # Slots whose owners are not known yet, and blocks that stay: segments that have some cannot be emptied.
+        # Segments with slots whose owners are not known yet, or with blocks that must stay, cannot be emptied.
         leaving = rows > EMPTY
         leaving[leaving] = self.ranked.leaving(rows[leaving])
         if not leaving.all():
@@ -235,14 +239,14 @@ class Evictor:
         return [others[i] for i in np.argsort(means, kind="stable").tolist() if means[i] < than]
 
     def _candidate(self, segment: Segment) -> _Candidate | None:
-        """A segment as it is now; None where it has slots whose owners are not known yet."""
-        owner = segment.owner  # once: another thread may cut an empty segment anew
+        """The current contents of a segment; None if it has slots whose owners are not known yet."""
+        owner = segment.owner  # read once: another thread may split an empty segment again
         slots = np.flatnonzero(owner != EMPTY)
         rows = owner[slots]
         if not len(rows) or (rows < 0).any():
             return None
         leaving = self.ranked.leaving(rows)
-        # A slot whose block was dropped, but is not erased yet, may have the number of a row that lies elsewhere.
+        # The slot of a dropped block that is not erased yet may have the number of a row that is elsewhere.
         ready = bool((self._index.place[self._number][rows] == (segment.number << 32) + slots).all())
         found = _Candidate(segment, rows, leaving, ready)
         if ready and not leaving.all():
@@ -255,12 +259,12 @@ class Evictor:
             return found
         if leaving.any():
             found.score = float(self._policy.score(rows[leaving]).mean())
-        else:  # nothing would be lost, if the others of its kind have room for all of it
+        else:  # nothing would be lost, if the other segments of its kind have space for all of it
             found.score = LOWEST if self._takes_slots and self._fits([found], [found]) else _LAST
         return found
 
     def _fits(self, chosen: Sequence[_Candidate], found: Sequence[_Candidate]) -> bool:
-        """Whether what must stay in these segments finds slots in the others of its kind."""
+        """Whether the rows that must stay in these segments fit into the other segments of their kind."""
         if not self._takes_slots:
             return True
         for kind in {c.segment.kind for c in chosen}:
@@ -279,12 +283,13 @@ class Evictor:
         return True
 
     def _others(self, kind: int, numbers: set[int]) -> list[Segment]:
-        """Segments of a kind that blocks can be moved to. One that is all empty may be cut anew at any moment."""
+        """Segments of a kind that blocks can be moved to. Not empty ones, which may be split again at any moment."""
         book = self._tier.segments
         return [s for s in book if s.kind == kind and not s.draining and not s.empty and s.number not in numbers]
 
     def _empty(self, chosen: Sequence[_Candidate]) -> Eviction:
-        """Let nothing new into segments; answers what is in them. Nothing, if one of them has changed meanwhile."""
+        """Stop placing blocks in segments; returns their rows. Returns nothing if one of the segments has changed
+        meanwhile."""
         eviction = Eviction()
         if not chosen:
             return eviction
@@ -299,13 +304,13 @@ class Evictor:
                 if len(c.stay):
                     eviction.move.setdefault(c.segment.kind, []).extend(c.stay.tolist())
         if self._takes_slots and eviction.move:
-            eviction.leave = []  # not before it is certain that what must stay comes out: it may be asked for meanwhile
+            eviction.leave = []  # evicted only once the moves are done: a row that must stay may be requested meanwhile
             for kind, rows in eviction.move.items():
                 eviction.leave += self._displaced(kind, len(rows))
         return eviction
 
     def rest(self, drained: Sequence[Segment]) -> list[int]:
-        """What is to leave so that drained segments are empty; nothing, if something in one of them has to stay."""
+        """The rows to evict so that drained segments are empty; none if a row in one of them must stay."""
         rows: list[int] = []
         for segment in drained:
             if not segment.empty:
@@ -318,7 +323,7 @@ class Evictor:
         return rows
 
     def _displaced(self, kind: int, count: int) -> list[int]:
-        """The coldest rows of a kind to leave, so that there are ``count`` free slots of it."""
+        """The coldest rows of a kind to evict so that there are ``count`` free slots of it."""
         with self._tier.book_lock:
             others = self._others(kind, set())
             count -= sum(len(s.free) for s in others)
@@ -331,21 +336,21 @@ class Evictor:
         return found
 
     def size(self, place: int) -> int:
-        """The bytes of a slot in use."""
+        """Bytes of a slot in use."""
         return self._tier.segments.size(place)
 
     def coldest(self, count: int, kind: int | None = None) -> Rows:
-        """The rows that would leave next, of any kind or of one, whether they may already or not.
+        """The rows that would be evicted next, of any kind or of one, whether they are evictable already or not.
 
-        Without pinned ones, and first those that nobody holds: a large match must not hide what leaves instead. Of what
-        is held, those that could not even leave when it is let go.
+        Excludes pinned rows. Rows that are not held come first: a large match must not hide the rows that are evicted
+        instead. Of the held rows, only those that could not be evicted even when released.
         """
         with self._tier.book_lock:
             owners = [s.owner for s in self._tier.segments if kind is None or s.kind == kind]
         rows: Rows = np.concatenate(owners) if owners else np.zeros(0, np.int64)
         rows = np.unique(rows[rows > EMPTY])
         state, holds = self._index.state, self._index.holds[rows]
-        # A block that is being written to another tier is held for that alone, and leaves when it is there.
+        # A block that is being written to another tier is held only for that, and is evictable when it is written.
         written = np.zeros(len(rows), np.int32)
         for number, other in enumerate(state):
             if number != self._number:
@@ -358,7 +363,7 @@ class Evictor:
         return np.concatenate([free, self._first(held[~self.ranked.may_leave(held)], count - len(free))])
 
     def _first(self, rows: Rows, count: int) -> Rows:
-        """The coldest rows, in order."""
+        """The coldest ``count`` rows, in order."""
         scores = self._policy.score(rows)
         if len(rows) > count:
             near = np.argpartition(scores, count)[:count]
@@ -374,14 +379,14 @@ class Evictor:
         count = max(64, len(rows) // 64)
         owed = self._owed(rows, scores, kind)
         if owed is not None:
-            # What is owed changes with every block that leaves, so this queue must not last long.
+            # The excess changes with every evicted block, so this queue must be short.
             rows, count = (rows[owed], count) if owed.any() else (rows, 1 + len(rows) // 256)
         return self.ranked.queue(rows, count, owed is not None and bool(owed.any()))
 
     def _owed(self, rows: Rows, scores: Scores, kind: int) -> Mask | None:
-        """Which rows of slots of ``kind`` their tenants have beyond their shares: the coldest of each such tenant.
+        """Mask of rows in slots of ``kind`` that exceed their tenants' shares: the coldest of each such tenant.
 
-        None where there is but one tenant.
+        None if there is only one tenant.
         """
         if self._index.tenants < 2:
             return None

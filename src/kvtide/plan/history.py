@@ -1,18 +1,19 @@
-"""What is remembered of blocks beyond their stay: how often they came back, and after how long.
+"""What is remembered of blocks after they leave a tier: how often they returned, and after how long.
 
-A block that left a tier is forgotten by the index; a few bytes of it stay here, in a table of fixed size in which the
-newer of two names that have the same place wins. From it comes what a policy cannot see in a tier: that a block
-which is stored now was here before, and which kinds of blocks come back after which time. The table is bounded: of
-a large tier it has a sample, one name in so many, and what is not in the sample is at least what a deeper block of
-its chain is, because nothing comes back without its parents.
+The index forgets a block that left all tiers. A few bytes of it stay here, in a table of fixed size; when two names
+collide, the newer one replaces the older. The table provides what a policy cannot see in a tier: that a block being
+stored now was present before, and after what time each kind of block returns. For a large tier the table has only a
+sample of the names. A block outside the sample has at least as many returns as a deeper block of its chain, because no
+block returns without its parents.
 
-Time is counted in blocks used. For each *kind* (see ``Uses``) the table yields a life curve, as for machines of which
-some have failed and some still run: a block that was used again is an event at its age; one that was not, yet, or
-whose place in the table was taken, says only that it took longer. Of most kinds little is seen, and the blocks of one
-prompt come back together: evidence is counted in prompts, not in blocks. A kind is taken at first for what its
-traits, each by itself, make of the usual curve; what was seen of the kind itself corrects that as it grows. And of ages
-that few blocks have reached it is assumed that they bring as many returns as the age before, for each doubling of time:
-with nothing known of kinds, that makes the policy the same as least recently used.
+Time is counted in blocks used. For each *kind* (see ``UsageTracker``) the table yields a survival curve. A block that
+was used again is an event at its age. A block that was not used again yet, or that was replaced in the table, shows
+only that it took longer (a censored observation).
+
+Most kinds are seen rarely, and the blocks of one prompt return together, so evidence is counted in prompts, not in
+blocks. The prior for a kind is the usual curve, adjusted by the effect of each trait by itself; observations of the
+kind correct it as they accumulate. Ages that few blocks have reached are assumed to bring as many returns as the age
+before, for each doubling of time: if nothing is known of kinds, the policy is then equal to least recently used.
 """
 
 from __future__ import annotations
@@ -33,49 +34,50 @@ Numbers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.float64]
 
 MANY = 250
-"""Returns are counted up to here."""
+"""Returns are counted up to this number."""
 _STEPS = 2
-"""Ages are told apart in so many steps for each doubling."""
+"""Number of age steps for each doubling."""
 _AGES = 36 * _STEPS
 _ENDS = np.concatenate([[0.0], 2.0 ** (np.arange(1, _AGES + 1) / _STEPS)])
-"""Where each step of age begins; the last one's end."""
+"""The start of each age step, and the end of the last."""
 _WIDTHS = np.diff(_ENDS)
 _THIN = 15.0
-"""What is seen of a kind counts as much as what its traits say when it comes from this many prompts."""
+"""Observations of a kind weigh as much as its traits when they come from this many prompts."""
 _FEW = 2.0
-"""The same for a trait beside no trait at all."""
+"""Observations of a trait weigh as much as the usual curve when they come from this many prompts."""
 _SMOOTH = 20.0
-"""The same for an age beside the one before."""
+"""Observations of an age weigh as much as the age before when they come from this many prompts."""
 _FIRST = 0.01
-"""Of blocks that have just been used, how many come back at once, as long as nothing was seen."""
+"""The share of just used blocks that return at once, as long as nothing was seen."""
 _ALIKE = 3.0
-"""How many blocks of a kind a prompt has is taken from all kinds until it was seen in this many prompts."""
+"""The number of blocks of a kind in a prompt is taken from all kinds until the kind was seen in this many prompts."""
 _LEAST = 1e-6
-"""Against division by nothing."""
+"""Avoids division by zero."""
 _PLACES = 1 << 14
 _MOST = 1 << 19
-"""Places of the table, at first and at most."""
+"""Initial and maximum number of entries in the table."""
 _PART = 1 << 16
-"""Places that are looked at together: what that takes of memory is little beside the table."""
+"""Entries processed together: this takes little memory compared to the table."""
 _TIMES = 16
-"""More is remembered than a tier holds, by this factor."""
+"""The table remembers this many times the blocks that a tier holds."""
 _HIGH = np.uint64(20)
-"""Which bits of a name decide whether it is in the sample: those above the ones that give it its place."""
+"""The bits of a name that decide whether it is in the sample: those above the bits that select its entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """For each kind and each time to stay: the hits that a block brings by then, and the time that it has stayed."""
+    """For each kind and each duration in the tier: the hits that a block brings by then, and the time that it has
+    stayed."""
 
     hits: Table
-    """By kind and step of age, rising from 0."""
+    """By kind and age step, rising from 0."""
     time: Table
     rates: npt.NDArray[np.float64]
-    """Blocks of each kind used in a unit of time, one block used."""
+    """Blocks of each kind used per unit of time, which is one block used."""
 
     def stays(self, capacity: int, bounded: bool = False) -> tuple[Numbers, npt.NDArray[np.float64]]:
-        """How long each kind should stay so that a room of ``capacity`` blocks brings the most hits; and how many each
-        block then brings. ``bounded``: none for much longer than all of them could stay alike."""
+        """How long each kind should stay so that a tier of ``capacity`` blocks brings the most hits, and the hits per
+        block. ``bounded``: no kind stays much longer than all could stay equally."""
         kinds = np.arange(len(self.rates))
         most = _AGES
         if bounded:
@@ -84,7 +86,7 @@ class Curves:
         seen = np.flatnonzero(self.rates)
         rates, seen_hits, seen_time, each = self.rates[seen], hits[seen], time[seen], np.arange(len(seen))
         low, high = -40.0, 4.0
-        for _ in range(24):  # halving: the price of room, as a power of two
+        for _ in range(24):  # bisection of the price of space, as a power of two
             price = (low + high) / 2
             best = np.argmax(seen_hits - 2.0**price * seen_time, axis=1)
             if rates @ seen_time[each, best] > capacity:
@@ -96,7 +98,7 @@ class Curves:
 
 
 class _Places:
-    """The table, of one name in ``share``: when it was used last, as which kind, and how often it had come back."""
+    """The table, of one name in ``share``: the last use, its kind, and the number of returns."""
 
     __slots__ = ("_mask", "_others", "kinds", "names", "returns", "share", "times")
 
@@ -113,32 +115,33 @@ class _Places:
         return marks & self._mask
 
     def sampled(self, marks: Marks) -> Mask:
-        """Which names are in the sample."""
+        """Mask of names in the sample."""
         mine: Mask = (marks & self._others) == 0
         return mine
 
 
 class History:
-    """See the module's text. ``returns`` is for any thread; the rest for one that learns."""
+    """See the module docstring. ``returns`` is thread-safe; the rest is for the learning thread."""
 
     def __init__(self, traits: tuple[int, ...], lasting: int) -> None:
         kinds = math.prod(traits)
         self._traits = traits
-        """A kind's number is made up of that many traits, of so many values each."""
+        """Number of values of each trait; a kind's number is composed of its traits."""
         self.lasting = lasting
-        """After so much time something counts half."""
+        """The time after which an observation counts half."""
         self._places = _Places(_PLACES, 1)
         self._came = np.zeros((kinds, _AGES))
         self._lost = np.zeros((kinds, _AGES))
         self._used = np.zeros(kinds)
         self._prompts = np.zeros(kinds)
-        """In how many prompts each kind was used."""
+        """Number of prompts in which each kind was used."""
         self._span = 0.0
-        """The time over which ``_used`` was counted, divided as the names are."""
+        """The time over which ``_used`` was counted, divided by the sampling factor."""
         self._now = 0
 
     def returns(self, marks: Marks) -> Counts:
-        """How often blocks of one chain, head first, that are stored now have come back: 0 for what was not here."""
+        """How often blocks of one chain, first block first, that are being stored returned before; 0 for unknown
+        blocks."""
         places = self._places
         at = places.at(marks)
         count: Counts = np.minimum(places.returns[at], MANY - 1) + np.int16(1)
@@ -148,7 +151,7 @@ class History:
         return count
 
     def fit(self, blocks: int) -> None:
-        """Remember enough for a tier of ``blocks``."""
+        """Enlarge the table for a tier of ``blocks``."""
         old, count = self._places, len(self._places.names)
         while count < min(_TIMES * blocks, _MOST):
             count *= 2
@@ -166,7 +169,8 @@ class History:
             self._count_less(old.share / share)
 
     def see(self, marks: Marks, kinds: Kinds, returns: Counts, counted: Mask, now: int) -> None:
-        """Blocks of one chain are used. Those not ``counted`` were just before, and are only told apart better now."""
+        """Record a use of blocks of one chain. Blocks that are not ``counted`` were recorded just before, and only get
+        a more precise kind now."""
         places = self._places
         if places.share > 1:
             mine = places.sampled(marks)
@@ -181,7 +185,7 @@ class History:
         np.add.at(self._came, (was[came], steps[came]), weights[came])
         np.add.at(self._lost, (was[lost], steps[lost]), weights[lost])
         np.add.at(self._used, kinds, 1)
-        self._prompts[kinds] += 1  # numpy adds once for each different kind
+        self._prompts[kinds] += 1  # numpy adds once for each distinct kind
         again = was[same & ~counted]
         if len(again):
             np.add.at(self._used, again, -1)
@@ -192,14 +196,14 @@ class History:
         self._now = now
 
     def _weights(self, ages: Numbers) -> npt.NDArray[np.float64]:
-        """What blocks that were used so long ago count for."""
+        """The weights of observations of blocks, by the time since their last use."""
         weights: npt.NDArray[np.float64] = np.exp2(ages / -self.lasting)
         return weights
 
     def curves(self) -> Curves:
-        """What is known by now."""
+        """The curves from everything observed by now."""
         kinds, waiting = len(self._used), self._lost + self._waiting()
-        # Of those that reached an age, how many came back before the next? Who was lost on the way counts half.
+        # Of the blocks that reached an age, how many returned before the next? Those lost in between count half.
         reached = np.cumsum((self._came + waiting)[:, ::-1], axis=1)[:, ::-1] - waiting / 2
         used, prompts = np.maximum(self._used, 0), np.maximum(self._prompts, 0)
         together = used.sum() / max(prompts.sum(), 1.0)
@@ -216,7 +220,7 @@ class History:
         )
 
     def _waiting(self) -> Table:
-        """What is in the table, by kind and step of age."""
+        """The entries of the table, by kind and age step."""
         places, cells = self._places, self._lost.size
         found = np.zeros(cells)
         for first in range(0, len(places.names), _PART):
@@ -227,8 +231,8 @@ class History:
         return found.reshape(self._lost.shape)
 
     def _by_traits(self, came: Table, reached: Table, together: float) -> Table:
-        """The rates of coming back that each kind would have if its traits worked alone: the first one's effect
-        changes with age, the others' do not. ``together`` blocks of one kind are in a prompt, in the mean."""
+        """The return rates that each kind would have if its traits acted independently: the first one's effect varies
+        with age, the others' effects do not. A prompt has ``together`` blocks of one kind on average."""
         shape = (*self._traits, _AGES // 4, 4)
         traits = len(self._traits)
         came, reached = came.reshape(shape), reached.reshape(shape)
@@ -247,7 +251,7 @@ class History:
         return flat
 
     def fade(self, time: int) -> None:
-        """So much time has passed: let what was learned count less."""
+        """Reduce the weight of what was learned, after ``time`` has passed."""
         self._count_less(0.5 ** (time / self.lasting))
 
     def _count_less(self, share: float) -> None:
@@ -259,6 +263,6 @@ class History:
 
 
 def _steps(ages: Numbers) -> npt.NDArray[np.intp]:
-    """Which step of age each is in."""
+    """The age step of each age."""
     found: npt.NDArray[np.intp] = np.minimum(_STEPS * np.log2(np.maximum(ages, 1)), _AGES - 1).astype(np.intp)
     return found

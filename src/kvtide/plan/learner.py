@@ -1,4 +1,4 @@
-"""The thread that learns, so that no caller waits for it."""
+"""The thread that learns from uses of blocks, so that no caller waits for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Learner:
             self._thread.start()
 
     def _run(self) -> None:
-        while not self._closed.is_set():  # to learn ends what is due, so that it is looked at before each wait too
+        # learning clears ``due``, which ``close`` sets, so ``_closed`` is checked before each wait too
+        while not self._closed.is_set():
             self._uses.due.wait()
             if not self._closed.is_set():
                 try:

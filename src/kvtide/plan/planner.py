@@ -1,16 +1,16 @@
-"""Load or recompute: how much of a usable prefix is worth fetching.
+"""Decides whether to load or recompute: how much of a usable prefix is worth loading.
 
-Blocks in DRAM cost nothing worth counting. Those in a colder tier take (bytes queued before them + their own bytes)
-/ the bandwidth measured there; several tiers are read at the same time. A prefix must be taken from its start, so the
-only question is where to stop: the length with the least (seconds to load it + seconds to compute the rest). A disk hit
-that is slower than computing is not made. What computing costs stands in prefill.py: the last tokens of a long prompt
+Blocks in DRAM cost nothing. Those in a colder tier take (bytes queued before them + their own bytes) / the bandwidth
+measured there; several tiers are read in parallel. A prefix must be taken from its start, so the only question is where
+to stop: at the length with the least (seconds to load it + seconds to compute the rest). Blocks on disk that load more
+slowly than they are computed are not loaded. The cost of computing is in prefill.py: the last tokens of a long prompt
 cost more than the first.
 
-A belief about a tier that is too low would never be corrected, for nothing would be read. So where more would be loaded
-if a tier were as fast as any is (``_FASTEST``), nothing is being read from it, and the belief about it is due
-(cost.py), one prompt makes a *trial*: it loads ``_TRIAL`` bytes more of what it would have computed. That load may take
-as long as computing what it brings would, whatever deadline its caller has; what has not come by then is computed. So
-a trial costs its prompt no more than that once, and the next plan knows better.
+An estimate of a tier's speed that is too low would never be corrected, because nothing would be read. So a prompt makes
+a *trial* if more would be loaded at the highest possible speed (``_FASTEST``), nothing is being read from the tier, and
+its estimate is due (cost.py). It loads ``_TRIAL`` bytes more, of what it would have computed. That load may take as
+long as computing the same blocks would, whatever the caller's deadline; what has not arrived by then is computed. So a
+trial costs its prompt no more than that once, and the next plan has a better estimate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
 
 _TRIAL = 32 << 20
 _FASTEST = 64e9
-"""Bytes a second."""
+"""Bytes per second."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,17 +39,17 @@ Floats = npt.NDArray[np.float64]
 class Plan(msgspec.Struct, frozen=True):
     """How a prompt gets its prefix: ``blocks`` are taken from the store, the rest is computed.
 
-    The seconds are the expectations that decided it; ``compute_seconds`` is None where the caller's prefill speed is
-    not known, so that everything usable is loaded.
+    The seconds are the estimates that decided it; ``compute_seconds`` is None if the caller's prefill speed is not
+    known, so that everything usable is loaded.
     """
 
     blocks: int
     load_seconds: float
     compute_seconds: float | None
     slower: int = 0
-    """Blocks after these that are here, but quicker to compute."""
+    """Further blocks that are present, but faster to compute."""
     trial: float | None = None
-    """Seconds that the load may take at most, where it is one that shows how fast a tier is; None: it is not."""
+    """If the load is a trial of a tier's speed: the most seconds that it may take. Otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class PlannerStatistics:
-    """What became of the blocks of prompts that were asked for, without those that callers had already.
+    """Where the blocks of requested prompts came from, without those that callers had already.
 
-    A block counts once, in whatever groups it is, for the coldest tier that one of them must come from.
+    A block is counted once for all its groups, under the coldest tier that one of them must come from.
     """
 
     prompts: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
-    """By the tier that has them, ``slower``: there, but quicker to compute, or ``missed``."""
+    """By the tier that has them; ``slower``: present, but faster to compute; ``missed``: not present."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """The same, in tokens."""
+    """The same in tokens."""
 
 
 class Planner:
-    """Decides what to load. Called under the index's lock."""
+    """Decides what to load. Call with the index lock held."""
 
     def __init__(self, index: Index, sources: Sequence[Source]) -> None:
         self._index = index
@@ -84,7 +84,7 @@ class Planner:
         self._names = ("dram", *(s.name for s in sources), "slower", "missed")
         self._prompts = 0
         self._counts: dict[int, list[int]] = {}
-        """By tokens of a block: blocks, in the order of the names."""
+        """By tokens per block: numbers of blocks, in the order of the names."""
 
     def statistics(self) -> PlannerStatistics:
         blocks, tokens = [0] * len(self._names), [0] * len(self._names)
@@ -97,8 +97,8 @@ class Planner:
     def count(
         self, plan: Plan, blocks: int, have: int, tokens: int, needed: Sequence[tuple[int, Rows]] | None = None
     ) -> None:
-        """A prompt of so many ``blocks`` was planned for somebody. ``needed`` has what is to come, by group, with the
-        number of its first block; None: all of it is in DRAM. A block has ``tokens``."""
+        """Count a prompt of ``blocks`` blocks of ``tokens`` tokens each that was planned for a caller. ``needed`` has
+        the rows to load, by group, with the number of the first block; None: all of them are in DRAM."""
         counts = self._counts.get(tokens)
         if counts is None:
             counts = self._counts[tokens] = [0] * len(self._names)
@@ -117,7 +117,7 @@ class Planner:
             counts[i] += n
 
     def _tier(self, rows: Rows) -> Rows:
-        """Where each must come from: 0 is DRAM, then the sources in their order."""
+        """The tier that each row must come from: 0 is DRAM, then the sources in their order."""
         tier = np.zeros(len(rows), np.int64)
         for i, source in reversed([*enumerate(self._sources, 1)]):
             tier[self._index.state[source.number][rows] == SEALED] = i
@@ -134,10 +134,10 @@ class Planner:
         queued: Sequence[int],
         limit: int,
     ) -> Plan:
-        """How many blocks to take, of the lengths that are ``usable``, when the caller has ``have`` blocks already.
+        """Decide how many blocks to take, of the ``usable`` lengths, when the caller has ``have`` blocks already.
 
-        ``prefill`` is what computing costs the caller (None: unknown, so the longest prefix is taken), ``queued``
-        the bytes that wait to be read before ours, by source. At most ``limit`` bytes fit into DRAM.
+        ``prefill`` is the caller's cost of computing (None: unknown, so the longest prefix is taken), ``queued`` the
+        bytes waiting to be read before ours, by source. At most ``limit`` bytes fit into DRAM.
         """
         count = len(usable) - 1
         if have + limit // sum(layout.geometry[g.name].footprint for g in layout.groups) < count:
@@ -180,8 +180,8 @@ class Planner:
         compute: Floats,
         queued: Sequence[int],
     ) -> int:
-        """How many blocks to load to learn how fast those sources are that are ``idle``; ``blocks`` if nothing is to be
-        learned that could matter."""
+        """Number of blocks to load to learn the speed of the sources that are ``idle``; ``blocks`` if nothing relevant
+        can be learned."""
         at_best = [s if source is None else min(s, 1 / _FASTEST) for s, source in zip(speeds, idle, strict=True)]
         best = _quickest(lengths, _load_seconds(cold, queued, at_best) + compute)
         lengths = lengths[(lengths > blocks) & (lengths <= best)]
@@ -198,9 +198,10 @@ class Planner:
 
 
 def _load_seconds(cold: Sequence[Floats], queued: Sequence[int], speeds: Sequence[float]) -> Floats:
-    """For each length the seconds that loading takes: by source, its bytes, those that wait there, and a byte's time.
+    """For each length, the seconds to load it: given by source its bytes, the bytes waiting there, and the time per
+    byte.
 
-    All are read at the same time.
+    All sources are read in parallel.
     """
     load = np.zeros(1)
     for nbytes, waiting, each in zip(cold, queued, speeds, strict=True):
@@ -209,13 +210,13 @@ def _load_seconds(cold: Sequence[Floats], queued: Sequence[int], speeds: Sequenc
 
 
 def _quickest(lengths: Rows, seconds: Floats) -> int:
-    """Of equally quick lengths the longest: it leaves the processor free."""
+    """The fastest length; of equally fast ones the longest, which leaves the processor free."""
     total = seconds[lengths]
     return int(lengths[len(total) - 1 - np.argmin(total[::-1])])
 
 
 def _needed_bytes(layout: Layout, counted: dict[str, Mask], have: int) -> Floats:
-    """For each length in blocks, 0 to all, the bytes that a prefix needs after ``have``, of the blocks ``counted``."""
+    """For each length in blocks, 0 to all, the bytes of ``counted`` blocks that a prefix needs after ``have``."""
     lengths = np.arange(min(len(c) for c in counted.values()) + 1)
     total = np.zeros(len(lengths))
     for group in layout.groups:

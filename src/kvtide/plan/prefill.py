@@ -1,20 +1,22 @@
-"""What computing a prompt costs: what loading must beat.
+"""The cost of computing a prompt, with which loading competes.
 
 A token costs its share of the matrix products, which is the same for all, and its attention, which grows with the
 tokens before it. So the tokens from ``start`` to ``stop`` take::
 
     a * (stop - start)  +  b * (stop^2 - start^2) / 2
 
-seconds; the second factor of ``b`` is the *reach*, the sum of all these tokens' contexts. At 128k tokens the second
-part is several times the first, and a plain speed in tokens a second is wrong by that much, in one direction for short
-prompts and in the other for long ones.
+seconds; the factor of ``b`` is the *reach*, the sum of all these tokens' context lengths. At 128k tokens the second
+term is several times the first, and a plain speed in tokens per second is wrong by that much, in one direction for
+short prompts and in the other for long ones.
 
-``PrefillFit`` learns ``a`` and ``b`` from what an engine really did. Wall time is all it sees, so what else the engine
-does in that time (others' decoding) counts: this is the speed that the next prompt will meet too. Now and then a step
-takes a hundred times as long, because something is compiled: the fit is one of least absolute errors, to which one
-observation is one observation, however large. ``b`` is only believed where it explains what is seen: it needs ``_FEW``
-observations, and with it the typical error must be ``_BETTER`` times what it is without; else noise among short prompts
-would be told of long ones. Neither is ever below 0.
+``PrefillFit`` learns ``a`` and ``b`` from an engine's measured times. It sees only wall time, so the engine's other
+work in that time (decoding for others) is included: the next prompt will meet the same speed. Now and then a step takes
+a hundred times as long, because something is compiled. Therefore the fit minimizes absolute errors, so that an outlier
+counts as one observation, however large.
+
+``b`` is used only if it explains the observations: it needs ``_FEW`` of them, and the typical error with it must be at
+most ``_BETTER`` times the error without it; otherwise noise among short prompts would be extrapolated to long ones.
+Neither is ever below 0.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from kvtide.errors import LayoutError
 __all__ = ["Prefill", "PrefillCost", "PrefillFit", "cost_of", "reach"]
 
 _LAST = 64
-"""Observations that are kept."""
+"""Number of observations kept."""
 _FORGET = 0.95
-"""What an observation counts for, against the next one."""
+"""The weight of an observation relative to the next one."""
 _FEW = 8
 _BETTER = 0.9
 _ROUNDS = 12
 _SLOWEST = 1e18
-"""Seconds of a token: so that sums of them are finite."""
+"""Maximum seconds per token, so that sums are finite."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -49,12 +51,12 @@ def reach(start: float, stop: float) -> float: ...
 @overload
 def reach(start: npt.NDArray[Any], stop: float) -> Floats: ...
 def reach(start: Any, stop: float) -> Any:
-    """The sum of the contexts of a prompt's tokens from ``start`` to ``stop``."""
+    """The sum of the context lengths of a prompt's tokens from ``start`` to ``stop``."""
     return (stop * float(stop) - start * 1.0 * start) / 2
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
-    """What computing tokens of a prompt costs, in seconds: each token, and each for every token before it."""
+    """The cost of computing tokens of a prompt, in seconds: per token, and per token and token of context before it."""
 
     per_token: float
     per_token_context: float = 0.0
@@ -70,28 +72,28 @@ class PrefillCost(msgspec.Struct, frozen=True):
     @overload
     def seconds(self, start: npt.NDArray[Any], stop: float) -> Floats: ...
     def seconds(self, start: Any, stop: float) -> Any:
-        """How long the tokens from ``start`` to ``stop`` take; of each start, if there are several."""
+        """Seconds for the tokens from ``start`` to ``stop``; for each start, if there are several."""
         return self.per_token * (stop - start) + self.per_token_context * reach(start, stop)
 
     def speed(self, start: int, stop: int) -> float:
-        """Tokens a second, from ``start`` to ``stop``."""
+        """Tokens per second, from ``start`` to ``stop``."""
         seconds = self.seconds(start, stop)
         return (stop - start) / seconds if seconds > 0 else math.inf
 
 
 Prefill = float | PrefillCost
-"""What callers give: a plain speed in tokens a second (0: unknown), or what tokens cost."""
+"""What callers give: a plain speed in tokens per second (0: unknown), or a cost."""
 
 
 def cost_of(prefill: Prefill) -> PrefillCost | None:
-    """None: unknown."""
+    """The cost for a caller's value; None if unknown."""
     if isinstance(prefill, PrefillCost):
         return prefill
     return PrefillCost(min(1 / prefill, _SLOWEST)) if prefill > 0 else None
 
 
 class PrefillFit:
-    """Learns the cost of an engine's prefill. Not safe from several threads."""
+    """Learns the cost of an engine's prefill. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
@@ -100,14 +102,14 @@ class PrefillFit:
         self._fitted = True
 
     def add(self, tokens: float, reached: float, seconds: float) -> None:
-        """So many tokens, whose contexts are ``reached`` together, took ``seconds``."""
+        """Record that ``tokens``, with the sum of context lengths ``reached``, took ``seconds``."""
         if tokens > 0 and reached >= 0 and 0 < seconds < math.inf:
             self._seen.append((tokens, reached, seconds))
             self._fitted = False
 
     @property
     def cost(self) -> PrefillCost | None:
-        """None as long as nothing was seen."""
+        """None as long as nothing was recorded."""
         if not self._fitted:
             self._cost, self._fitted = _fit(np.array(self._seen, np.float64)), True
         return self._cost
@@ -125,7 +127,7 @@ def _fit(seen: Floats) -> PrefillCost:
 
 
 def _ratio(given: Floats, seconds: Floats, weights: Floats) -> float:
-    """The factor with the least absolute error: a median. Of two the lower: what is odd is slow."""
+    """The factor with the least absolute error: a weighted median; of two the lower, because outliers are slow."""
     each = seconds / given
     order = np.argsort(each)
     weight = np.cumsum((weights * given)[order])
@@ -133,7 +135,7 @@ def _ratio(given: Floats, seconds: Floats, weights: Floats) -> float:
 
 
 def _curve(tokens: Floats, reached: Floats, seconds: Floats, weights: Floats, plain: float) -> tuple[float, float]:
-    """The two factors with the least absolute errors, by least squares in which large errors count less and less."""
+    """The two factors with the least absolute errors, by iteratively reweighted least squares."""
     a, b = plain, 0.0
     scale = float(np.max(reached))
     x, y = tokens, reached / scale

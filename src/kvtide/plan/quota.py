@@ -1,7 +1,7 @@
-"""What a tenant may have of one tier at most.
+"""Limits the bytes of one tier that a tenant may use.
 
-A block that would be too much makes room among its tenant's own, the coldest first; what finds none is not stored. So
-the quota holds at every moment, and what one tenant stores costs the others nothing.
+A block beyond the quota makes space among its tenant's own blocks, the coldest first; if that is impossible, it is not
+stored. So the quota is never exceeded, and what one tenant stores costs the others nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Quota"]
 
 
 class Quota:
-    """Of one tier, for all tenants that have one. All calls under the index's lock."""
+    """The quotas of one tier, for all tenants with a quota there. All calls need the index lock."""
 
     def __init__(self, index: Index, number: int, name: str, account: TenantUsage, coldest: Coldest) -> None:
         self._index = index
@@ -27,9 +27,10 @@ class Quota:
         index.accounts[number] = account
 
     def allow(self, tenant: int, count: int, size: int) -> tuple[int, list[int]]:
-        """How many of ``count`` blocks of ``size`` bytes the tenant may have, and which of its own must leave for them.
+        """Number of ``count`` blocks of ``size`` bytes that the tenant may store, and which of its own rows must be
+        evicted for them.
 
-        Nothing leaves that would not make room for one of them.
+        No row is evicted unless that makes space for one of the blocks.
         """
         account, holds = self.account, self._index.holds
         left = account.left(tenant)
@@ -38,7 +39,7 @@ class Quota:
             return wanted // size, []
         chosen: list[int] = []
         while left < wanted and (rows := self._some(tenant, wanted - left)):
-            # What is chosen must not be chosen again before it leaves. So it is held, but for this moment only.
+            # A chosen row must not be chosen again before it is evicted. So it is held, only for this moment.
             holds[rows] += 1
             chosen += rows
             left += sum(map(account.charged, rows))
@@ -52,9 +53,9 @@ class Quota:
         return allowed, chosen
 
     def victims(self, tenant: int, nbytes: int) -> list[int]:
-        """Some rows of the tenant's own to evict, so that it may have ``nbytes`` more: then ask again.
+        """Some of the tenant's rows to evict so that it may use ``nbytes`` more; call again afterwards.
 
-        None if it may already, or if nothing of its own may leave.
+        Empty if it may already, or if none of its rows may be evicted.
         """
         over = nbytes - self.account.left(tenant)
         return self._some(tenant, over) if over > 0 else []
@@ -70,7 +71,8 @@ class Quota:
         return rows
 
     def own(self, tenant: int) -> Rows:
-        """What a tenant is charged for and may leave the tier, or could if it were nowhere else."""
+        """Rows that a tenant is charged for and that may leave the tier, or could if they were written to a colder
+        one."""
         rows = self.account.rows(tenant)
         return rows[self._index.evictable(rows, self._number)]
 
@@ -80,7 +82,8 @@ class Quota:
         return self._coldest.queue(rows, max(64, len(rows) // 64))
 
     def refuse(self, tenant: int, what: str, blocks: int, everybody: Counter[str]) -> None:
-        """So many blocks of a tenant are not stored, or not loaded: counted for it, and for ``everybody``."""
+        """Count blocks of a tenant that were not stored, or not loaded: for the tenant, and in the totals
+        ``everybody``."""
         for counts in (everybody, self.account.refused[tenant]):
             if what == "load":
                 counts["loads dropped: a tenant's quota of dram is used up"] += blocks

@@ -1,4 +1,4 @@
-"""A cache of names without blocks, to see what a policy would have kept."""
+"""A simulated cache of names without blocks, which shows what a policy would have kept."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """Keeps the names with the highest scores. One thread."""
+    """Keeps the names with the highest scores. For one thread."""
 
     def __init__(self) -> None:
         self._scores: dict[int, int] = {}
         self._since: dict[int, int] = {}
         """When each was last used."""
         self._heap: list[tuple[int, int]] = []
-        """Scores and names; those that are no longer true are passed over when they come up."""
+        """Scores and names; outdated entries are skipped."""
 
     def __contains__(self, name: int) -> bool:
         return name in self._scores
@@ -27,9 +27,11 @@ class Shadow:
     def use(
         self, names: Sequence[int], scores: Sequence[int], since: Sequence[int], counted: Sequence[bool], capacity: int
     ) -> int:
-        """These names of one chain are used, and all are here afterwards, if they fit; answers how many were.
+        """Record a use of these names of one chain. All are present afterwards, if they fit; returns how many were
+        before.
 
-        ``since`` is the time of this use. Only those that are ``counted`` are in the answer. No use lowers a score.
+        ``since`` is the time of this use. The result includes only names that are ``counted``. A use never lowers a
+        score.
         """
         held, hits = self._scores, 0
         self._since.update(zip(names, since, strict=True))
@@ -49,14 +51,14 @@ class Shadow:
         return hits
 
     def bound(self, longest: int) -> None:
-        """No name scores more than ``longest`` after its last use from now on, if it was used before."""
+        """Limit the score of every name to its last use plus ``longest``."""
         since = self._since
         self._scores = {name: min(score, since[name] + longest) for name, score in self._scores.items()}
         self._heap = [(score, name) for name, score in self._scores.items()]
         heapq.heapify(self._heap)
 
     def _shrink(self, own: set[int], capacity: int) -> None:
-        """Let the lowest go; those of the chain itself only when nothing else is left."""
+        """Remove the names with the lowest scores; those of the chain itself only if no others are left."""
         held, spared = self._scores, []
         while len(held) > capacity and self._heap:
             score, name = heapq.heappop(self._heap)

@@ -1,10 +1,10 @@
-"""How blocks are used: the facts on which every policy ranks, in the index's columns.
+"""Tracks the use of blocks: the facts on which every policy ranks, in the index's columns.
 
 A use costs the caller a few array operations for a whole prompt: a tick for the order, a count of returns, a *kind*.
-Kinds tell blocks apart by what is known at that moment: how often the block came back, how often its prompt's deepest
-known block did (which turn of a conversation it is), how long the prompt is beside others, how much of it is new, and
-what the caller said of its end (``expect``). What follows from that in the long run is worked out later, off the
-caller's path, by ``learn``.
+Kinds distinguish blocks by what is known at that moment: how often the block returned, how often its prompt's deepest
+known block did (which turn of a conversation it is), how long the prompt is compared to others, how many of its blocks
+are new, and what the caller said about its end (``expect``). ``learn`` derives the long-term statistics from that
+later, off the caller's path.
 """
 
 from __future__ import annotations
@@ -29,54 +29,55 @@ from kvtide.plan.policy import PRIORITY, Policy
 __all__ = ["TURNS", "Turn", "UsageTracker"]
 
 Turn = Literal["tool", "end"]
-"""How a turn ended: in a call of a tool, whose result comes back soon, or with an answer to a user."""
+"""How a turn ended: in a tool call, whose result comes back soon, or with an answer to a user."""
 TURNS: Mapping[str, Turn] = {"tool": "tool", "end": "end"}
-"""By its word; any other says nothing."""
+"""Turns by name; any other name says nothing."""
 
 _RETURNS = 7
-"""Of how many returns of a block are told apart."""
+"""Number of classes for the returns of a block."""
 _COARSE = np.array([0, 1, 1, 1, 2, 2, 2])
-"""The same, told apart less, for blocks of which the caller has said how the turn ended: those are fewer, and all of
-these kinds cost time whenever something is learned."""
+"""A coarser classification, for blocks whose callers said how the turn ended: there are fewer of these, and each kind
+costs time in every learning step."""
 _TOLD: Mapping[Turn, int] = {"tool": 0, "end": 1}
 _ENDS = 3
-"""Kinds of returns for each end of a turn."""
+"""Classes of returns for each end of a turn."""
 _TRAITS = (_RETURNS + _ENDS * len(_TOLD), 5, 4, 4)
-"""How many values each trait of a kind has: returns of the block, for each end of a turn that was told anew; turn,
-length of the prompt, its new blocks."""
+"""Number of values of each trait of a kind: returns of the block (again for each end of a turn), turn, length of the
+prompt, its new blocks."""
 _OTHERS = 80
-"""Values of the other traits together."""
+"""Number of combinations of the other traits."""
 _UNTOLD = _RETURNS * _OTHERS
-"""Kinds from this on are those of which the caller has said how the turn ended."""
+"""Kinds from this number on are those whose callers said how the turn ended."""
 _BUCKET = (_OTHERS * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
-"""By count of returns: the first trait, as it counts in the number of a kind."""
+"""By number of returns: the first trait's contribution to the number of a kind."""
 _NEXT = np.append(np.minimum(np.arange(1, MANY + 2), MANY), 1).astype(np.int16)
-"""By count of returns: the next one; after none that is known, the last entry, the first."""
+"""By number of returns: the next number; the last entry, for an unknown number, is 1."""
 _RANK = (1 << PRIORITY) - 1
-"""The part of a score that is no priority."""
+"""The part of a score that is not the priority."""
 _HABIT, _NEARLY = 0.5, 0.95
-"""The share of a kind's blocks from which on hints are waited for, and of those the share that is waited for."""
+"""The share of a kind's blocks that must get hints for these to be waited for, and the share of those hints to wait
+for."""
 _BACKLOG = 4096
-"""Prompts that may wait to be learned from; older ones are forgotten unlearned."""
+"""Prompts that may wait to be learned from; older ones are discarded."""
 _BATCH = 8192
-"""Blocks after which something new may be concluded."""
+"""Blocks after which new conclusions are drawn."""
 _LOOK = 1024
-"""Blocks after which policies see what was used: soon, so that one that has begun to lose is left."""
+"""Blocks after which policies see the recent uses: soon, so that a policy that begins to lose is replaced."""
 _LASTING = 200_000
-"""Blocks after which half of what was learned is forgotten, or more for a large tier."""
+"""Blocks after which learned counts are halved; more for a large tier."""
 
 _ALL = np.ones(1 << 16, np.bool_)
-"""For ``_all``: making one costs as much as several other steps of a use."""
+"""For ``_all``: creating such an array costs as much as several other steps of a use."""
 
 Numbers = npt.NDArray[np.float64]
 
 _Note = tuple[Marks, Kinds, Counts, Mask, Mask, int]
-"""Blocks, their kinds and returns; which of them have come to the end of what they were before, which were asked for or
-stored for that; and when."""
+"""Blocks, their kinds and returns; the mask of those whose previous kind ends here; the mask of those requested or
+stored; and the time."""
 
 
 class UsageTracker:
-    """Told of every use of a block, under the index's lock, and tells the policies. ``learn`` is for one thread."""
+    """Records every use of a block, under the index lock, and informs the policies. ``learn`` is for one thread."""
 
     def __init__(self, index: Index, clock: Clock | None = None) -> None:
         self._index = index
@@ -85,47 +86,48 @@ class UsageTracker:
         self._students: list[Callable[[Curves], None]] = []
         self._tick = 0
         self._time = 0
-        """Blocks asked for or stored. Ticks go faster: a long prompt is touched several times while it is stored."""
+        """Blocks requested or stored. Ticks advance faster: a long prompt is touched several times while it is
+        stored."""
         self._latest: dict[int, int] = {}
-        """By priority: the last tick at which it was the lowest that was touched."""
+        """By priority: the last tick at which it was the lowest priority touched."""
         self._ahead = Ahead()
-        """Of the ticks of last uses."""
+        """For the ticks of last uses."""
         self._terms_ahead: dict[int, Ahead] = {}
-        """By tier, of the terms of its blocks."""
+        """By tier, for the terms of its blocks."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
         self._told = False
-        """Whether anybody has said how a turn ended."""
+        """Whether any caller has said how a turn ended."""
         self._length = 0.0
         """The usual length of a prompt, as a power of two."""
         self._fresh = 0
-        """Blocks noted since somebody last looked at them."""
+        """Blocks recorded since the records were last processed."""
         self._unlearned = 0
-        """Blocks looked at since something was concluded."""
+        """Blocks processed since conclusions were last drawn."""
         self._batch = _BATCH
         self.due = threading.Event()
         """Set when there is enough to learn from."""
 
     def serve(self, policy: Policy) -> None:
-        """Tell a policy of all uses from now on."""
+        """Inform a policy of all uses from now on."""
         if policy.learns:
             self._policies.append(policy)
 
     def teach(self, student: Callable[[Curves], None]) -> None:
-        """Call ``student`` with what is known of kinds of blocks, whenever that has changed."""
+        """Call ``student`` with the statistics of kinds of blocks, whenever these change."""
         self._students.append(student)
 
     @property
     def learns(self) -> bool:
-        """Whether anybody wants ``learn`` to be called."""
+        """Whether ``learn`` is needed."""
         return bool(self._policies or self._students)
 
-    # -- under the index's lock -----------------------------------------------------------------------------
+    # -- with the index lock held ---------------------------------------------------------------------------
 
     def touch(self, rows: Rows) -> None:
-        """These blocks of one chain, head first, are about to get children."""
+        """Record that these blocks of one chain, first block first, are about to get children."""
         self._order(rows)
-        # What is known already has its place; what is new must not be the first to go while its prompt is stored.
+        # Known blocks have their rank; new ones must not be evicted first while their prompt is being stored.
         if self.learns and not every(self._index.kind[rows] >= 0):
             self._since(rows, self._time)
             if self._students:
@@ -137,7 +139,7 @@ class UsageTracker:
                 policy.used(rows, None, self._time)
 
     def asked(self, rows: Rows, length: int) -> None:
-        """The first blocks of a prompt of ``length`` blocks were asked for."""
+        """Record that the first blocks of a prompt of ``length`` blocks were requested."""
         self._order(rows)
         if self.learns and len(rows):
             returns = _NEXT[self._index.returns[rows]]
@@ -145,7 +147,7 @@ class UsageTracker:
             self._note(rows, returns, length, _all(len(rows)))
 
     def stored(self, rows: Rows) -> None:
-        """All blocks of a prompt, as far as they are here, after some were stored."""
+        """Record a store; ``rows`` are all blocks of the prompt that are present."""
         self._order(rows)
         if self.learns and len(rows):
             returns = self._index.returns[rows]
@@ -153,7 +155,7 @@ class UsageTracker:
             if np.count_nonzero(fresh):
                 returns[fresh] = self.history.returns(self._index.mark[rows[fresh]])
                 self._index.returns[rows] = returns
-            # Others may write the last blocks of a prompt, and be through with it only after its caller's hint.
+            # Other writers may write the last blocks of a prompt, and finish only after the caller's hint.
             last = int(self._index.kind[rows[-1]])
             if last < _UNTOLD:
                 self._note(rows, returns, len(rows), fresh)
@@ -166,7 +168,7 @@ class UsageTracker:
             self.clockwork.note(self._tick)
             tick = self._tick = self._tick + len(rows)
             ticks = np.arange(tick, tick - len(rows), -1)
-            if self._ahead.latest > tick - len(rows):  # else nothing ranks above what is used now
+            if self._ahead.latest > tick - len(rows):  # otherwise no block ranks above the ones used now
                 ticks = np.maximum(ticks, self._index.used[rows])
             self._index.used[rows] = ticks
             priorities = self._index.priority[rows]
@@ -180,7 +182,7 @@ class UsageTracker:
             kinds = _told(kinds, end)
         self._index.kind[rows] = kinds
         self._since(rows, self._time)
-        # Terms never fall: of a prompt that is stored soon they wait until all of it is known.
+        # Terms never decrease: for a prompt that is about to be stored, they are set when all of it is known.
         whole = kinds if len(rows) == length else None
         for policy in self._policies:
             policy.used(rows, whole, self._time)
@@ -190,11 +192,12 @@ class UsageTracker:
             self.due.set()
 
     def _since(self, rows: Rows, time: int) -> None:
-        """These blocks of one chain, head first, are used at a time, now or expected: the deeper, the earlier."""
+        """Set the time of use, now or expected, of blocks of one chain, first block first: deeper blocks get an earlier
+        time."""
         self._index.since[rows] = np.maximum(self._index.since[rows], np.arange(time, time - len(rows), -1))
 
     def _kinds(self, returns: Counts, length: int) -> Kinds:
-        """What blocks of a prompt of ``length`` blocks are, that came back so often."""
+        """The kinds of blocks of a prompt of ``length`` blocks, given their numbers of returns."""
         known = int(np.count_nonzero(returns))
         turn = min(int(returns[known - 1]), 4) if known > 1 else 0
         size = min(max(int((math.log2(length) - self._length) / 1.5 + 2), 0), 3)
@@ -202,19 +205,19 @@ class UsageTracker:
         return _BUCKET[returns] + np.int16(turn * 16 + size * 4 + new)
 
     def expect(self, rows: Rows, turn: Turn | None, returns_in: float | None, rooms: Mapping[int, int]) -> bool:
-        """The caller is through with blocks of one chain, head first, and says how its turn ended and in how many
-        seconds it is back; ``rooms``: how many blocks each tier holds, of those that keep some for that. Whether DRAM
-        keeps some until then."""
+        """Record how the turn of a chain (first block first) ended, and in how many seconds it returns. ``rooms``: the
+        number of blocks that each tier holds, for tiers that keep expected blocks. Returns whether DRAM keeps some
+        until then."""
         if turn is not None and self.learns and len(rows):
             self._tell_apart(rows, turn)
         return returns_in is not None and bool(len(rows)) and self._keep(rows, returns_in, rooms)
 
     def _tell_apart(self, rows: Rows, turn: Turn) -> None:
-        """Blocks that were just used are of a kind of their own, from the end of that use on. Once for each use.
+        """Assign blocks that were just used to the kinds for this end of a turn. Once for each use.
 
-        Terms never fall, and when a prompt is stored nobody knows how its turn will end. So for the kind that it is
-        until then the hint counts as a return: that kind is worth its room until the hint comes (``_until_told``), and
-        what follows is the next kind's.
+        Terms never decrease, and when a prompt is stored, it is unknown how its turn will end. So for the kind that it
+        has until then, the hint counts as a return: that kind is worth keeping until the hint comes (``_until_told``),
+        and what follows counts for the next kind.
         """
         kinds, returns = self._index.kind[rows], np.maximum(self._index.returns[rows], 0)
         unknown = kinds < 0
@@ -232,8 +235,8 @@ class UsageTracker:
         self._notes.append((self._index.mark[rows[new]], kinds[new], returns[new], every_one, ~every_one, self._time))
 
     def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> bool:
-        """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Whether
-        DRAM keeps some."""
+        """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Returns
+        whether DRAM keeps some."""
         ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
         room, kept = rooms.get(DRAM, 0), rows[:0]
         if ticks <= LONGEST * room:
@@ -244,25 +247,25 @@ class UsageTracker:
             if time <= LONGEST * room:
                 ahead = self._terms_ahead.setdefault(tier, Ahead())
                 longer = ahead.keep(until, rows, self._time, self._time + time, room)
-                if tier == DRAM:  # the others' time to come would be too long for it
+                if tier == DRAM:  # the other tiers' horizons would be too long for it
                     self._since(longer, self._time + time)
         return bool(len(kept))
 
     def now(self) -> int:
-        """A mark in time, for ``overtaken``."""
+        """A point in time, for ``overtaken``."""
         return self._tick
 
     def overtaken(self, since: int, score: int) -> bool:
         """Whether a block that may rank below ``score`` was touched after ``since``: one of lower priority, or any if
-        that score was of a time still to come then."""
+        the score was of a future time then."""
         if self._ahead.latest > since and self._tick > since and score & _RANK > since:
             return True
         return any(tick > since and priority < score >> PRIORITY for priority, tick in self._latest.items())
 
     def restore(self, rows: Rows, parents: Rows, sequences: Rows) -> None:
-        """After a restart: rank by order of writing, no block older or of lower priority than its descendants.
+        """After a restart: rank by order of writing, with no block older or of lower priority than its descendants.
 
-        ``parents`` holds, for each row, the position of its parent in ``rows``, or -1.
+        ``parents`` has, for each row, the position of its parent in ``rows``, or -1.
         """
         used = np.argsort(np.argsort(sequences)).astype(np.int64)
         depth, priority = self._index.depth[rows], self._index.priority[rows]
@@ -272,7 +275,7 @@ class UsageTracker:
             child = level[parents[level] >= 0]
             np.maximum.at(used, parents[child], used[child])
             np.maximum.at(priority, parents[child], priority[child])
-        # Equal ticks, then: the deeper one first.
+        # For equal ticks, the deeper block ranks first.
         ranked = np.lexsort((-depth.astype(np.int64), used))
         ticks = np.empty(len(rows), np.int64)
         ticks[ranked] = np.arange(1, len(rows) + 1)
@@ -287,13 +290,13 @@ class UsageTracker:
     # -- off the callers' path, without the lock --------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Let the policies see what was noted; and learn from it, if it is enough."""
+        """Show recent uses to the policies, and learn from them if there are enough."""
         self._look()
         if self._unlearned >= self._batch:
             self._conclude()
 
     def learn(self) -> None:
-        """Learn from what was noted."""
+        """Learn from the recorded uses."""
         self._look()
         self._conclude()
 
@@ -303,7 +306,7 @@ class UsageTracker:
         self._unlearned += fresh
         while self._notes:
             if not len(self._notes) % 16:
-                time.sleep(0)  # let those pass who have more urgent things to do
+                time.sleep(0)  # let more urgent threads run
             marks, kinds, returns, ended, counted, now = self._notes.popleft()
             self.history.see(marks, kinds, returns, ended, now)
             for policy in self._policies:
@@ -325,14 +328,14 @@ class UsageTracker:
 
 
 def _told(kinds: Kinds, end: int) -> Kinds:
-    """What blocks of these kinds are when the caller has said how the turn ended."""
+    """The kinds of such blocks once the caller has said how the turn ended."""
     first, others = np.divmod(kinds, _OTHERS)
     return ((_RETURNS + _ENDS * end + _COARSE[first]) * _OTHERS + others).astype(np.int16)
 
 
 def _shares(curves: Curves) -> tuple[Numbers, Numbers]:
-    """Of each kind of which nothing was said yet, by returns and other traits: how many are told later, with each end;
-    and how many are not."""
+    """For each kind without a hint yet, by returns and other traits: the share that gets each hint later, and the share
+    that gets none."""
     rates = curves.rates.reshape(-1, _OTHERS)
     used = np.zeros((_ENDS, _OTHERS))
     np.add.at(used, _COARSE, rates[:_RETURNS])
@@ -343,7 +346,7 @@ def _shares(curves: Curves) -> tuple[Numbers, Numbers]:
 
 
 def _until_told(curves: Curves) -> Curves:
-    """For policies: where most blocks of a kind are told apart later, it is to stay until then and no longer."""
+    """Curves for policies: where most blocks of a kind get a hint later, the kind is kept until then and no longer."""
     _, rest = _shares(curves)
     told = (1 - rest).reshape(-1, 1)
     hits = curves.hits.copy()
@@ -352,8 +355,8 @@ def _until_told(curves: Curves) -> Curves:
 
 
 def _after_told(curves: Curves) -> Curves:
-    """For those who decide for good when a prompt is stored: blocks of whose turn nothing is said yet become what is
-    said later of as many, and only the rest stays what it is."""
+    """Curves for decisions made once, when a prompt is stored: blocks without a hint are counted as the kinds that they
+    become, in proportion, and only the rest as their own kind."""
     shares, rest = _shares(curves)
 
     def mixed(table: Numbers) -> Numbers:

@@ -1,8 +1,8 @@
-"""How many tokens a block of a trace has, where only the lengths of its prompts tell.
+"""Infers the number of tokens per block of a trace from the lengths of its prompts.
 
-A prompt of L tokens has n blocks of B tokens: L / B rounded up where the trace names a last block that is not full, or
-rounded down where it does not. Both together mean L / (n + 1) < B < L / (n - 1). Each request so limits B from below
-and from above, and the limits of all requests together leave very few sizes: long prompts leave one.
+A prompt of L tokens has n blocks of B tokens: L / B rounded up if the trace includes a last block that is not full, or
+rounded down if it does not. Both together mean L / (n + 1) < B < L / (n - 1). So each request limits B from below and
+from above, and all requests together leave very few sizes: long prompts leave one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LARGEST = 1 << 20
 
 
 def full_blocks(tokens: int, named: int, block_tokens: int) -> int | None:
-    """How many of the ``named`` blocks of a prompt are full. None if there cannot be so many of that size."""
+    """How many of the ``named`` blocks of a prompt are full. None if that number is impossible for this size."""
     full = tokens // block_tokens
     return full if named in (full, -(-tokens // block_tokens)) else None
 
 
 def _limits(tokens: int, named: int) -> tuple[int, int]:
-    """The least and the most tokens that a block of such a prompt can have."""
+    """The minimum and maximum tokens of a block of such a prompt."""
     least = tokens // (named + 1) + 1
     if named > 1:
         return least, (tokens - 1) // (named - 1)
@@ -41,7 +41,7 @@ class BlockTokenSizes:
         return _span(self.least, self.most)
 
     def see(self, where: str, tokens: int, named: int) -> None:
-        """A request, read at ``where``. Raises ``TraceError`` if no size fits it and those before."""
+        """Add a request, read at ``where``. Raises ``TraceError`` if no size fits it and the requests before."""
         least, most = _limits(tokens, named)
         if least > most:
             raise TraceError(
@@ -56,7 +56,8 @@ class BlockTokenSizes:
         self.least, self.most = max(least, self.least), min(most, self.most)
 
     def choose(self, where: str, usual: int) -> int:
-        """The size: the format's usual one if it fits, else the only one that does, a power of two before others."""
+        """The size: the format's usual one if it fits, else the only one that does, with a preference for powers of
+        two."""
         if self.least <= usual <= self.most:
             return usual
         powers = [1 << n for n in range(_LARGEST.bit_length()) if self.least <= 1 << n <= self.most]

@@ -1,4 +1,4 @@
-"""The same tiers with every other policy for DRAM: what was won or lost by the one that is configured."""
+"""Replays the same tiers with every other policy for DRAM, to compare them with the configured one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["compare", "policies", "with_policy"]
 
 
 def policies() -> tuple[str, ...]:
-    """Every name that ``dram.policy`` may have."""
+    """All values of ``dram.policy``."""
     (kind,) = (field.type for field in structs.fields(Dram) if field.name == "policy")
     known: Any = inspect.type_info(kind)
     names: tuple[str, ...] = known.type.values
@@ -30,9 +30,9 @@ def with_policy(config: Config, name: str) -> Config:
 def compare(
     trace: Trace, config: Config, block: int, warm: float, progress: Callable[[str], Callable[[int], None]]
 ) -> Iterator[Compared]:
-    """A replay, without bytes, with each policy for DRAM that is not the configured one.
+    """Replay, without bytes, with each policy for DRAM except the configured one.
 
-    ``progress`` is called with a policy's name when its replay begins, and answers what is told its requests.
+    ``progress`` is called with a policy's name when its replay begins, and returns a callback for request numbers.
     """
     for name in policies():
         if name != config.dram.policy:

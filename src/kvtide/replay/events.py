@@ -1,11 +1,11 @@
-"""Requests from the KV events of an engine: what it computed, with the prefix that it was computed on.
+"""Reconstructs requests from an engine's KV events: the blocks that it computed, with their prefixes.
 
-An engine tells when blocks are stored in its own memory, each with its parent. A prompt's new blocks come in one event
-or in several, each beginning where the last one ended; together with their ancestors they are the request. Prompts
-that the engine had whole in its own memory are not seen: they would not have come to us either.
+An engine reports when blocks are stored in its own memory, each with its parent. A prompt's new blocks are in one event
+or in several, each beginning where the last one ended; together with their ancestors they form the request. Prompts
+that the engine had completely in its own memory are not seen: they would not have reached kvtide either.
 
-Events come as maps (vLLM from 0.24 on) or as arrays (before, and SGLang), in batches ``[time, events, rank]``, each a
-JSON line or one msgpack object after another. Media other than the engine's own memory are left out.
+Events are maps (vLLM from 0.24 on) or arrays (before, and SGLang), in batches ``[time, events, rank]``, one per JSON
+line or as consecutive msgpack objects. Media other than the engine's own memory are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtide.errors import TraceError
 __all__ = ["Event", "batch", "batches", "requests"]
 
 _GROWING = 60.0
-"""A chain that nothing was added to for so many seconds is a whole request."""
+"""Seconds without new blocks after which a chain is taken as a complete request."""
 _OWN = (None, "GPU")
 
 Block = int | str | bytes
@@ -32,16 +32,16 @@ Block = int | str | bytes
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks that were stored, after ``parent``. An event of another kind has none."""
+    """Blocks that were stored after ``parent``. Empty for other kinds of events."""
 
     blocks: tuple[Block, ...] = ()
     parent: Block | None = None
     tokens: int = 0
-    """How many tokens a block has; 0: it was not said."""
+    """Tokens per block; 0: unknown."""
 
 
 def batch(found: Any) -> tuple[float, list[Event]]:
-    """A batch of events, or one alone, as it was decoded. Raises ``ValueError``."""
+    """A decoded batch of events, or a single event. Raises ``ValueError``."""
     if isinstance(found, Mapping):
         if "events" in found:
             return float(found.get("ts", 0.0)), [_event(e) for e in found["events"]]
@@ -80,8 +80,8 @@ def _event(found: Any) -> Event:
 def batches(
     path: Path, stream: io.BufferedReader[Any], tell: Callable[[], None]
 ) -> Iterator[tuple[float, list[Event]]]:
-    """Batches in msgpack, one object after another."""
-    data = stream.read()  # an object's end is known only from its inside
+    """Batches in consecutive msgpack objects."""
+    data = stream.read()  # an object's end is only known by parsing it
     tell()
     at = number = 0
     while at < len(data):
@@ -102,7 +102,7 @@ _MANY = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def _end(data: bytes, at: int) -> int:
-    """Where the msgpack object that begins at ``at`` ends."""
+    """The end of the msgpack object that begins at ``at``."""
     left = 1
     while left:
         left -= 1
@@ -131,10 +131,10 @@ def _end(data: bytes, at: int) -> int:
 
 
 def requests(found: Iterable[tuple[float, list[Event]]]) -> Iterator[tuple[float, tuple[Block, ...]]]:
-    """Whole requests, each when nothing was added to it for a while."""
+    """Complete requests, each after a time without new blocks."""
     parents: dict[Block, Block | None] = {}
     growing: OrderedDict[Block, tuple[float, float]] = OrderedDict()
-    """By last block: when it began and when it last grew; the longest unchanged first."""
+    """By last block: when the chain began and when it last grew; the longest unchanged first."""
     for seconds, events in found:
         while growing:
             tail, (began, grew) = next(iter(growing.items()))

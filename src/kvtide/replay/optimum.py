@@ -1,8 +1,8 @@
-"""The best that any cache of a size could have done, knowing the future: Belady's MIN, over prefixes.
+"""The best hit rate that any cache of a size could have, knowing the future: Belady's MIN, over prefixes.
 
-Of all resident blocks the one whose next use is furthest leaves, the deeper one of two that are used next together, and
-what is not used again is not kept. A parent is used no later than its child, so what stays is always whole prefixes
-and every block that is kept counts: for blocks of one size this is the true optimum.
+The resident block whose next use is furthest is evicted; of two with the same next use, the deeper one. A block that is
+not used again is not kept. A parent is used no later than its child, so the resident blocks always form whole prefixes
+and every one of them counts: for blocks of one size this is the true optimum.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Optimum", "optimum"]
 @dataclass(frozen=True, slots=True)
 class Optimum:
     hits: int
-    """Blocks found, in the requests that count."""
+    """Blocks found, in the counted requests."""
     kept: int
-    """How often a block was taken in, in those requests, and found again before it left: writes that paid."""
+    """How often a block was inserted, in those requests, and found again before its eviction: useful writes."""
 
 
 def optimum(trace: Trace, capacity: int, start: int = 0) -> Optimum:
-    """What MIN finds in ``capacity`` blocks, from request ``start`` on, with all before it as warming."""
+    """The result of MIN with ``capacity`` blocks, from request ``start`` on; the requests before it warm the cache."""
     never = len(trace.blocks)
     lengths = [len(chain) for chain in trace.blocks]
     every = np.concatenate(trace.blocks) if trace.blocks else np.zeros(0, np.int64)
@@ -38,7 +38,7 @@ def optimum(trace: Trace, capacity: int, start: int = 0) -> Optimum:
     resident: dict[int, int] = {}
     """Each block's next use."""
     entered: dict[int, int] = {}
-    """When each was taken in, until it is found."""
+    """When each block was inserted, until it is found."""
     heap: list[tuple[int, int, int]] = []
     hits = kept = at = 0
     for number, chain in enumerate(trace.blocks):

@@ -1,4 +1,4 @@
-"""A replay's hit rate over its requests, and hit rates over sizes, as pictures that need no library."""
+"""Plots of a replay's hit rate over its requests, and of hit rates over sizes, as SVG without a library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP = 720, 330, 56, 50
 _RIGHT = _WIDTH - 20
 _COLOURS = {"dram": "#0b6e99", "nvme": "#d9a05b"}
 _POLICIES = ("#8a8a8a", "#0b6e99", "#d9a05b", "#7a4fa3", "#3f8f4f")
-"""In the order in which policies come up."""
+"""In the order in which policies appear."""
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "#222", points: int = 12) -> str:
@@ -52,8 +52,8 @@ def _grid(highest: float, y: Callable[[float], float]) -> list[str]:
 
 
 def svg(report: ReplayReport, title: str) -> str:
-    """Areas for the tiers, one on the other, in steps of requests; the optimum over all as a line; below, the policy
-    that was in charge of DRAM, where that can change."""
+    """Stacked areas for the tiers' hit rates over the requests, and a line for the optimum; below, the policy in charge
+    of DRAM, if that can change."""
     steps = report.over_time
     bottom = _HEIGHT - 70
     names = [tier.name for tier in report.tiers]
@@ -87,7 +87,7 @@ def svg(report: ReplayReport, title: str) -> str:
 
 
 def _band(report: ReplayReport, top: float) -> list[str]:
-    """Which policy led, from left to right as the requests above."""
+    """The policy in charge, from left to right like the requests above."""
     names = list(dict.fromkeys(name for _, name in report.in_charge))
     colours = {name: _POLICIES[number % len(_POLICIES)] for number, name in enumerate(names)}
     counted = report.requests - report.warming
@@ -109,7 +109,7 @@ def _band(report: ReplayReport, top: float) -> list[str]:
 
 
 def sweep_svg(found: Sweep, title: str) -> str:
-    """Hit rates over bytes of DRAM, which double or more from mark to mark."""
+    """Hit rates over bytes of DRAM, on a logarithmic axis."""
     bottom = _HEIGHT - 50
     rows = found.rows
     lines = {name: [row.hit_rates[name] for row in rows] for name in rows[0].hit_rates}
@@ -119,7 +119,7 @@ def sweep_svg(found: Sweep, title: str) -> str:
         lines["optimum"] = best
         colours["optimum"] = "#222"
     highest = max(0.01, found.unlimited, *(rate for rates in lines.values() for rate in rates))
-    # A whole power of two at either end, so that a single size has an axis too.
+    # Begin and end at powers of two, so that a single size has an axis too.
     first, last = math.floor(math.log2(rows[0].bytes)), math.floor(math.log2(rows[-1].bytes)) + 1
 
     def x(nbytes: float) -> float:

@@ -1,6 +1,7 @@
-"""A trace through a store with real bytes: each block's follow from its number, and all that comes back is checked.
+"""Replays a trace through a store with real bytes: each block's content follows from its number, and is verified.
 
-For a look at what moving them takes on this machine, and whether byte-less replays tell the truth. Use small blocks.
+This shows how long moving the bytes takes on this machine, and whether replays without bytes are accurate. Use small
+blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _TOKENS = 16
 
 
 class RealWorld:
-    """A store as ``kvtide.open`` makes it, with a session for each tenant. Its NVMe is at ``config.nvme.path``."""
+    """A store like that of ``kvtide.open``, with a session for each tenant. Its NVMe tier is at
+    ``config.nvme.path``."""
 
     def __init__(self, config: Config, block: int) -> None:
         if block % 8192:
@@ -39,7 +41,7 @@ class RealWorld:
         )
         self.clock = TraceClock()
         self.slot = ladder(layout.geometry["full"].footprint)
-        self.learning_seconds = 0.0  # learning is a thread's work here
+        self.learning_seconds = 0.0  # the store learns in a thread
         self.moving_seconds = 0.0
         self._block = block
         self._model = Model(layout, "replay")
@@ -59,9 +61,9 @@ class RealWorld:
     def request(
         self, blocks: Sequence[int], tenant: str = "", turn: str = "", returns_in: float | None = None
     ) -> Counter[str]:
-        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
+        """Replay a request. Returns how many blocks of its prefix were found in DRAM and in the colder tier.
 
-        ``turn`` and ``returns_in``: what its caller says at its end, see ``Session.expect``.
+        ``turn`` and ``returns_in``: the caller's hints at its end, see ``Session.expect``.
         """
         session = self._session(tenant)
         chain = session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
@@ -82,7 +84,8 @@ class RealWorld:
         return Counter(dram=found - below, nvme=below)
 
     def totals(self) -> dict[str, int]:
-        """Blocks written to, read and evicted from each tier since the beginning, and what each holds now."""
+        """Blocks written to, read and evicted from each tier since the beginning, and the number that each holds
+        now."""
         known = self._store.statistics()
         counts = Counter(known.counts)
         return {
@@ -98,7 +101,7 @@ class RealWorld:
 
     @property
     def in_charge(self) -> str:
-        """The policy that ranks what leaves DRAM now."""
+        """The policy that ranks evictions from DRAM now."""
         return self._store.statistics().pipeline.evictors["dram"].policy
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A whole trace through the tiers of a configuration, and what came of it."""
+"""Replays a whole trace through the tiers of a configuration, and reports the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = 100
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier, over the requests that count. ``held_before`` + written - ``evicted`` = ``held``, in blocks."""
+    """One tier, over the counted requests. ``held_before`` + written - ``evicted`` = ``held``, in blocks."""
 
     name: str
     blocks: int
@@ -34,15 +34,15 @@ class TierReport(msgspec.Struct, frozen=True):
     hits: int
     """Blocks that were found here, as parts of whole prefixes."""
     hit_rate: float
-    """Of all blocks asked for."""
+    """Relative to all requested blocks."""
     bytes_read: int
-    """All hits are read from DRAM in the end: those of a colder tier are brought there first."""
+    """All hits are read from DRAM in the end: those of a colder tier are loaded into it first."""
     bytes_written: int
     evicted: int
     held_before: int
-    """Blocks that it held when the first request that counts came."""
+    """Blocks in the tier when the first counted request arrived."""
     held: int
-    """Blocks that it held at the end."""
+    """Blocks in the tier at the end."""
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -54,13 +54,13 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """What a trace did to the tiers. Counts are of the requests after the warming ones."""
+    """The result of a replay. Counts are of the requests after the warm-up."""
 
     requests: int
     warming: int
-    """Requests before the first that counts."""
+    """Requests before the first counted one."""
     blocks: int
-    """Asked for by the requests that count: ``hits`` and ``misses``."""
+    """Blocks requested by the counted requests: ``hits`` and ``misses``."""
     hits: int
     """The hits of all tiers."""
     misses: int
@@ -68,24 +68,24 @@ class ReplayReport(msgspec.Struct, frozen=True):
     """Different blocks in the whole trace."""
     block_bytes: int
     block_tokens: int | None
-    """As the trace tells, or somebody said."""
+    """As the trace or the caller says."""
     hit_rate: float
     optimum: float | None
-    """The hit rate of the best possible cache with all the tiers' room."""
+    """The hit rate of the best possible cache with the capacity of all tiers."""
     write_amplification: float
     """Bytes written to the colder tier for each byte that was computed and stored."""
     policy_us: float
-    """Index, policy and pipeline, in microseconds of this machine for each block asked for."""
+    """Time of index, policy and pipeline on this machine, in microseconds per requested block."""
     learning_us: float
     seconds: dict[str, float]
-    """What moving the bytes would take at the speeds that were measured, if they were."""
+    """Estimated duration of moving the bytes, if speeds were measured."""
     tiers: list[TierReport]
     over_time: list[list[float]]
-    """For each of at most a hundred parts of the requests that count, in order: each tier's hit rate."""
+    """For each of at most a hundred parts of the counted requests, in order: each tier's hit rate."""
     in_charge: list[tuple[int, str]]
-    """Which policy ranked what leaves DRAM, from which request on; only ``auto`` ever changes."""
+    """The policy that ranked evictions from DRAM, and the request from which on; only ``auto`` ever changes."""
     compared: list[Compared] = []
-    """The same tiers with each other policy for DRAM, if that was asked for."""
+    """The same tiers with each other policy for DRAM, if requested."""
 
 
 def slot_of(block: int) -> int:
@@ -94,7 +94,7 @@ def slot_of(block: int) -> int:
 
 
 def led(report: ReplayReport) -> dict[str, int]:
-    """For how many of the requests that count each policy was in charge of DRAM."""
+    """For how many of the counted requests each policy was in charge of DRAM."""
     found: dict[str, int] = {}
     ends = [number for number, _ in report.in_charge[1:]] + [report.requests]
     for (start, name), end in zip(report.in_charge, ends, strict=True):
@@ -115,7 +115,8 @@ def replay(
 ) -> ReplayReport:
     """Run ``trace`` through tiers of ``config`` with blocks of ``block`` bytes: without bytes, or with ``real`` ones.
 
-    The first ``warm`` of the requests fill the tiers and are not counted. ``progress`` gets each request's number.
+    The first part of the requests, a fraction of ``warm``, fills the tiers and is not counted. ``progress`` gets each
+    request's number.
     """
     if not trace.blocks:
         raise TraceError("there is no request with a full block in this trace")
@@ -214,7 +215,7 @@ def _replay(
 
 
 def _seconds(done: dict[str, int], speeds: TierSpeeds, world: World | RealWorld) -> dict[str, float]:
-    """What moving the bytes would take, one after another; and took, where they were moved."""
+    """Estimated seconds of moving the bytes sequentially; also the measured time, if they were moved."""
     found = {
         "in the store, all requests": world.moving_seconds if isinstance(world, RealWorld) else 0.0,
         "of copies out of DRAM": done["dram read"] / speeds.memory,

@@ -1,7 +1,7 @@
-"""Tiers that keep the books of real ones, slot by slot, but no bytes: for replaying a trace at the speed of the books.
+"""Tiers that manage slots like real ones but hold no bytes, for fast replays of a trace.
 
-Every block's span is the same piece of memory, which nobody reads. All else is as in the tiers that they stand for:
-budgets, segments, generations, and who must leave to make room.
+All blocks share one span of memory, which is never read. Everything else is as in the real tiers: budgets, segments,
+generations, and which blocks are evicted to make space.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SimulatedDram", "SimulatedTier"]
 
 
 class _Nothing(Memory):
-    """No memory at all."""
+    """An empty stand-in for a memory segment."""
 
     def __init__(self) -> None: ...
 
@@ -30,7 +30,7 @@ class _Nothing(Memory):
 
 
 class SimulatedDram(Dram):
-    """Slots in memory that is not there."""
+    """A DRAM tier whose slots have no memory."""
 
     def __init__(self, budget: int, segment: int, block: int) -> None:
         super().__init__(budget, segment, huge_pages="no")
@@ -47,7 +47,8 @@ class SimulatedDram(Dram):
 
 
 class SimulatedTier:
-    """A colder tier with a book of slots. ``evict`` is asked for room, as an NVMe tier asks. Answers at once."""
+    """A colder tier that only manages slots. ``evict`` is called to make space, as by an NVMe tier. Calls ``done`` at
+    once."""
 
     def __init__(self, budget: int, segment: int, evict: Callable[[int], bool]) -> None:
         self.segments = Segments(budget, segment)
@@ -103,7 +104,7 @@ class SimulatedTier:
         return iter(())
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Nobody's: it holds nothing from before."""
+        """Nothing to do: the tier is empty at the start."""
 
     def statistics(self) -> TierStatistics:
         with self.book_lock:
@@ -119,4 +120,4 @@ class SimulatedTier:
             )
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""

@@ -1,4 +1,4 @@
-"""How fast this machine moves bytes, measured in a moment, to tell what a replayed trace's bytes would take."""
+"""Quickly measures how fast this machine moves bytes, to estimate how long a replayed trace's bytes would take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = 16
 
 
 class TierSpeeds(msgspec.Struct, frozen=True):
-    """Bytes a second."""
+    """Bytes per second."""
 
     memory: float
     disk_read: float
@@ -26,7 +26,7 @@ class TierSpeeds(msgspec.Struct, frozen=True):
 
 
 def measure(folder: Path | None = None) -> TierSpeeds:
-    """Copies in memory, and direct I/O in ``folder`` (by default where temporary files are), one thread, 64 MiB."""
+    """Measure copies in memory, and direct I/O in ``folder`` (default: the temporary folder), one thread, 64 MiB."""
     source, target = np.ones(_PART * _PARTS, np.uint8), np.ones(_PART * _PARTS, np.uint8)
     began = time.perf_counter()
     np.copyto(target, source)
@@ -39,7 +39,7 @@ def _disk(folder: Path) -> tuple[float, float]:
     with mmap.mmap(-1, _PART) as buffer, tempfile.NamedTemporaryFile(dir=folder, prefix="kvtide-speed-") as file:
         try:
             descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        except OSError:  # a filesystem without it
+        except OSError:  # the filesystem does not support O_DIRECT
             descriptor = os.open(file.name, os.O_RDWR)
         try:
             os.posix_fallocate(descriptor, 0, _PART * _PARTS)

@@ -17,12 +17,12 @@ __all__ = ["Sweep", "SweepRow", "sweep"]
 
 
 class SweepRow(msgspec.Struct, frozen=True):
-    """DRAM of one size."""
+    """One size of DRAM."""
 
     size: str
-    """As it was asked for."""
+    """As given by the caller."""
     blocks: int
-    """How many fit."""
+    """How many blocks fit."""
     bytes: int
     hit_rates: dict[str, float]
     """By policy, the configured one last."""
@@ -30,7 +30,7 @@ class SweepRow(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """Rates are of the requests after the warming ones."""
+    """Rates are of the requests after the warm-up."""
 
     requests: int
     warming: int
@@ -39,9 +39,9 @@ class Sweep(msgspec.Struct, frozen=True):
     block_bytes: int
     block_tokens: int | None
     policy: str
-    """The configured one."""
+    """The configured policy."""
     unlimited: float
-    """The hit rate of a cache that nothing ever leaves."""
+    """The hit rate of a cache without evictions."""
     rows: list[SweepRow]
 
 
@@ -54,9 +54,9 @@ def sweep(
     best: bool,
     progress: Callable[[str], Callable[[int], None]],
 ) -> Sweep:
-    """Replay ``trace``, without bytes, with each of ``configs``: the size as it was asked for, and its DRAM.
+    """Replay ``trace``, without bytes, with each of ``configs``: the size as given, and a configuration with it.
 
-    ``progress`` is called with what a replay is of when it begins, and answers what is told its requests.
+    ``progress`` is called with the description of a replay when it begins, and returns a callback for request numbers.
     """
     if not trace.blocks:
         raise TraceError("there is no request with a full block in this trace")

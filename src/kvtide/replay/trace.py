@@ -1,19 +1,18 @@
-"""Traces of requests: which blocks each prompt had, and when.
+"""Traces of requests: the blocks of each prompt, and the time of its arrival.
 
-Read as they are, gzipped or not; docs/replay.md has the fields of each:
+These formats are read, gzipped or not; docs/replay.md has the fields of each:
 
-- what ``kvtide node --record`` writes: JSON lines, of which the first is a header with ``kvtide_trace``;
+- recordings of ``kvtide node --record``: JSON lines, of which the first is a header with ``kvtide_trace``;
 - Mooncake's JSON lines: ``timestamp`` (ms), ``input_length``, ``hash_ids``;
 - Bailian's JSON lines: the same with ``chat_id``, and a ``timestamp`` in seconds;
-- JSON lines of agents: ``app``, ``ts`` (us), ``hash_ids``. Applications that ran at different times are laid side by
-  side;
+- JSON lines of agents: ``app``, ``ts`` (us), ``hash_ids``. The times of all applications are shifted to begin together;
 - KV events as vLLM and SGLang publish them, as JSON lines or msgpack: see ``kvtide.replay.events``.
 
-A last block that is not full is left out, as engines never keep it; what is left out beyond that is an error, because
-the trace then has blocks of another size than was thought: see ``kvtide.replay.block_tokens``.
+A last block that is not full is left out, because engines never keep it. If more would have to be left out, that is an
+error, because the trace then has another block size than assumed: see ``kvtide.replay.block_tokens``.
 
 A block's number need only be unique under its parent; ``chains`` gives each block, with its tenant and its whole
-prefix, a number of its own.
+prefix, a unique number.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ __all__ = ["Reader", "Trace", "TraceRequest", "chains", "load", "read"]
 log = logging.getLogger("kvtide.replay")
 
 _VERSION = 1
-"""Of the traces that kvtide records."""
+"""Version of the traces that kvtide records."""
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 _TURNS = ("", "tool", "end")
 
 
 LARGEST = 1 << 34
-"""Bytes of a block, at most: there is no model with larger ones."""
+"""Maximum bytes of a block: no model has larger ones."""
 
 
 class TraceRequest(NamedTuple):
-    """A prompt: when it came, in seconds, and its full blocks in order."""
+    """A prompt: when it arrived, in seconds, and its full blocks in order."""
 
     seconds: float
     blocks: tuple[int | str | bytes, ...]
     tenant: str = ""
     turn: str = ""
-    """What the answer ended with: ``tool``, a call of a tool; ``end``, the end of a turn; empty: nobody knows."""
+    """How the output ended: ``tool``, a tool call; ``end``, the end of a turn; empty: unknown."""
     returns_in: float | None = None
-    """In how many seconds the prompt was expected to come back; None: nobody said."""
+    """Seconds after which the prompt was expected to be used again; None: unknown."""
 
 
 class Trace(NamedTuple):
@@ -70,13 +69,13 @@ class Trace(NamedTuple):
     turns: list[str]
     returns_in: list[float | None]
     block_tokens: int | None = None
-    """How many tokens a block has, if the trace tells or somebody said."""
+    """Tokens per block, if the trace or the caller says so."""
     block_bytes: int | None = None
-    """How many bytes a block had where the trace was recorded, if it tells."""
+    """Bytes per block where the trace was recorded, if it says so."""
 
 
 class _Line(msgspec.Struct):
-    """A request of any kind of JSON lines, or a header; what is not there is None."""
+    """A request of any JSON lines format, or a header; missing fields are None."""
 
     hash_ids: tuple[int | str, ...] | None = None
     timestamp: float | None = None
@@ -91,7 +90,7 @@ class _Line(msgspec.Struct):
     layout_bytes: int | None = None
     tenant: str | None = None
     turn: int | str | None = None
-    """A number in Bailian's."""
+    """A number in Bailian's traces."""
     returns_in: float | None = None
 
 
@@ -99,9 +98,9 @@ _Found = _Line | tuple[float, list[Event]]
 
 
 class _Unpacked(io.RawIOBase):
-    """A gzip file, as far as it goes: a recording that was killed has no end, and all of it is wanted.
+    """Reads a gzip file as far as possible: a recording that was killed has no end marker.
 
-    At the end of a file that has none, EOFError is raised: once all that can be read was.
+    If the end marker is missing, EOFError is raised after all data that can be decompressed was returned.
     """
 
     def __init__(self, raw: io.BufferedReader) -> None:
@@ -116,7 +115,7 @@ class _Unpacked(io.RawIOBase):
         while True:
             if not self._packed:
                 self._packed = self._raw.read(1 << 16)
-            if self._unpacker.eof:  # another may follow
+            if self._unpacker.eof:  # another gzip member may follow
                 if not self._packed:
                     return 0
                 self._unpacker = zlib.decompressobj(wbits=31)
@@ -132,18 +131,18 @@ class _Unpacked(io.RawIOBase):
 class Reader:
     """The requests of a trace in order of time. Read once; raises ``TraceError``.
 
-    ``progress`` gets the bytes of the file that were read so far. With ``block_tokens`` a block has so many tokens,
-    otherwise the trace must tell.
+    ``progress`` gets the bytes of the file read so far. ``block_tokens``: tokens per block; otherwise the trace must
+    say it.
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None], block_tokens: int | None) -> None:
         self.block_tokens = block_tokens
-        """Known when all was read, if at all."""
+        """Known after all was read, if at all."""
         self.block_bytes: int | None = None
         self._path = path
         self._progress = progress
         self._source = "--block-tokens" if block_tokens else ""
-        """What said so."""
+        """Where ``block_tokens`` was found."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         try:
@@ -160,7 +159,7 @@ class Reader:
         return f"{self._path}, line {number}"
 
     def _say(self, where: str, block_tokens: int, source: str) -> None:
-        """A block has so many tokens, as the trace itself says ``where``."""
+        """Set the tokens per block found in the trace at ``where``."""
         if block_tokens <= 0:
             raise TraceError(f"{where}: block_tokens is {block_tokens}; it must be at least 1")
         if self.block_tokens not in (None, block_tokens):
@@ -171,7 +170,7 @@ class Reader:
         if self.block_tokens is None:
             self.block_tokens, self._source = block_tokens, source
 
-    # -- which kind of trace it is ------------------------------------------------------------------------
+    # -- detecting the format -----------------------------------------------------------------------------
 
     def _read(self, stream: io.BufferedReader[Any], tell: Callable[[], None]) -> Iterator[TraceRequest]:
         start = stream.peek(64)[:64]
@@ -208,9 +207,10 @@ class Reader:
         recorded = False
 
         def whole() -> Iterator[bytes]:
-            """The lines; of a recording in gzip that was killed, and so has no end, those that can be read."""
+            """The lines; of a gzip recording that was killed, and so has no end marker, those that can be read."""
             try:
-                yield from iter(stream.readline, b"")  # not from the stream: whoever stops here would close it
+                # not ``yield from stream``: a consumer that stops early would close it
+                yield from iter(stream.readline, b"")
             except EOFError:
                 if not recorded:
                     raise
@@ -227,7 +227,7 @@ class Reader:
                     continue
                 found = decode(line)
                 recorded = recorded or found.kvtide_trace is not None
-                # Bailian's requests have a type too: of what was asked for.
+                # Bailian's requests have a type too: that of the request.
                 if found.events is not None or (found.type is not None and found.hash_ids is None):
                     yield number, batch(msgspec.json.decode(line))
                     continue
@@ -261,7 +261,7 @@ class Reader:
                 raise TraceError(f"{self._where(number)}: no KV event among KV events; a trace must be of one kind")
             yield line
 
-    # -- each kind ----------------------------------------------------------------------------------------
+    # -- formats ------------------------------------------------------------------------------------------
 
     def _events(self, found: Iterator[tuple[float, list[Event]]]) -> Iterator[TraceRequest]:
         tokens: set[int] = set()
@@ -288,7 +288,7 @@ class Reader:
         alike: Callable[[_Line], bool],
         wanted: str,
     ) -> Iterator[TraceRequest]:
-        """Requests with a time, and most often a length. ``unit``: how many seconds the unit of time has."""
+        """Requests with a time, and usually a length. ``unit``: seconds per unit of time."""
         held: list[tuple[str, _Line]] = []
         sizes = BlockTokenSizes()
         for where, line in lines:
@@ -361,7 +361,7 @@ class Reader:
                 raise TraceError(f"{where}: a request of an agent needs app, ts and hash_ids")
             first[line.app] = min(first.get(line.app, line.ts), line.ts)
             found.append((line.app, line.ts, line.hash_ids))
-        # By whole microseconds: seconds would round some to the same moment.
+        # By whole microseconds: seconds would round some to the same time.
         found.sort(key=lambda r: r[1] - first[r[0]])
         yield from (TraceRequest((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
 
@@ -372,10 +372,10 @@ def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tok
 
 
 def chains(found: Iterable[TraceRequest]) -> Trace:
-    """All requests of a trace, their blocks as numbers that stand for whole prefixes."""
+    """All requests of a trace, with their blocks as numbers that stand for whole prefixes."""
     names: dict[tuple[int, int | str | bytes], int] = {}
     roots: dict[str, int] = {}
-    """Below zero, one for each tenant: no two have a block in common, whatever its number."""
+    """Negative numbers, one per tenant: tenants share no blocks, even with equal numbers."""
     trace = Trace(np.zeros(0), [], 0, [], [], [])
     seconds = []
     for request in found:
@@ -392,6 +392,6 @@ def chains(found: Iterable[TraceRequest]) -> Trace:
 
 
 def load(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Trace:
-    """A whole trace, with what it tells of its blocks."""
+    """A whole trace, with its block size if known."""
     reader = read(path, progress, block_tokens)
     return chains(reader)._replace(block_tokens=reader.block_tokens, block_bytes=reader.block_bytes)

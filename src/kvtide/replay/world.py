@@ -1,7 +1,7 @@
-"""The store's own index, pipeline, policies and admissions over tiers without bytes: what a trace does to them.
+"""Replays a trace against the store's own index, pipeline, policies and admission, over tiers without bytes.
 
-Nothing of a decision is made here. A request is what an engine does with the store: match its prompt and hold what is
-there, load what is not in DRAM, compute the rest and store it, let go.
+No decision is made here. A request does what an engine does with the store: match and lease its prompt's prefix, load
+what is not in DRAM, compute and store the rest, and release the lease.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TraceClock:
 
 
 class World:
-    """DRAM and, where the configuration names a path for it, a colder tier; blocks of ``block`` bytes each."""
+    """DRAM and, if the configuration has a path for it, a colder tier; blocks of ``block`` bytes each."""
 
     def __init__(self, config: Config, block: int) -> None:
         self.clock = TraceClock()
@@ -62,7 +62,7 @@ class World:
         self._geometry = Geometry(1, block)
         self._identities: dict[str, Identity] = {}
         self._part = max(1, min(_PART, config.dram.budget // self.slot // 4))
-        """Blocks that are moved at a time. Not bytes: hit rates and speed shall not depend on how large a block is."""
+        """Blocks moved at a time. Not bytes: hit rates and speed shall not depend on the block size."""
         memory, disk = config.dram, config.nvme
         self.dram = SimulatedDram(memory.budget, memory.segment, self._geometry.footprint)
         self.policy = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
@@ -101,11 +101,12 @@ class World:
 
     @property
     def slot(self) -> int:
-        """What a block takes of a tier's budget."""
+        """Bytes of a tier's budget that a block takes."""
         return ladder(self._geometry.footprint)
 
     def totals(self) -> dict[str, int]:
-        """Blocks written to, read and evicted from each tier since the beginning, and what each holds now."""
+        """Blocks written to, read and evicted from each tier since the beginning, and the number that each holds
+        now."""
         counts = self.pipeline.counts
         return {
             "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
@@ -120,7 +121,7 @@ class World:
 
     @property
     def in_charge(self) -> str:
-        """The policy that ranks what leaves DRAM now."""
+        """The policy that ranks evictions from DRAM now."""
         return self.policy.in_charge
 
     def _name(self, number: int, tenant: str) -> BlockKey:
@@ -132,9 +133,9 @@ class World:
     def request(
         self, blocks: Sequence[int], tenant: str = "", turn: str = "", returns_in: float | None = None
     ) -> Counter[str]:
-        """One request: how many of its blocks came from DRAM and from the colder tier, as a prefix.
+        """Replay a request. Returns how many blocks of its prefix were found in DRAM and in the colder tier.
 
-        A block's number stands for its whole prefix. ``turn`` and ``returns_in``: what its caller says at its end, see
+        A block's number stands for its whole prefix. ``turn`` and ``returns_in``: the caller's hints at its end, see
         ``Session.expect``.
         """
         index, line, identity = self.index, self.pipeline, self._identity(tenant)
@@ -171,7 +172,7 @@ class World:
             self.pipeline.load([(rows, identity)], Transfer(self.clock, None))
 
     def _store(self, keys: Sequence[BlockKey], start: int, identity: Identity) -> None:
-        """As ``Session.store`` does it: in parts, holding what there is of the prompt until it is saved."""
+        """Store blocks like ``Session.store``: in parts, with a lease on the prompt's prefix until all are stored."""
         index, line, parents = self.index, self.pipeline, [_ROOT, *keys]
         if start == len(keys):
             return
@@ -193,5 +194,5 @@ class World:
         lease.release()
 
     def close(self) -> None:
-        """End the threads of DRAM's books: a comparison makes many of these, one after another."""
+        """Stop the threads of the simulated DRAM tier: a comparison creates many of these, one after another."""
         self.dram.close()

@@ -1,12 +1,12 @@
-"""The audit log: who did what, when, and what came of it; each line sealed to the one before.
+"""The audit log: who did what, when, and with which result; a chain of hashes over its lines.
 
 A line is JSON and ends in a hash: BLAKE3 of the hash of the line before and of every byte of this one up to there. So
-no line can be changed, left out or put in between without every later hash being wrong. What a chain cannot show is
-that its *end* was cut off: keep the last hash elsewhere now and then (``kvtide audit verify`` prints it).
+no line can be changed, removed or inserted without making every later hash wrong. A chain cannot show that its *end*
+was cut off: keep the last hash elsewhere now and then (``kvtide audit verify`` prints it).
 
-Lines are appended and synced before an act is answered. A crash may leave half a line; the next writer takes it away,
-and says in a line of its own that it did. When a file is full it is renamed to ``audit.jsonl.000001`` and so on, and
-the chain goes on in a new one.
+Lines are appended and synced before an operation is acknowledged. A crash may leave half a line; the next writer
+removes it, and records that in a line. When a file is full it is renamed to ``audit.jsonl.000001`` and so on, and the
+chain continues in a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Audit", "Verdict", "audit_of", "verify"]
 
 _START = "0" * 64
 _LARGEST = 16 << 20
-"""Bytes of a file, about."""
+"""Approximate maximum bytes of a file."""
 _TAIL = len(',"hash":""}') + 64
 
 Fact = str | int | float | None
@@ -48,7 +48,7 @@ def _sealed(before: str, facts: dict[str, Fact]) -> tuple[bytes, str]:
 
 
 def _opened(line: bytes, before: str) -> str:
-    """The hash of a line, if it is one and follows ``before``; else ""."""
+    """The hash of a line, if it is valid and follows ``before``; else ""."""
     body, tail = line[:-_TAIL], line[-_TAIL:]
     found = _hash(before, body)
     return found if tail == f',"hash":"{found}"}}'.encode() else ""
@@ -57,7 +57,7 @@ def _opened(line: bytes, before: str) -> str:
 def _who() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a number without a name, as containers have it
+    except (KeyError, OSError, ImportError):  # a user id without a name, as in containers
         name = "nobody by name"
     return f"{name} ({os.getuid()}) on {socket.gethostname()}"
 
@@ -71,7 +71,7 @@ class Audit:
         self._largest = largest
 
     def record(self, what: str, result: str, who: str = "", **about: Fact) -> None:
-        """Write down an act, for good. Raises AuditError."""
+        """Append an entry durably. Raises AuditError."""
         when = datetime.fromtimestamp(self._clock.time(), UTC).isoformat(timespec="milliseconds")
         facts: dict[str, Fact] = {"when": when, "who": who or _who(), "what": what, **about, "result": result}
         try:
@@ -80,7 +80,9 @@ class Audit:
                 lock.take(wait=True)
                 self._append(facts)
         except OSError as e:
-            raise AuditError(f"cannot write the audit log {self.path}: {e.strerror}. Nothing is done unseen") from e
+            raise AuditError(
+                f"cannot write the audit log {self.path}: {e.strerror}. Nothing is done without a record"
+            ) from e
 
     def _append(self, facts: dict[str, Fact]) -> None:
         old = self._rotated()
@@ -102,10 +104,10 @@ class Audit:
             os.close(fd)
 
     def _rotated(self) -> list[Path]:
-        """Begin a new file if this one is full; answers the files before it."""
+        """Begin a new file if this one is full; returns the files before it."""
         old = _files(self.path)[:-1]
         if self.path.exists() and self.path.stat().st_size >= self._largest:
-            number = int(old[-1].suffix[1:]) + 1 if old else 1  # the oldest may have been taken elsewhere
+            number = int(old[-1].suffix[1:]) + 1 if old else 1  # the oldest may have been moved away
             old.append(self.path.with_name(f"{self.path.name}.{number:06}"))
             self.path.rename(old[-1])
         return old
@@ -117,17 +119,17 @@ def _last_hash(data: bytes) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a log, in order; the last is the one that is written now."""
+    """The files of a log, in order; the last is the current one."""
     old = sorted(p for p in path.parent.glob(f"{path.name}.*") if p.suffix[1:].isdecimal())
     return [*old, path]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a log's chain shows."""
+    """The result of checking a log's chain."""
 
     lines: int
-    """That are whole and in their place, from the first on."""
+    """Lines that are whole and in their place, from the first on."""
     last: str
     """The hash of the last of them."""
     problem: str = ""
@@ -135,7 +137,7 @@ class Verdict:
 
 
 def verify(path: Path) -> Verdict:
-    """Check every line of a log. Raises AuditError where there is none."""
+    """Check every line of a log. Raises AuditError if there is none."""
     count, last = 0, _START
     files = [file for file in _files(path) if file.exists()]
     if not files:
@@ -153,7 +155,7 @@ def verify(path: Path) -> Verdict:
 
 
 def audit_of(settings: Security, clock: Clock | None = None) -> Audit | None:
-    """The log of a configuration; None where it names neither a log nor a key file."""
+    """The log of a configuration; None if it names neither a log nor a key file."""
     if settings.audit:
         return Audit(Path(settings.audit).expanduser(), clock=clock)
     if settings.key_file:

@@ -1,4 +1,4 @@
-"""What an administrator does to keys. Each act is over when it returns: written down, for good."""
+"""Administration of keys. Each operation is durable when it returns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["destroy", "hold", "release", "rotate"]
 
 
 def destroy(file: KeyFile, tenant: bytes, clock: Clock | None = None, known: bool = True) -> int:
-    """Destroy all keys of a tenant; answers how many. Raises HeldError under a legal hold.
+    """Destroy all keys of a tenant; returns how many. Raises HeldError under a legal hold.
 
-    If it has none, one that never was is written down as destroyed: so every process that has blocks of the tenant in
-    memory hears of it. Unless the tenant is not ``known`` by blocks, and the file never had a key of it either: then
-    nothing is written.
+    If the tenant has no key, a new entry is written as destroyed, so that every process that has blocks of the tenant
+    in memory learns of it. Nothing is written if the tenant is not ``known`` by blocks, and the file never had a key of
+    it.
     """
     now = (clock or SystemClock()).time()
     with file.change() as keys:
@@ -52,9 +52,11 @@ def release(file: KeyFile, tenant: bytes) -> bool:
 
 
 def rotate(file: KeyFile, old: Wrapper, new: Wrapper | None = None) -> int:
-    """Wrap all living keys anew: with ``new``, or with the newest key of the same wrapper. Answers how many.
+    """Rewrap all keys that are not destroyed: with ``new``, or with the newest key of the same wrapper. Returns how
+    many.
 
-    The data keys stay, and so does what they seal. Raises Unavailable, and changes nothing, if one cannot be wrapped.
+    The data keys stay the same, and so does what they encrypt. Raises Unavailable, and changes nothing, if one cannot
+    be wrapped.
     """
     with file.change() as keys:
         living = [i for i, e in enumerate(keys.keys) if e.destroyed is None]

@@ -1,4 +1,4 @@
-"""The key file: every tenant's wrapped data keys, and who is under a legal hold.
+"""The key file: every tenant's wrapped data keys, and the tenants under a legal hold.
 
 ::
 
@@ -7,14 +7,14 @@
               "keys": [{"id": "...", "tenant": "...", "created": 0.0, "wrapped": "...", "destroyed": null}],
               "holds": [{"tenant": "...", "since": 0.0, "why": ""}]}}
 
-Tenants are there by their tags, 16 bytes that say nothing by themselves. A key that is destroyed keeps its line, with
-nothing wrapped in it: so it can be told from a key that was never there. The file is replaced whole, by an atomic
-rename that survives a power loss, under a lock beside it; whoever only reads needs no lock. ``check`` is the BLAKE3 of
-the body as it is written, for accidents: whoever may write the file needs no such trick to make keys unavailable, and
-cannot learn any.
+Tenants are named by their tags, 16 bytes that reveal nothing by themselves. A destroyed key keeps its entry, with
+nothing wrapped in it, so that it can be told from a key that never existed. The file is replaced as a whole, by an
+atomic rename that survives a power loss, under a lock file beside it; readers need no lock. ``check`` is the BLAKE3 of
+the body as written, against accidents. It is no protection against an attacker: anyone who may write the file can make
+keys unavailable anyway, but cannot learn any.
 
-It is the one place where destroying a key happens. What backups and the medium's spare blocks still have of it is
-beyond our reach, and useless without the key that wraps.
+Keys are destroyed only here. Copies of a destroyed key in backups and in the medium's spare blocks are out of reach,
+and useless without the key that wraps.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _FORMAT, _VERSION = "kvtide keys", 1
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One data key, wrapped. Ids, tags and wrapped keys are hexadecimal here, as they are written."""
+    """One data key, wrapped. Ids, tags and wrapped keys are hexadecimal, as in the file."""
 
     id: str
     tenant: str
     created: float
     wrapped: str
     destroyed: float | None = None
-    """When; None: it lives."""
+    """When it was destroyed; None: it was not."""
 
 
 class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Keys(msgspec.Struct, forbid_unknown_fields=True):
-    """What the file says."""
+    """The content of the file."""
 
     format: str = _FORMAT
     version: int = _VERSION
@@ -65,7 +65,7 @@ class Keys(msgspec.Struct, forbid_unknown_fields=True):
     holds: list[Hold] = []
 
     def of(self, tenant: bytes) -> KeyEntry | None:
-        """The key with which this tenant's blocks are sealed now."""
+        """The key with which this tenant's blocks are encrypted now."""
         mine = [e for e in self.keys if e.tenant == tenant.hex() and e.destroyed is None]
         return mine[-1] if mine else None
 
@@ -78,13 +78,13 @@ class Keys(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyFile:
-    """A key file at ``path``, there or not yet. Safe from any thread and process."""
+    """A key file at ``path``, which need not exist yet. Safe from any thread and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Keys:
-        """What it says now; nothing if there is none. Raises KeyFileError."""
+        """The current content; empty if there is no file. Raises KeyFileError."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -112,12 +112,12 @@ class KeyFile:
         except msgspec.ValidationError:
             pass
         raise KeyFileError(
-            f"the key file {self.path} is damaged: put back a copy of it. Without its keys, what they sealed is lost"
+            f"the key file {self.path} is damaged: put back a copy of it. Without its keys, what they encrypted is lost"
         )
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Keys]:
-        """What it says, to be changed: written down, for good, when the block ends without an exception."""
+        """Yields the content to be changed; it is written durably when the block ends without an exception."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = LockFile(self.path.with_name(self.path.name + ".lock"))

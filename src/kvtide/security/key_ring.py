@@ -1,16 +1,19 @@
-"""Data keys in memory: who may use them, and for how long.
+"""Data keys in memory: their use and their leases.
 
-A key is here under a *lease*: some seconds after it was last confirmed it is gone, and what it seals is a miss until it
-is confirmed anew. Confirming means that the key file still has it and the wrapper still unwraps it. So whoever destroys
-a key, in the file or at the key service, knows by when every process has lost it, even those that he cannot reach.
-Threads that read and write blocks only look a key up; they fetch one when they first need it. The ring's own thread
-confirms all of them at half their lease, and says which tenants' keys are gone: their blocks in memory must go too.
+A key is held under a *lease*: some seconds after it was last confirmed it is dropped, and what it encrypts is a miss
+until it is confirmed again. Confirming means that the key file still has it and the wrapper still unwraps it. So an
+operator who destroys a key, in the file or at the key service, knows by when every process has lost it, even processes
+that cannot be reached. Threads that read and write blocks only look a key up; they fetch one when they first need it.
+The ring's own thread confirms all keys at half their lease, and reports which tenants' keys are gone: their blocks in
+memory must be removed too.
 
-A tenant gets its first key when its first block is sealed, and another if that was destroyed: what it stores after that
-is new. What was stored before is still in the memory of processes that have not heard of it, and must not be sealed
-with the new key, nor be written in the open where nothing is sealed. So a ring allows no writing for a tenant from when
-the file says that a key of its was destroyed until this process has dropped the tenant's blocks. Ids are random. A key
-service that fails is not asked again at once: blocks must not queue up behind it.
+A tenant gets its first key when its first block is encrypted, and another if that was destroyed: what it stores after
+that is new. Blocks stored before are still in the memory of processes that do not know of the destruction yet. They
+must not be encrypted with the new key, nor written in the clear where nothing is encrypted. So a ring allows no writes
+for a tenant from when the file says that one of its keys was destroyed until this process has dropped the tenant's
+blocks.
+
+Ids are random. A key service that fails is not asked again at once: blocks must not queue up behind it.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ __all__ = ["OWN", "DataKey", "KeyRing", "open_ring"]
 log = logging.getLogger("kvtide.security")
 
 OWN = bytes(16)
-"""The tag under which a store keeps the key of its own papers, such as journals. No tenant has it."""
+"""The tag under which a store keeps the key of its own files, such as journals. No tenant has it."""
 
 
 _ALL = b""
-"""For all keys at once."""
+"""Stands for all keys at once."""
 _PAUSE = 5.0
-"""Seconds after which it is tried again to fetch a key that could not be had."""
+"""Seconds until fetching an unavailable key is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class DataKey:
 
 
 class KeyRing:
-    """The keys of a key file, unwrapped as they are needed. Safe from any thread."""
+    """The keys of a key file, unwrapped as they are needed. Thread-safe."""
 
     def __init__(
         self,
@@ -75,23 +78,23 @@ class KeyRing:
         self._audit = audit
         self._lock = threading.RLock()
         self._keys: dict[bytes, tuple[DataKey, float]] = {}
-        """By id, with the time at which it is gone."""
+        """By id, with the time when its lease ends."""
         self._current: dict[bytes, bytes] = {}
-        """The id of the key that seals a tenant's blocks now."""
+        """The id of the key that encrypts a tenant's blocks now."""
         self._missing: dict[bytes, tuple[Unavailable | None, float]] = {}
-        """Why a key, by id or tenant, cannot be had, and until when it is not asked again."""
+        """By key id or tenant: why a key is unavailable, and until when it is not requested again."""
         self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
         """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
         self._seen: tuple[tuple[int, int, int], Keys] = (0, 0, 0), Keys()
-        """What the file said, and which version of it."""
+        """The version of the file last read, and its content."""
         self._gone: list[Callable[[bytes], None]] = []
         self._telling = threading.Lock()
-        """Held while those who have blocks are told that a key was destroyed."""
+        """Held while the callbacks of ``on_gone`` are called."""
         self._forgetting: Counter[bytes] = Counter()
-        """Tenants whose blocks are being removed by whoever destroys their keys, and how many do so."""
+        """Tenants whose blocks are being removed by the caller that destroys their keys, and how many callers do so."""
         self._stop = threading.Event()
         self._soon = threading.Event()
-        """There is something to tend now."""
+        """Set when ``tend`` is to run now."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class KeyRing:
     # -- using keys ---------------------------------------------------------------------------------------
 
     def of(self, tenant: bytes) -> DataKey:
-        """The key that seals what a tenant stores now; made, if there is none. Raises Unavailable."""
+        """The key that encrypts what a tenant stores now; made, if there is none. Raises Unavailable."""
         current = self._current.get(tenant)
         if current is not None and (found := self._here(current)) is not None:
             return found
@@ -142,7 +145,7 @@ class KeyRing:
             wrapped = self._wrapper.wrap(made.secret + tenant + made.id)
             with self._file.change() as keys:
                 self._check_heard(keys, tenant)
-                entry = keys.of(tenant)  # another process may have been quicker
+                entry = keys.of(tenant)  # another process may have been faster
                 if entry is None:
                     entry = KeyEntry(made.id.hex(), tenant.hex(), self._clock.time(), wrapped.hex())
                     keys.keys.append(entry)
@@ -159,8 +162,8 @@ class KeyRing:
             raise _unavailable(KeyState.DESTROYED)
 
     def check_heard(self, tenant: bytes) -> None:
-        """For those who write in the open. Raises Unavailable while blocks may be here that were stored before a key of
-        this tenant was destroyed. One look at the file's date, unless it has changed."""
+        """For writes in the clear. Raises Unavailable while blocks may be here that were stored before a key of this
+        tenant was destroyed. Costs one stat of the file, unless it has changed."""
         try:
             about = self._file.path.stat()
             version = about.st_mtime_ns, about.st_size, about.st_ino
@@ -206,20 +209,20 @@ class KeyRing:
                 log.exception("could not confirm keys")
 
     def on_gone(self, call: Callable[[bytes], None]) -> None:
-        """Call with the tag of every tenant that loses a key: destroyed, or not confirmed in time."""
+        """Register a callback for the tag of every tenant that loses a key: destroyed, or not confirmed in time."""
         self._gone.append(call)
 
     def tend(self) -> None:
         """Confirm keys that have had half their lease, and drop those that cannot be confirmed in time.
 
-        A tenant whose key was destroyed by another process is told of even if its key is not here: its blocks may be.
+        A tenant whose key was destroyed by another process is reported even if its key is not here: its blocks may be.
         """
         now = self._clock.monotonic()
         lost: list[DataKey] = []
         with self._lock:
             due = [key for key, until in self._keys.values() if until - now <= self.lease / 2]
         keys: Keys | None = None
-        # First those that are gone for good: to confirm the others may take long.
+        # First the destroyed ones: confirming the others may take long.
         with self._telling:
             destroyed: list[KeyEntry] = []
             with contextlib.suppress(KeyFileError):
@@ -232,7 +235,7 @@ class KeyRing:
             with self._lock:
                 self._drop(lost)
             self._tell(lost)
-            self._heard(destroyed)  # not before the blocks have left
+            self._heard(destroyed)  # not before the blocks are removed
         destroyed_ids, lost, away = {key.id for key in lost}, [], None
         for key in due:
             if key.id in destroyed_ids:
@@ -246,7 +249,7 @@ class KeyRing:
                     return
                 self._unwrap(_entry(keys, key.id))
             except Exception as e:  # noqa: BLE001 - whatever a key service does, a lease ends
-                away = e if isinstance(e, Away) else away  # it is not asked for every key
+                away = e if isinstance(e, Away) else away  # the service is not asked for every key
                 if self._here(key.id) is None:
                     log.warning("key %s is dropped: %s", key.id.hex(), e)
                     lost.append(key)
@@ -260,10 +263,10 @@ class KeyRing:
 
     @contextlib.contextmanager
     def forgetting(self, tenant: bytes) -> Iterator[None]:
-        """While the caller destroys a tenant's keys and removes its blocks himself: nobody else here is told to.
+        """Held while the caller destroys a tenant's keys and removes its blocks itself: no callback is called for it.
 
-        He calls ``revoke`` when the keys are destroyed, and ``forgotten`` when the blocks are gone. If he does not get
-        so far, those who have blocks are told afterwards, as if another process had destroyed the keys.
+        The caller calls ``revoke`` when the keys are destroyed, and ``forgotten`` when the blocks are removed. If it
+        does not get that far, the callbacks are called afterwards, as if another process had destroyed the keys.
         """
         with self._telling:
             self._forgetting[tenant] += 1
@@ -276,13 +279,14 @@ class KeyRing:
                     del self._forgetting[tenant]
 
     def revoke(self, tenant: bytes) -> None:
-        """Drop a tenant's keys now. Until its blocks are ``forgotten`` nothing is sealed for it."""
+        """Drop a tenant's keys now. Until its blocks are ``forgotten``, nothing is encrypted for it."""
         with self._lock:
             self._missing.clear()
             self._drop([key for key, _ in self._keys.values() if key.tenant == tenant])
 
     def forgotten(self, tenant: bytes, keys: Keys) -> None:
-        """No block is here that was stored before the keys of this tenant were destroyed of which ``keys`` says so."""
+        """Confirms that no block is here that was stored before this tenant's keys, destroyed according to ``keys``,
+        were."""
         self._heard([e for e in keys.keys if e.tenant == tenant.hex() and e.destroyed is not None])
 
     def _heard(self, destroyed: Iterable[KeyEntry]) -> None:
@@ -311,7 +315,7 @@ class KeyRing:
 
 
 def open_ring(settings: Security, clock: Clock | None = None) -> KeyRing | None:
-    """The ring of a configuration; None where it has no keys. Raises ConfigError or KeyFileError."""
+    """The ring of a configuration; None if it has no keys. Raises ConfigError or KeyFileError."""
     if not settings.key_source:
         if settings.encrypt:
             raise ConfigError("security.encrypt needs security.key_source: file:PATH, env:NAME or vault:URL")

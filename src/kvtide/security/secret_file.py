@@ -1,4 +1,4 @@
-"""A file with a secret in it: read, unless everybody on this host may read or write it."""
+"""Reads a file with a secret, unless every user of this host may read or write it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from kvtide.errors import ConfigError
 __all__ = ["read_secret"]
 
 _LARGEST = 1 << 20
-"""Bytes of a file with secrets: some thousand tokens, and never all of what is no such file."""
+"""Maximum bytes of a file with secrets: enough for some thousand tokens, and a limit when the path is wrong."""
 
 
 def read_secret(setting: str, path: str, harm: str, secret: str) -> bytes:
-    """What is in the file that ``setting`` names. ``harm``: what others can do who read it; ``secret``: what it is.
+    """The content of the file that ``setting`` names. For the error message, ``harm`` is what other users could do with
+    it, and ``secret`` what it is.
 
-    A link is followed, because Kubernetes mounts secrets as links: the file at its end counts. Raises ConfigError.
+    A link is followed, because Kubernetes mounts secrets as links: the mode of its target counts. Raises ConfigError.
     """
     try:
         with Path(path).expanduser().open("rb") as f:

@@ -1,12 +1,12 @@
-"""The key that wraps keys: from a file, from the environment, or kept by a key service that never shows it.
+"""The key that wraps data keys: from a file, from the environment, or kept by a key service that never reveals it.
 
-A data key is never written down as it is. A *wrapper* turns it into bytes that only the same wrapper can turn back.
-What is wrapped is the key together with its tenant and its id, so that an entry that was moved to another place in
-the key file is found out, whoever wraps.
+A data key is never stored in the clear. A *wrapper* turns it into bytes that only the same wrapper can turn back. What
+is wrapped is the key together with its tenant and its id, so that an entry that was moved to another place in the key
+file is detected, with any wrapper.
 
 ``security.key_source`` names the wrapper::
 
-    file:/etc/kvtide/key            32 bytes, or 64 hexadecimal digits; for its owner and group alone
+    file:/etc/kvtide/key            32 bytes, or 64 hexadecimal digits; readable by its owner and group alone
     env:KVTIDE_KEY                  64 hexadecimal digits
     vault:https://vault:8200/transit/kvtide    Vault's transit engine, mounted at "transit", with its key "kvtide"
 """
@@ -35,33 +35,33 @@ from kvtide.security.secret_file import read_secret
 __all__ = ["Away", "KeyState", "LocalWrapper", "Unavailable", "VaultWrapper", "Wrapper", "aead", "wrapper"]
 
 _PATIENCE = 2.0
-"""Seconds that a key service may take for a request in all: a thread that moves blocks waits for it."""
+"""Seconds that a key service may take for a whole request: a thread that moves blocks waits for it."""
 _LARGEST = 1 << 16
-"""Bytes of a key service's answer."""
+"""Maximum bytes of a key service's answer."""
 
 
 class KeyState(StrEnum):
-    """What is known of a key that cannot be had."""
+    """Why a key is unavailable, where that is a property of the key."""
 
     DESTROYED = "its key was destroyed"
     UNKNOWN = "its key is not known here"
 
 
 class Unavailable(Exception):  # noqa: N818 - a reason, not an error
-    """A key cannot be had. Never leaves the store: there, what it seals is a miss with this reason."""
+    """A key is unavailable. Never leaves the store: there, what it encrypts is a miss with this reason."""
 
     def __init__(self, text: str, state: KeyState | None = None) -> None:
-        """``state`` is what is known of the key, if that is the reason."""
+        """``state`` is set if the reason is a property of the key."""
         super().__init__(text)
         self.state = state
 
 
 class Away(Unavailable):
-    """Nothing answers where keys are unwrapped: no other key can be had either."""
+    """The key service does not answer: no other key is available either."""
 
 
 def aead(key: bytes) -> Any:
-    """AES-256-GCM with that key. Raises ConfigError where the package for it is not installed."""
+    """AES-256-GCM with that key. Raises ConfigError if the package for it is not installed."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as e:
@@ -70,7 +70,7 @@ def aead(key: bytes) -> Any:
 
 
 class Wrapper(Protocol):
-    """Wraps what is at most some hundred bytes. Raises Unavailable; safe from any thread."""
+    """Wraps at most some hundred bytes. Raises Unavailable. Thread-safe."""
 
     def wrap(self, secret: bytes) -> bytes: ...
 
@@ -81,7 +81,7 @@ class Wrapper(Protocol):
 
 
 class LocalWrapper:
-    """With a key of 32 bytes that this process knows."""
+    """Wraps with a key of 32 bytes that this process has."""
 
     def __init__(self, key: bytes) -> None:
         self._aead = aead(key)
@@ -103,11 +103,11 @@ class LocalWrapper:
 
 
 class _Exchange:
-    """One request to a key service, which has an answer by ``_PATIENCE`` seconds after it was made, or none.
+    """One request to a key service, which is answered within ``_PATIENCE`` seconds, or fails.
 
-    It has a thread of its own, because the limits of sockets are for each step: to resolve a name has none, there may
-    be several addresses to connect to, and an answer of a thousand bytes may be a thousand steps. Neither a proxy that
-    the environment names nor a redirect is followed: tokens and keys are for the key service alone.
+    It has its own thread, because socket timeouts apply to each step: resolving a name has none, there may be several
+    addresses to connect to, and an answer of a thousand bytes may be a thousand steps. Neither a proxy from the
+    environment nor a redirect is followed: tokens and keys are for the key service alone.
     """
 
     def __init__(self, base: urllib.parse.SplitResult) -> None:
@@ -115,12 +115,12 @@ class _Exchange:
         self._ended: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
         self._over = threading.Event()
         self._line: socket.socket | None = None
-        """A second descriptor of the connection, to end it whatever the thread does with the first."""
+        """A second descriptor of the connection, to shut it down whatever the thread does with the first."""
         self._lock = threading.Lock()
-        """Around the end of that: its number may be another file's at once."""
+        """Held while that descriptor is closed or shut down: its number may be reused at once."""
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """The status and at most ``_LARGEST`` + 1 bytes. Raises what went wrong; TimeoutError."""
+        """The status and at most ``_LARGEST`` + 1 bytes. Raises the request's error, or TimeoutError."""
         threading.Thread(target=self._run, args=(path, body, headers), name="kvtide-key-service", daemon=True).start()
         try:
             found = self._ended.get(timeout=_PATIENCE)
@@ -138,7 +138,7 @@ class _Exchange:
     def _run(self, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         try:
             self._ended.put(self._asked(path, body, headers))
-        except Exception as e:  # noqa: BLE001 - whoever waits is told
+        except Exception as e:  # noqa: BLE001 - raised in the waiting thread
             self._ended.put(e)
 
     def _asked(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
@@ -165,11 +165,11 @@ class _Exchange:
 
 
 class VaultWrapper:
-    """With a key of HashiCorp Vault's transit engine, which never leaves it.
+    """Wraps with a key of HashiCorp Vault's transit engine, which never leaves Vault.
 
     The token is that of ``VAULT_TOKEN``, or of the file that ``VAULT_TOKEN_FILE`` names, read at every call, because
-    agents renew it there. Certificates are checked against the system's, or those of ``SSL_CERT_FILE``. It is sent to
-    the address of ``security.key_source`` and nowhere else: a redirect is an answer that cannot be used.
+    agents renew it there. Certificates are checked against the system's, or those of ``SSL_CERT_FILE``. The token is
+    sent to the address of ``security.key_source`` and nowhere else: a redirect is an error.
     """
 
     def __init__(self, address: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -199,7 +199,7 @@ class VaultWrapper:
         try:
             return base64.b64decode(text, validate=True)
         except ValueError as e:
-            raise Away("the key service does not answer in good order") from e
+            raise Away("the key service sent an invalid answer") from e
 
     def rewrap(self, wrapped: bytes) -> bytes:
         return self._ask("rewrap", "ciphertext", wrapped.decode("ascii", "replace"), "ciphertext").encode()
@@ -218,7 +218,7 @@ class VaultWrapper:
             if status != 200:
                 raise Unavailable(f"the key service refused to {verb}: {status}")
             if len(said) > _LARGEST:
-                raise Away(f"the key service does not answer in good order: with more than {_LARGEST} bytes")
+                raise Away(f"the key service sent an invalid answer: it has more than {_LARGEST} bytes")
             found = json.loads(said)["data"][wanted]
         except TimeoutError as e:
             raise Away(f"the key service does not answer within {_PATIENCE:g} seconds") from e
@@ -240,7 +240,7 @@ def wrapper(source: str, environment: Mapping[str, str] = os.environ) -> Wrapper
     if kind == "vault":
         return VaultWrapper(rest, environment)
     if kind == "file":
-        data = read_secret("security.key_source", rest, "open whatever its key seals", "key")
+        data = read_secret("security.key_source", rest, "decrypt whatever its key encrypts", "key")
     elif kind == "env":
         data = environment.get(rest, "").encode()
     else:

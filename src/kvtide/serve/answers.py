@@ -1,4 +1,4 @@
-"""How an answer looks on the wire, whole or in pieces, in the two shapes that OpenAI has for it."""
+"""Response formats of OpenAI's chat and completions endpoints, complete or streamed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any) -> bytes:
-    """One of the events that a stream is made of."""
+    """One server-sent event of a stream."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Answers:
-    """The answers to one request."""
+    """Formats the outputs of one request."""
 
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
     piece_kind: ClassVar[str]
 
     def __init__(self, model: str, usage: bool) -> None:
-        """``usage``: a stream shall tell the usage at its end."""
+        """``usage``: whether a stream reports the token usage at its end."""
         self._head = {"id": self.prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
         self._usage = usage
 
@@ -41,7 +41,7 @@ class Answers:
         return msgspec.json.encode(self._head | {"object": self.whole_kind, "choices": choices, "usage": _usage(ends)})
 
     def opening(self, number: int) -> bytes:
-        """What a stream says before the first piece of an answer."""
+        """The event before the first piece of an output."""
         return b""
 
     def piece(self, number: int, text: str) -> bytes:
@@ -51,7 +51,7 @@ class Answers:
         return self._event(number, self._piece(None), end.finish)
 
     def closing(self, ends: Sequence[Answered]) -> bytes:
-        """What a stream says after the last answer."""
+        """The events after the last output."""
         usage = {"object": self.piece_kind, "choices": [], "usage": _usage(ends)}
         return (event(self._head | usage) if self._usage else b"") + DONE
 
@@ -64,7 +64,7 @@ class Answers:
         raise NotImplementedError
 
     def _piece(self, text: str | None) -> dict[str, Any]:
-        """None: there is no more."""
+        """None: the output is complete."""
         raise NotImplementedError
 
 

@@ -1,9 +1,11 @@
-"""The HTTP face: OpenAI's endpoints for chat and completions, and what an operator asks for.
+"""The HTTP application: OpenAI's endpoints for chat and completions, and those for operators.
 
-Nothing here waits for the model in the event loop: requests are decoded, and prompts made into tokens, on a thread, and
-answered in a turn. What a client can make the server do grows step by step: without the key nothing of a body is read;
-a body is read up to a size, within a time, and all large ones share a budget of memory; then the request needs a place
-in the queue, and only with that place is it decoded, checked and tokenised.
+Nothing here waits for the model in the event loop: a thread decodes requests and tokenises prompts, and the model
+generates when it is the request's turn.
+
+A client can make the server spend resources only step by step. Without the API key no body is read. A body is read up
+to a size limit and within a time limit, and all large ones share a memory budget. Then the request needs a place in the
+queue, and only with that place is it decoded, checked and tokenised.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ from kvtide.store.node_statistics import least
 __all__ = ["Service"]
 
 _LARGEST = 8 << 20
-"""Bytes of a request: a million tokens, as numbers."""
+"""Maximum bytes of a request: a million tokens, as numbers."""
 _SMALL = 64 << 10
-"""Bytes of a request that always fit into memory: ``_LARGE`` does not count those that are not larger."""
+"""Requests up to this many bytes do not count against ``_LARGE``: they always fit into memory."""
 _LARGE = 64 << 20
-"""Bytes of all larger requests that are in memory at a time."""
+"""Maximum bytes in memory of all larger requests together."""
 _RETRY = 2
-"""Seconds after which one that was sent away may ask again."""
+"""Seconds after which a rejected client may try again."""
 
 
 class Service:
-    """A model and its store, as a web application: ``app``."""
+    """A model and its store as a web application: ``app``."""
 
     def __init__(
         self,
@@ -59,9 +61,9 @@ class Service:
         hosts: Iterable[str] = (),
         body_seconds: float = 60,
     ) -> None:
-        """``waiting`` requests may wait for their turn, an answer has ``limit`` tokens at most, and the body of a
-        request must come within ``body_seconds``. Without an ``api_key`` it must be for a known name: this host's, or
-        one of ``hosts``; and metrics name nobody."""
+        """At most ``waiting`` requests wait for their turn, an output has at most ``limit`` tokens, and the body of a
+        request must arrive within ``body_seconds``. Without an ``api_key`` the request's Host header must be a name of
+        this host or one of ``hosts``; and metrics name neither tenants nor clients."""
         self._keyed = bool(api_key)
         self._loaded = engine.loaded
         self._store = store
@@ -83,10 +85,10 @@ class Service:
         )
 
     def close(self) -> None:
-        """Wait for those who have a turn, and answer nobody any more."""
+        """Wait for the requests in the queue, and accept no more."""
         self._turns.close()
 
-    # -- answers ------------------------------------------------------------------------------------------
+    # -- generation ---------------------------------------------------------------------------------------
 
     async def _chat(self, http: Request) -> Response:
         return await self._answer(http, ChatRequest, ChatAnswers)
@@ -106,7 +108,7 @@ class Service:
                 await turn.prepare(work.asks)
                 request = work.request
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody will see it
+            return Response(status_code=499)  # the client has disconnected
         answers = shape(self._loaded.name, request.stream_options.include_usage)
         if request.stream:
             return _Stream(turn, answers)
@@ -134,7 +136,7 @@ class Service:
         return Response(text, 200 if text else 503, media_type=metrics.CONTENT_TYPE)
 
     def _measured(self) -> str:
-        """Nothing while the node does not answer: zeros would be taken for a new one's."""
+        """Empty while the node does not answer: zeros would look like a restarted node."""
         if isinstance(self._store, Client):
             status = self._store.status()
             if not status.node.pid:
@@ -156,7 +158,7 @@ async def _whole(http: Request, turn: Turn, answers: Answers) -> Response:
             else:
                 texts[number] += said
         if turn.left:
-            return Response(status_code=499)  # nobody will see it
+            return Response(status_code=499)  # the client has disconnected
         whole = answers.whole([texts[number] for number in range(len(ends))], ends)
         return Response(whole, media_type="application/json")
     finally:
@@ -171,7 +173,7 @@ async def _watch(http: Request, turn: Turn) -> None:
 
 
 class _Stream(StreamingResponse):
-    """An answer as it comes. If the client disconnects, starlette stops this, wherever it is."""
+    """A streamed response. If the client disconnects, starlette cancels it at any point."""
 
     def __init__(self, turn: Turn, answers: Answers) -> None:
         super().__init__(_events(turn, answers), media_type="text/event-stream")
@@ -197,12 +199,12 @@ async def _events(turn: Turn, answers: Answers) -> AsyncIterator[bytes]:
             else:
                 yield opening + answers.piece(number, said)
         yield answers.closing(ends)
-    except ApiError as error:  # too late for a status
+    except ApiError as error:  # too late for an HTTP status
         yield event(error.body)
 
 
 class _Work:
-    """What a thread does for a request before the model can answer it."""
+    """The work for a request that a thread does before the model can start."""
 
     request: ChatRequest | CompletionRequest
 
@@ -215,7 +217,7 @@ class _Work:
 
 
 class _Bodies:
-    """The bodies of requests, in memory from their first byte until their prompts are tokens."""
+    """Request bodies, in memory from their first byte until their prompts are tokenised."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -223,10 +225,10 @@ class _Bodies:
 
     @asynccontextmanager
     async def read(self, http: Request) -> AsyncIterator[bytes]:
-        """A whole body. Raises ApiError, or ClientDisconnect."""
+        """A complete body. Raises ApiError, or ClientDisconnect."""
         kind = http.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
-            # A page in a browser may send other types to anybody without asking him first.
+            # A web page in a browser may send other content types to any server without a preflight request.
             raise ApiError(415, f"the content type is {kind[:100]!r}; it must be application/json")
         if int(http.headers.get("content-length", "0")) > _LARGEST:  # h11 has checked that it is a number
             raise _too_large()
@@ -261,12 +263,12 @@ async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"{http.method} {http.url.path[:100]}: {error.detail}")
     elif not isinstance(error, ApiError):
-        error = ApiError(500, "the server failed; its log says more")  # uvicorn logs it
+        error = ApiError(500, "the server failed; its log says more")  # uvicorn logs the exception
     return JSONResponse(error.body, error.status, {"Retry-After": str(_RETRY)} if error.status == 503 else None)
 
 
 class _Key:
-    """Lets in who has the key. Anybody may ask for the health."""
+    """Middleware that requires the API key, except for /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -277,7 +279,7 @@ class _Key:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(
-                    401, "this server wants its API key: Authorization: Bearer ...", None, "invalid_api_key"
+                    401, "this server requires its API key: Authorization: Bearer ...", None, "invalid_api_key"
                 )
                 await JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
@@ -285,7 +287,7 @@ class _Key:
 
 
 class _Named:
-    """Lets in who asks for a name of this host, where nobody needs a key. Anybody may ask for the health."""
+    """Middleware that requires a known Host header where no API key is required, except for /health."""
 
     def __init__(self, app: ASGIApp, hosts: HostNames) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""From a request to asks: its prompts as tokens, and whether there is room for their answers."""
+"""Converts a request to asks: its prompts as tokens, checked against the model's context length."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvtide.serve.protocol import ONE_KIND, PROMPTS, ApiError, ChatRequest, Comp
 __all__ = ["RequestReader"]
 
 _COMPLETION = 16
-"""Tokens of a completion, unless told otherwise: as OpenAI has it."""
+"""Default tokens of a completion, as in OpenAI's API."""
 _CHARACTERS = 16
-"""Of a text for each token of the context, at most: real texts have three to six for each token. Longer texts are
+"""Maximum characters of a text per token of the context: real texts have three to six per token. Longer texts are
 refused before they are tokenised, which takes a second and a hundred bytes of memory for each of a million characters.
 """
 
 
 class RequestReader:
-    """Knows what a model can be asked. Safe from any thread."""
+    """Validates and tokenises requests for a model. Thread-safe."""
 
     def __init__(self, loaded: LoadedModel, limit: int | None = None) -> None:
-        """``limit`` is how many tokens an answer may have, if that is less than the model could."""
+        """``limit``: maximum tokens of an output, if less than the model's own limit."""
         self._loaded = loaded
         self._limit = loaded.context if limit is None else min(limit, loaded.context)
         embeddings: Any = loaded.model.get_input_embeddings()
         self._vocabulary = len(embeddings.weight)
 
     def asks(self, request: ChatRequest | CompletionRequest) -> list[Ask]:
-        """What the model shall answer. Raises ApiError."""
+        """The prompts and settings for the model. Raises ApiError."""
         if request.model not in ("", self._loaded.name):
             text = f"there is no model {request.model[:100]!r} here; there is {self._loaded.name!r}"
             raise ApiError(404, text, "model", "model_not_found")
@@ -74,7 +74,7 @@ class RequestReader:
         return list(found["input_ids"])
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
-        """The tokens of each prompt: given as a text, several, tokens, or several of those."""
+        """The tokens of each prompt: given as a text, several texts, tokens, or several lists of tokens."""
         given: Sequence[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         kinds = {type(each) for each in given}
         if len(kinds) != 1:
@@ -93,7 +93,7 @@ class RequestReader:
         return prompts
 
     def _check_length(self, characters: int, param: str) -> None:
-        """Refuse a text that cannot fit, before it costs anything."""
+        """Refuse a text that cannot fit, before it is tokenised."""
         if characters > (most := self._loaded.context * _CHARACTERS):
             raise ApiError(
                 400,
@@ -104,7 +104,7 @@ class RequestReader:
             )
 
     def _room(self, tokens: Sequence[int], most: int | None) -> int:
-        """How many tokens the answer may have."""
+        """The maximum tokens of the output."""
         if not tokens:
             raise ApiError(400, "the prompt is empty; it must have one token at least", "prompt")
         if most is not None and most > self._limit:
@@ -122,5 +122,5 @@ class RequestReader:
 
 
 def _salted(salt: str) -> Tenant:
-    """Who shares blocks with those who say the same salt, and with nobody else."""
+    """A tenant that shares blocks only with requests that have the same salt."""
     return Tenant("salted", blake3(salt.encode(), derive_key_context="kvtide 1 cache salt").digest())

@@ -1,6 +1,6 @@
 """How many connections the server keeps, and how long a client may let it wait.
 
-A connection that waits for its client (to send a request, the rest of a body, or to read an answer) costs the client
+A connection that waits for its client (to send a request, the rest of a body, or to read a response) costs the client
 nothing, so the server bounds both its number and its duration:
 
 - Each wait has a deadline. Bytes that trickle in do not extend it.
@@ -35,23 +35,23 @@ __all__ = ["Connections", "Limits", "configuration"]
 _SLICE = 16 << 10
 """Bytes that are parsed between two checks."""
 _FRAMING = 128 << 10
-"""Bytes that a chunked body may spend on the sizes of its chunks: a chunk costs 14 us, even if it is one byte."""
+"""Maximum bytes of a chunked body spent on framing: a chunk costs 14 us, even if it is one byte."""
 _DISCARDED = 64 << 20
-"""Bytes of a body that are thrown away after its request was refused, so that the client reads why."""
+"""Maximum bytes of a body that are discarded after its request was refused, so that the client reads the reason."""
 
 _BACKLOG = 128
 """Connections that the event loop accepts at once, each a file descriptor before it is counted."""
 
 
 class Limits(NamedTuple):
-    """What clients may cost. Seconds are for the whole wait, however many bytes come meanwhile."""
+    """Resource limits for clients. Seconds are for the whole wait, however many bytes arrive meanwhile."""
 
     connections: int = 272
-    """At a time, in all."""
+    """Maximum concurrent connections in all."""
     per_address: int = 144
-    """At a time, from one IPv4 address or one IPv6 network of 64 bits."""
+    """Maximum concurrent connections from one IPv4 address or one IPv6 network of 64 bits."""
     head_seconds: float = 10
-    """From the start of a connection, or the end of an answer, to the last byte of the next request's head."""
+    """From the start of a connection, or the end of a response, to the last byte of the next request's head."""
     body_seconds: float = 60
     """From the end of a request's head to the end of its body."""
     read_seconds: float = 30
@@ -66,13 +66,13 @@ class Limits(NamedTuple):
 
 
 class _Stage(Enum):
-    """What a connection does now."""
+    """The current stage of a connection."""
 
     HEAD = "waits for a request"
     BODY = "waits for the rest of a body"
     ANSWER = "is being answered"
     READ = "waits for its client to read"
-    DISCARD = "waits for the end of a body that nobody wants"
+    DISCARD = "waits for the end of a body that is discarded"
     CLOSE = "is closed as soon as its client has read what was sent"
 
 
@@ -87,7 +87,7 @@ class Connections:
         return sum(map(len, self._by_address.values()))
 
     def admit(self, new: _Connection) -> ApiError | None:
-        """Make room for a connection. Answers why there is none."""
+        """Admit a connection, closing another if necessary. Returns an error if that is impossible."""
         same = self._by_address.get(new.address, set())
         if len(same) >= self.limits.per_address:
             if not self._drop_one(same):
@@ -108,7 +108,7 @@ class Connections:
             self._by_address.pop(connection.address, None)
 
     def _drop_one(self, crowd: set[_Connection]) -> bool:
-        """Close the one that has waited longest for its client. False if all are being answered."""
+        """Close the connection that has waited longest for its client. Returns False if all are being answered."""
         waiting = [connection for connection in crowd if connection.waits_since is not None]
         if not waiting:
             return False
@@ -125,11 +125,11 @@ class _Connection(H11Protocol):
         self._connections = connections
         self.address = ""
         self.waits_since: float | None = None
-        """When the wait for the client began. None: the client waits for us."""
+        """When the wait for the client began. None: the client waits for the server."""
         self._stage: _Stage | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._begun = False
-        """A part of a head came."""
+        """Whether a part of a request head has arrived."""
         self._framing = self._discarded = 0
         limits = connections.limits
         self._seconds = {
@@ -137,9 +137,9 @@ class _Connection(H11Protocol):
             _Stage.READ: limits.read_seconds,
             _Stage.DISCARD: limits.discard_seconds,
             _Stage.CLOSE: limits.discard_seconds,
-        }  # The application has the time for a body, because it can answer that it has passed.
+        }  # The application enforces the time limit of a body, because it can send an error response.
 
-    # -- what asyncio and uvicorn call ----------------------------------------------------------------------
+    # -- called by asyncio and uvicorn ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -156,7 +156,7 @@ class _Connection(H11Protocol):
                 self.drop()
                 return
             if self._chunked():
-                return  # to find the end of each chunk would cost more than it cost to send it
+                return  # parsing each chunk would cost more than it cost to send it
         for start in range(0, len(data), _SLICE):
             if self.transport.is_closing():
                 return
@@ -183,7 +183,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Called for what is not HTTP; uvicorn's own answer is not JSON, and fails if another one has begun."""
+        """Called for input that is not HTTP; uvicorn's own response is not JSON, and fails if another one has begun."""
         self._refuse(ApiError(400, f"{msg} A head may have 16 KiB, and chunks must be of a reasonable size."))
 
     # -- waits ----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class _Connection(H11Protocol):
                 self.send_400_response("The chunks of the body are too small.")
 
     def _step(self) -> None:
-        """Take note of what the connection does now."""
+        """Update the stage of the connection and its deadline."""
         if self._stage is (stage := self._current()):
             return
         self._stage = stage
@@ -234,7 +234,7 @@ class _Connection(H11Protocol):
             self.drop()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, and close."""
+        """Respond without the application, and close."""
         begun = self._answering() and self.cycle.response_started
         if self._answering():
             self.cycle.disconnected = True
@@ -265,7 +265,7 @@ class _Connection(H11Protocol):
 
 
 def configuration(app: Any, limits: Limits, stop_seconds: int) -> uvicorn.Config:
-    """How uvicorn serves an application within limits."""
+    """The uvicorn configuration for an application with these limits."""
     protocol: Any = partial(_Connection, Connections(limits))
     logging.getLogger("uvicorn.error").addFilter(_not_a_clients_fault)
     return uvicorn.Config(
@@ -280,12 +280,12 @@ def configuration(app: Any, limits: Limits, stop_seconds: int) -> uvicorn.Config
 
 
 def _not_a_clients_fault(record: logging.LogRecord) -> bool:
-    """Anybody can send what is not HTTP, a thousand times a second: that fills no log."""
+    """Log filter: any client can send invalid HTTP a thousand times a second, and this must not fill the log."""
     return record.module != "h11_impl" or record.levelno > logging.WARNING
 
 
 def _network(host: str) -> str:
-    """Whoever has one IPv6 address has all of its network."""
+    """The address that is counted: for IPv6 its /64 network, because a client usually controls all of that."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

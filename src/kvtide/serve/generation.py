@@ -1,8 +1,8 @@
-"""One answer of the model: from the tokens of a prompt to pieces of text, by way of the store.
+"""One generation: from the tokens of a prompt to pieces of text, with KV from the store.
 
-The pieces are made in a stopping criterion: ``generate`` asks it after every token whether to go on, so it sees each
-token as it comes, and can end the answer at that very token, because a stop string came or because nobody listens any
-more. (A streamer gets the token later, and cannot end anything.) A prefill cannot be ended.
+The pieces are produced in a stopping criterion: ``generate`` calls it after every token, so it sees each token at once,
+and can end the generation at that token, because of a stop string or because the client has left. (A streamer gets the
+token later, and cannot stop the generation.) A prefill cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["Answered", "Ask", "GenerationEngine", "Sampling"]
 
 
 _GREEDY = 1e-3
-"""Temperatures below are none: logits divided by them are infinite, and a GPU that draws from those is lost."""
+"""Lower temperatures mean greedy decoding: logits divided by them become infinite, and sampling from those breaks the
+GPU context."""
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen. What is None is the model's own, as its files say, or OpenAI's default."""
+    """Sampling parameters. None means the model's own default from its files, or OpenAI's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -36,33 +37,33 @@ class Sampling(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A prompt, and what its answer may be."""
+    """A prompt and the options of its generation."""
 
     tokens: Sequence[int]
     most: int
-    """Tokens of the answer."""
+    """Maximum tokens of the output."""
     stop: Sequence[str]
     sampling: Sampling
     tenant: Tenant
     turn: Turn | None = None
     returns_in: float | None = None
-    """What is known of the next use of the prompt and its answer."""
+    """Hints about the next use of the prompt and its output."""
 
 
 class Answered(NamedTuple):
-    """An answer is complete."""
+    """The result of a completed generation."""
 
     finish: Literal["stop", "length"]
     prompt: int
     """Tokens of the prompt."""
     completion: int
-    """Tokens of the answer, with the one that ended it."""
+    """Tokens of the output, including the one that ended it."""
     cached: int
     """Tokens of the prompt that were not computed."""
 
 
 class _Voice(StoppingCriteria):
-    """Tells the text of an answer as its tokens come."""
+    """Passes on the text of an output as its tokens are generated."""
 
     def __init__(self, tokenizer: Any, ask: Ask, say: Callable[[str], None], left: Callable[[], bool]) -> None:
         self._decoder = Decoder(partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -78,7 +79,7 @@ class _Voice(StoppingCriteria):
         return torch.full((1,), self.stops.met or self._left(), device=input_ids.device)
 
     def end(self) -> None:
-        """Tell what was held back."""
+        """Pass on the text that was held back."""
         self._tell(self.stops.put(self._decoder.end()) + self.stops.end())
 
     def _tell(self, text: str) -> None:
@@ -87,7 +88,7 @@ class _Voice(StoppingCriteria):
 
 
 class GenerationEngine:
-    """A model with a store. Answers one ask at a time."""
+    """A model with a store. Runs one generation at a time."""
 
     def __init__(self, loaded: LoadedModel, attached: Attached) -> None:
         self.loaded = loaded
@@ -96,7 +97,7 @@ class GenerationEngine:
         self._ends = set(end if isinstance(end, list) else [end])
 
     def answer(self, ask: Ask, say: Callable[[str], None], left: Callable[[], bool]) -> Answered:
-        """Tell the text of an answer piece by piece. It ends early when ``left`` says that nobody listens."""
+        """Generate, passing each piece of text to ``say``. Ends early if ``left`` returns True: the client has left."""
         voice = _Voice(self.loaded.tokenizer, ask, say, left)
         prompt = torch.tensor([list(ask.tokens)], device=self.loaded.model.device)
         output, report = self._attached.generate(
@@ -115,13 +116,13 @@ class GenerationEngine:
         return Answered("stop" if ended else "length", len(ask.tokens), len(new), sum(report.cached))
 
     def _choice(self, sampling: Sampling) -> dict[str, Any]:
-        """The arguments of ``generate`` that say how tokens are chosen; the dice are thrown anew."""
+        """The sampling arguments of ``generate``; also seeds the random generator."""
         own = self.loaded.model.generation_config
         temperature = _first(sampling.temperature, own.temperature, 1.0)
         if temperature < _GREEDY:
             return {"do_sample": False}
         if sampling.seed is None:
-            torch.seed()  # the last request may have given one
+            torch.seed()  # the last request may have set a seed
         else:
             torch.manual_seed(sampling.seed)
         top_p, top_k = _first(sampling.top_p, own.top_p, 1.0), _first(own.top_k, 0)

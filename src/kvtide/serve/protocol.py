@@ -1,8 +1,9 @@
-"""What clients may ask for, in OpenAI's words, and how they are told what is wrong with it.
+"""The requests of OpenAI's API that this server accepts, and its errors.
 
-A parameter that is ignored though it would change the answer is a wrong answer. So each is in one of four lists: those
-that work (the structs), those that change nothing here (``_IDLE``), those that work at one value only (``_USUAL``),
-and the rest, which is an error that names it. A parameter that is null was not given.
+Ignoring a parameter that would change the output gives a wrong output. So each parameter is in one of four classes:
+those that are implemented (the structs), those that change nothing here (``_IDLE``), those that are accepted with one
+value only (``_USUAL``), and the rest, which is an error that names the parameter. A parameter that is null counts as
+not given.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class ApiError(Exception):
-    """The answer to a request that cannot be done."""
+    """An error response."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -40,25 +41,25 @@ class ApiError(Exception):
 
 
 _MESSAGES = 2048
-"""Messages of a conversation, and parts of a message."""
+"""Maximum messages of a conversation, and parts of a message."""
 
 PROMPTS = 128
-"""Of one request."""
+"""Maximum prompts of one request."""
 ONE_KIND = "prompt has texts, numbers and lists side by side; give one kind of them"
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Padding against those who see the lengths of encrypted packets; there is none here."""
+    """Padding against observers of encrypted packet lengths; not implemented."""
 
 
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""Each token of an answer is compared with each stop string. OpenAI takes four of them."""
+"""Each token of an output is compared with each stop string. OpenAI accepts four of them."""
 
 
 class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take."""
+    """Parameters of both endpoints."""
 
     model: str = ""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -71,7 +72,7 @@ class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     turn: Turn | None = None
     returns_in: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    """What the client knows of the prompt's next use: see ``Session.expect``."""
+    """Hints about the prompt's next use: see ``Session.expect``."""
 
     @property
     def stops(self) -> list[str]:
@@ -79,13 +80,13 @@ class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContentPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A piece of a message. Pictures and sounds are not for us."""
+    """A text part of a message. Images and audio are not supported."""
 
     text: str
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """A message, as a client writes it or got it in an answer."""
+    """A message, as written by a client or copied from a response."""
 
     role: str
     content: str | Annotated[list[ContentPart], Meta(max_length=_MESSAGES)] | None = None
@@ -120,7 +121,7 @@ _IDLE = {
     "store",
     "user",
 }
-"""Parameters that cannot change an answer of ours."""
+"""Parameters that cannot change the output of this server."""
 
 _USUAL: dict[str, list[Any]] = {
     "best_of": [1],
@@ -139,19 +140,19 @@ _USUAL: dict[str, list[Any]] = {
     "tools": [[]],
     "top_logprobs": [0],
 }
-"""Parameters that must have one of these values, or none."""
+"""Parameters that must have one of these values, or be absent."""
 
 _SHOWN = 100
-"""Letters of what a client sent that it is told again."""
+"""Characters of a client's input that an error repeats."""
 _SHOWN_ERROR = 500
 _USUAL_LENGTH = 1000
-"""Bytes of JSON."""
+"""Maximum bytes of such a value as JSON."""
 
 T = TypeVar("T", bound=ApiRequest)
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """The request in a body. Raises ApiError for whatever is not as it must be."""
+    """Parse a request body. Raises ApiError if it is invalid."""
     try:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -207,7 +208,7 @@ def too_many_prompts(count: int) -> ApiError:
 
 
 def _is_usual(name: str, text: memoryview) -> bool:
-    """Whether a parameter, as JSON, has a value that it may have. Long ones have not, and are not decoded."""
+    """Whether a parameter, as JSON, has an accepted value. Long values do not, and are not decoded."""
     if len(text) > _USUAL_LENGTH:
         return False
     try:

@@ -1,7 +1,7 @@
-"""The process of ``kvtide serve``: from a model's name to a server that answers, and its end in good order.
+"""The process of ``kvtide serve``: from loading a model to an orderly shutdown.
 
-On SIGTERM or SIGINT uvicorn takes no new connections and waits for the requests that it has; what is not answered in
-time is told to stop, which it does at its next token. Then the store writes down what is worth keeping.
+On SIGTERM or SIGINT uvicorn accepts no new connections and waits for running requests; those that are not finished in
+time are told to stop, which they do at their next token. Then the store writes the blocks that are worth keeping.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger("kvtide.serve")
 
 
 def listen(host: str, port: int, keyed: bool = False) -> socket.socket:
-    """Take an address; ``keyed``: whoever asks there must have a key. Raises ConfigError if it cannot be had, or if
-    other hosts reach it and none is asked for."""
+    """Bind an address; ``keyed``: clients need an API key. Raises ConfigError if the address cannot be bound, or if
+    other hosts can reach it and no key is required."""
     try:
         at = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -57,11 +57,12 @@ def serve(
     stop_seconds: int = 30,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve a model with a store at a socket, until SIGTERM or SIGINT. ``ready`` is called when clients may come.
+    """Serve a model with a store at a socket, until SIGTERM or SIGINT. ``ready`` is called when clients can connect.
 
-    Without an ``api_key`` they must ask for a name of this host, for the socket's address or one of ``hosts``.
-    Then finish what runs, for ``stop_seconds`` at most, and take as long again to close the store: if that is not
-    enough the process ends at once, whatever hangs.
+    Without an ``api_key`` the Host header must be a name of this host, the socket's address or one of ``hosts``.
+
+    At the end running requests get ``stop_seconds``, and closing the store gets as long again: if that is not enough,
+    the process exits at once, whatever hangs.
     """
     attached = attach(loaded.model, store)
     limits = Limits.for_queue(waiting)
@@ -76,7 +77,8 @@ def serve(
     )
     server = uvicorn.Server(configuration(service.app, limits, stop_seconds))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn has its own while it runs, and raises it again at its end
+        # uvicorn installs its own handlers while it runs, and raises the signal again at its end
+        signal.signal(number, lambda *_: None)
     ready()
     server.run(sockets=[at])
 

@@ -1,10 +1,10 @@
-"""From tokens to text as they come: whole characters, and never a part of a stop string.
+"""Incremental conversion of tokens to text: only whole characters, and never a part of a stop string.
 
 A token may be a part of a character, so text is held back while its last character is incomplete. The text of a token
-may depend on the one before it (a space at the start of a word), so a few tokens are decoded together, and what was
-known before is cut off. Text that may be the beginning of a stop string is held back too, until it is or is not.
+may depend on the one before it (a space at the start of a word), so a few tokens are decoded together, and the text
+already known is cut off. Text that may be the beginning of a stop string is held back too, until that is decided.
 
-Streamed or not, an answer is made of the same pieces, so both are the same text.
+Streamed and complete responses are made of the same pieces, so both have the same text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoder:
-    """Tokens in, whole characters out."""
+    """Decodes tokens to whole characters."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._told: list[int] = []
-        """The tokens whose text was told last: the next token's text may depend on them."""
+        """The last tokens whose text was returned: the next token's text may depend on them."""
         self._held: list[int] = []
-        """Tokens after those, whose text is not told yet."""
+        """Tokens after those, whose text was not returned yet."""
 
     def put(self, token: int) -> str:
-        """The text that is known now."""
+        """The text that is complete now."""
         self._held.append(token)
         text = self._rest()
         if not text or text.endswith(_INCOMPLETE):
@@ -36,7 +36,7 @@ class Decoder:
         return text
 
     def end(self) -> str:
-        """What was held back. A character that stays incomplete is told as a replacement character."""
+        """The text held back. A character that stays incomplete becomes a replacement character."""
         return self._rest()
 
     def _rest(self) -> str:
@@ -44,7 +44,7 @@ class Decoder:
 
 
 class Stops:
-    """Text in; out comes what stands before the first stop string."""
+    """Passes text through up to the first stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -52,17 +52,17 @@ class Stops:
         self.met = False
 
     def put(self, text: str) -> str:
-        """What can be told now, whatever follows."""
+        """The text that can be passed on, whatever follows."""
         if self.met:
             return ""
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         self.met = bool(found)
-        # The one that is complete first, so that it does not matter in which pieces the text came.
+        # The stop string that ends first, so that the result does not depend on how the text was split.
         return self._take(min(found)[1] if found else len(self._held) - self._doubtful())
 
     def end(self) -> str:
-        """What was held back, if no stop string came."""
+        """The text held back, if there was no stop string."""
         return "" if self.met else self._take(len(self._held))
 
     def _take(self, length: int) -> str:

@@ -1,11 +1,11 @@
-"""One generation at a time: requests take turns, in the order in which they came, and few may wait.
+"""The request queue: one generation at a time, in the order of arrival, with a bounded number waiting.
 
-A request takes its place in the queue before anything is done for it, and its prompts are made into tokens while it
-has that place: by one thread, one request after the other. So what waits in memory, and what is worked on at a time,
-is bounded by the length of the queue, however many clients ask.
+A request takes its place in the queue before anything is done for it, and its prompts are tokenised while it has that
+place: by one thread, one request after the other. So memory and concurrent work are bounded by the length of the queue,
+however many clients there are.
 
-A model answers on a thread of its own; the event loop only listens. A turn whose client has left gives its place in the
-queue back at once, or ends at the next token if it is being answered.
+The model generates on a thread of its own; the event loop only receives the results. If a client leaves, its turn gives
+its place in the queue back at once, or ends at the next token if it is being generated.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Turn", "Turns"]
 log = logging.getLogger("kvtide.serve")
 
 Said = tuple[int, str | Answered]
-"""A piece of the answer to the ask of that number, or its end."""
+"""A piece of the output of the ask with that number, or its end."""
 
 
 class Turn:
-    """The asks of one request: iterate to hear the answers. Used in the event loop."""
+    """The asks of one request: iterate over it for the outputs. Used in the event loop."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -45,7 +45,7 @@ class Turn:
         return self._left.is_set()
 
     def leave(self) -> None:
-        """Nobody listens any more."""
+        """The client has left."""
         if self.left:
             return
         self._left.set()
@@ -56,8 +56,8 @@ class Turn:
             self._job.cancel()
 
     async def prepare(self, asks: Callable[[], Sequence[Ask]]) -> None:
-        """Work out what is asked, on the thread for that, and wait for the model. Raises ApiError, or what ``asks``
-        raises; then the place is given back."""
+        """Prepare the asks on the preparing thread, and queue for the model. Raises ApiError, or what ``asks`` raises;
+        then the place is given back."""
         try:
             self._asks = await self._loop.run_in_executor(self._turns.preparing, asks)
             self._job = self._turns.put(self)
@@ -66,14 +66,14 @@ class Turn:
             raise
 
     async def __aiter__(self) -> AsyncIterator[Said]:
-        """Ends when all is said, or after ``leave``. Raises ApiError."""
+        """Ends when all outputs are complete, or after ``leave``. Raises ApiError."""
         while (said := await self._said.get()) is not None:
             if isinstance(said, ApiError):
                 raise said
             yield said
 
     def run(self, engine: GenerationEngine) -> None:
-        """Answer, on the model's thread."""
+        """Generate, on the model's thread."""
         try:
             for number, ask in enumerate(self._asks):
                 if not self.left:
@@ -87,15 +87,15 @@ class Turn:
         self._tell((number, text))
 
     def _tell(self, said: Said | ApiError | None) -> None:
-        if not self.left:  # then there may be no loop either
+        if not self.left:  # otherwise the event loop may already be closed
             self._loop.call_soon_threadsafe(self._said.put_nowait, said)
 
 
 class Turns:
-    """The queue before a model."""
+    """The queue of requests for a model."""
 
     def __init__(self, engine: GenerationEngine, waiting: int) -> None:
-        """``waiting`` requests may wait while one is answered."""
+        """``waiting`` requests may wait while one is generated."""
         self._engine = engine
         self._thread = Background("kvtide-serve", waiting + 1)
         self.preparing = ThreadPoolExecutor(1, "kvtide-prepare")
@@ -103,7 +103,7 @@ class Turns:
         self._free = waiting + 1
 
     def take(self) -> Turn | None:
-        """A place in the queue. None if too many wait."""
+        """Take a place in the queue. Returns None if too many wait."""
         with self._lock:
             if not self._free:
                 return None
@@ -111,7 +111,7 @@ class Turns:
         return Turn(self)
 
     def put(self, turn: Turn) -> Future[None]:
-        """Let the model answer, soon. Raises ApiError if it answers nobody any more."""
+        """Queue a turn for the model. Raises ApiError if the server is stopping."""
         job = self._thread.put(partial(turn.run, self._engine))
         if job is None:
             raise ApiError(503, "the server is being stopped", code="overloaded")
@@ -119,11 +119,11 @@ class Turns:
         return job
 
     def give_back(self, _: object = None) -> None:
-        """A place is free again. Called once for each that was taken, from any thread."""
+        """Free a place. Called once for each that was taken, from any thread."""
         with self._lock:
             self._free += 1
 
     def close(self) -> None:
-        """Wait for those who have a turn, and give none any more."""
+        """Wait for the requests in the queue, and accept no more."""
         self.preparing.shutdown(cancel_futures=True)
         self._thread.close()

@@ -1,8 +1,8 @@
-"""What a session asks of a store, by the names of blocks: the line along which a store can be cut in two.
+"""The interface between a session and a store, in terms of block names.
 
-A ``Session`` knows tokens and its callers' buffers. A ``Backend`` knows blocks by name and answers with memory; nothing
-that crosses it is larger than names, numbers and the right to look at slots. Here is the desk of a store in this
-process; a node's client has another, with the store behind a socket.
+A ``Session`` handles tokens and its callers' buffers. A ``Backend`` knows blocks by name and returns memory. Only
+names, numbers and the right to read slots cross this interface, so that a store can run in another process.
+``LocalBackend`` is for a store in this process; a node's client has another, which reaches the store through a socket.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from kvtide.transfer.written import Persisted, Unwritten
 __all__ = ["Backend", "BlockNames", "CollectedBlocks", "LocalBackend", "PersistRequest", "PrefixLease", "persisted"]
 
 _AFTER = 16
-"""Beginnings that are remembered of a prompt."""
+"""Number of distinct ``have`` values for which a cached prompt remembers its rows."""
 _FIRST_PART = 8 << 20
 _BROUGHT = 8
-"""One part in so many of DRAM may be brought back at a time for one prompt that is expected."""
+"""At most 1/``_BROUGHT`` of DRAM may be loaded at a time for one prompt that is expected back."""
 
 
 class BlockNames(Protocol):
-    """The blocks of a prompt; a ``Chain`` is one."""
+    """The blocks of a prompt; ``Chain`` implements it."""
 
     @property
     def blocks(self) -> int: ...
 
     @property
     def tokens(self) -> int:
-        """How many tokens the prompt has, those after its last full block too; less where nobody has said."""
+        """Number of tokens in the prompt, including those after its last full block; fewer if the caller did not
+        say."""
 
     @property
     def joined(self) -> bytes:
-        """The digests, one after another: what tells one prompt from another."""
+        """The concatenated digests, which identify the prompt."""
 
     def keys(self, suffix: bytes) -> list[BlockKey]: ...
 
@@ -65,35 +66,35 @@ class BlockNames(Protocol):
 
 
 class PrefixLease:
-    """A prefix that the store has and holds, until it is released."""
+    """A prefix that the store has, and holds until it is released."""
 
     __slots__ = ("have", "pending", "plan", "ready")
 
     plan: Plan
     have: int
-    """Blocks at the start that need not be loaded."""
+    """Number of blocks at the start that need not be loaded."""
     ready: bool
-    """Whether a load has nothing to bring: all blocks of all groups are in DRAM."""
+    """Whether a load has nothing to do, because all blocks of all groups are in DRAM."""
     pending: bool
 
     @property
     def held(self) -> int:
-        """Blocks at the start of the prompt that can be had now: from DRAM, or from the caller who has them."""
+        """Number of blocks at the start of the prompt available now: from DRAM, or because the caller has them."""
         raise NotImplementedError
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many blocks of each group a load brings."""
+        """Number of blocks of each group that a load returns."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let the blocks go."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedBlocks:
-    """What is in memory of a holding: so many blocks of the prompt, and the slots of each group from ``first`` on."""
+    """The blocks of a prefix lease that are in memory: ``blocks`` of the prompt, and each group's slots from block
+    ``first`` on."""
 
     blocks: int
     first: dict[str, int]
@@ -102,39 +103,42 @@ class CollectedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest:
-    """Blocks on their way to a durable tier: what ends when they are there, and how far that is now."""
+    """A request to make blocks durable: a transfer that ends when they are, and a function that returns the current
+    result."""
 
     transfer: Transfer
     result: Callable[[], Persisted]
 
 
 class Backend(Protocol):
-    """For one model and tenant. Safe from any thread."""
+    """The interface to a store for one model and tenant. Thread-safe."""
 
     @property
     def largest(self) -> int:
-        """Bytes that one reservation should have at most, so that there can be room for it."""
+        """The most bytes that one reservation should take, so that eviction can make space for it."""
 
     @property
     def first_part(self) -> int:
-        """Bytes that a store begins with: few where colder tiers wait for them, many where a part costs a message."""
+        """Bytes in the first part of a store: few where colder tiers wait for them, many where each part costs a
+        message."""
 
     def match(
         self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
     ) -> PrefixLease:
-        """The longest prefix that is here and worth loading, when ``have`` blocks are with the caller already.
+        """Lease the longest prefix that is present and worth loading, when the caller already has ``have`` blocks.
 
-        ``again``: it is part of a use of these blocks that was counted before. ``record``: see ``Session.match``.
+        ``again``: this match belongs to a use of these blocks that was counted before. ``record``: see
+        ``Session.match``.
         """
 
     def find(self, names: BlockNames) -> list[bool]:
-        """Which blocks are here now, with all groups that are required."""
+        """Which blocks are present now, with all required groups."""
 
     def load(self, holding: Any, deadline: float | None) -> Transfer:
-        """Bring what is held to DRAM, within ``deadline`` seconds (None: the configuration's)."""
+        """Load the leased prefix into DRAM within ``deadline`` seconds (None: the configured deadline)."""
 
     def collect(self, holding: Any) -> CollectedBlocks:
-        """The longest part of what is held that is in DRAM now."""
+        """The longest part of the leased prefix that is in DRAM now."""
 
     def reserve(
         self,
@@ -146,33 +150,34 @@ class Backend(Protocol):
         priority: int,
         after: Reservation | None = None,
     ) -> Reservation:
-        """Slots for those blocks from ``start`` to ``stop`` that are not here.
+        """Reserve slots for those blocks from ``start`` to ``stop`` that the store lacks.
 
-        Until it ends, no block of the prompt before ``stop`` leaves: room for its next blocks must not be made by
-        losing its first ones. ``after``, of the blocks before, is sealed in between, when its blocks are kept already.
+        Until the reservation ends, no block of the prompt before ``stop`` is evicted: space for the next blocks must
+        not be made by evicting the first ones. ``after``, a reservation of the preceding blocks, is sealed once those
+        are held.
         """
 
     def persist(self, names: BlockNames, wanted: Mapping[str, range]) -> PersistRequest:
-        """Begin to make blocks durable, by group and number. Those that are being written are waited for."""
+        """Begin to make blocks durable, by group and number. Blocks still being written are waited for."""
 
     def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
-        """Pin (``step`` 1) or unpin (-1) blocks; answers how many. Pins end with the session at the latest."""
+        """Pin (``step`` 1) or unpin (-1) blocks; returns how many. Pins end with the session at the latest."""
 
     def drop(self, names: BlockNames, start: int, timeout: float | None) -> int:
-        """Remove blocks for good; answers how many there were."""
+        """Remove blocks permanently; returns how many were found."""
 
     def expire(self, names: BlockNames, start: int, ttl: float | None, timeout: float | None) -> int:
-        """Let blocks live ``ttl`` seconds from now on, no longer either; answers how many there are."""
+        """Let blocks expire exactly ``ttl`` seconds from now; returns how many were found."""
 
     def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
-        """Blocks were used, and this is known of their next use; see ``Session.expect``. Waits for nothing."""
+        """Record that blocks were used, with a hint about their next use; see ``Session.expect``. Does not block."""
 
     def close(self) -> None:
-        """The session has ended, and has given back its rights."""
+        """Called when the session has ended and released its leases and reservations."""
 
 
 class LocalPrefixLease(PrefixLease):
-    """A part of a prompt, under a lease."""
+    """A leased part of a prompt in a store of this process."""
 
     __slots__ = ("_backend", "lease", "part")
 
@@ -202,7 +207,7 @@ class LocalPrefixLease(PrefixLease):
 
 
 class _Digests:
-    """A prompt of which nothing but the names of its blocks is known. ``tag`` ends them."""
+    """A prompt known only by the digests of its blocks. ``tag`` is the suffix of their keys."""
 
     def __init__(self, joined: bytes, tag: bytes) -> None:
         self.joined = joined
@@ -221,7 +226,7 @@ class _Digests:
 
 
 class LocalBackend:
-    """The desk of a store in this process."""
+    """The interface to a store in this process."""
 
     def __init__(
         self,
@@ -233,9 +238,9 @@ class LocalBackend:
         tag: bytes = b"",
         charge: PinCharge | None = None,
     ) -> None:
-        """``domain`` is the trust domain whose memory the blocks lie in, and ``tag`` ends their names.
+        """``domain``: the trust domain whose memory has the blocks; ``tag``: the suffix of their keys.
 
-        ``charge`` is told how many bytes are pinned.
+        ``charge`` is called with the number of bytes pinned.
         """
         self.store = store
         self._index = store.index
@@ -250,9 +255,9 @@ class LocalBackend:
             for g in layout.groups
         }
         self.asker = {who.group: who.fingerprint for who in self._identities.values()}
-        """By what ends the keys of each group: the fingerprint of its blocks."""
+        """The fingerprint of each group's blocks, by the suffix of the group's keys."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
-        """What ends the keys of each group: the group's number."""
+        """The number of each group, by the suffix of the group's keys."""
         self._budget = store.room_of(tenant)
         self.largest = min(store.largest_part, self._budget)
         self.first_part = _FIRST_PART if store.has_colder else self.largest
@@ -277,7 +282,7 @@ class LocalBackend:
         record: bool = True,
         room: int | None = None,
     ) -> LocalPrefixLease:
-        """``room``: bytes that may be held at most, if that is less than all of DRAM."""
+        """``room``: the most bytes that may be held, if less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
         if self.store.returns.wants_uses and not again:
             self.store.returns.used(self, names.blocks, names.parent)
@@ -291,10 +296,10 @@ class LocalBackend:
                     self._pipeline.repair()
                     raise
         finally:
-            if self._ready:  # whoever waited for what was given up or repaired here
+            if self._ready:  # notify those who waited for loads that were abandoned or repaired here
                 self._pipeline.call_ready()
         if self._recorder is not None and record and not again:
-            # What a client says of its prompt's length is believed only as far as its blocks show it.
+            # A client's claim about its prompt's length is trusted only as far as its blocks confirm it.
             full = names.blocks * self._shape.block_tokens
             tokens = names.tokens if 0 <= names.tokens - full < self._shape.block_tokens else full
             self._recorder.request(names.joined, tokens, self._shape, self._tenant, self._tag)
@@ -338,14 +343,14 @@ class LocalBackend:
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
-        """The rows of a prompt's blocks by group; another's are none. Under the index's lock."""
+        """The rows of a prompt's blocks, by group; 0 for blocks of other identities. Call with the index lock held."""
         rows, mine = self._index.own_rows, self._identities
         return {g.name: rows(names.keys(g.suffix), mine[g.name].fingerprint) for g in self.layout.groups}
 
     def _all_here(
         self, names: BlockNames, resident: CachedPrompt, have: int, prefill: PrefillCost | None, now: float, again: bool
     ) -> LocalPrefixLease:
-        """The usual answer, at little cost: all is in DRAM, and nothing of it has expired. Under the lock."""
+        """The common case, made cheap: all blocks are in DRAM and none has expired. Call with the lock held."""
         blocks = names.blocks
         have = min(have, blocks)
         part = resident.after.get(have)
@@ -383,8 +388,9 @@ class LocalBackend:
     def begin_load(
         self, holding: LocalPrefixLease, deadline: float | None, blocks: int = sys.maxsize, *, wait: bool = True
     ) -> tuple[Transfer, Iterator[int]]:
-        """The same for a caller who begins it in slices of so many blocks, and is told the size of each; 0: who does
-        not ``wait`` for memory goes on a little later."""
+        """As ``load``, but begun in slices of ``blocks`` blocks: the iterator begins one slice per step and yields its
+        size. With ``wait`` False it yields 0 where memory is not available yet; the caller then continues a little
+        later."""
         usual = self.store.config.plan.deadline_seconds
         if (most := holding.plan.trial) is not None:  # see planner.py
             given = usual or None if deadline is None else deadline
@@ -404,7 +410,7 @@ class LocalBackend:
         )
 
     def places(self, holding: LocalPrefixLease) -> tuple[int, dict[str, int], dict[str, Rows]]:
-        """As ``collect``, with places in the arena instead of memory."""
+        """As ``collect``, but returns places in the arena instead of memory."""
         index, layout, blocks = self._index, self.layout, holding.plan.blocks
         with index.lock:
             if holding.lease is None:
@@ -429,19 +435,19 @@ class LocalBackend:
         return come, first, places
 
     def held(self, holding: LocalPrefixLease) -> int:
-        """How many blocks of the prompt can be had from DRAM now; 0 when they are not leased any more."""
+        """Number of blocks of the prompt available from DRAM now; 0 if the lease was released."""
         with self._index.lock:
             if holding.lease is None:
                 return 0
-            # What is leased stays in DRAM, so this need not be looked at again.
+            # Leased blocks stay in DRAM, so this need not be checked again.
             here = every(self._index.state[DRAM][holding.part.all] == SEALED)
             others = (self._index.others(r, self._identities[n].fingerprint) for n, r in holding.part.rows.items())
             holding.ready = here and all(other is None for other in others)
             return self._come(holding)[0]
 
     def _come(self, holding: LocalPrefixLease) -> tuple[int, dict[str, int], dict[str, Mask]]:
-        """The longest prefix that the rules of all groups allow from DRAM alone; of each group the number of the first
-        block that is held, and which blocks are there. Under the lock."""
+        """The longest prefix that the rules of all groups allow from DRAM alone; also each group's first leased block
+        number and the mask of its present blocks. Call with the lock held."""
         index, layout, blocks = self._index, self.layout, holding.plan.blocks
         whole, first = {}, {}
         for g in layout.groups:
@@ -450,7 +456,7 @@ class LocalBackend:
             start = g.needs(blocks, layout.block_tokens, holding.have).start
             rows = holding.part.rows[g.name]
             mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
-            # A row that is held, and was nowhere meanwhile, may have got another's block.
+            # A held row that was in no tier for a while may now have another identity's block.
             if (other := index.others(rows, self._identities[g.name].fingerprint)) is not None:
                 mask[start : start + len(rows)] &= ~other
             whole[g.name], first[g.name] = mask, start
@@ -458,7 +464,6 @@ class LocalBackend:
         return int(np.flatnonzero(index.lengths(layout, spaced, whole))[-1]), first, whole
 
     def _nbytes(self, blocks: dict[str, Rows]) -> int:
-        """Bytes of so many blocks of each group."""
         return sum(len(found) * self.layout.geometry[name].footprint for name, found in blocks.items())
 
     # -- writing ------------------------------------------------------------------------------------------
@@ -476,7 +481,7 @@ class LocalBackend:
         *,
         wait: bool = True,
     ) -> Reservation:
-        """``keep``: bytes of blocks before ``stop`` that may stay for it, at most. ``wait``: see ``Pipeline``."""
+        """``keep``: the most bytes of blocks before ``stop`` to hold for it. ``wait``: see ``Pipeline``."""
         now = self.store.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
         if now >= self._index.next_expiry:
@@ -512,7 +517,7 @@ class LocalBackend:
             leases = stack.pop_all()
         reservation.kept = kept
         if not reservation.keys and not reservation.refused:
-            self._extend(groups, names, stop, expiry)  # nothing is to be written, so nobody may think of sealing it
+            self._extend(groups, names, stop, expiry)  # nothing will be written, so no seal will extend the expiry
 
         def ended(reservation: Reservation) -> None:
             try:
@@ -540,14 +545,15 @@ class LocalBackend:
                 self._pipeline.call_ready()
 
     def _extend(self, groups: Sequence[Group], names: BlockNames, stop: int, expiry: float) -> None:
-        """All of a prompt up to ``stop`` lives until ``expiry`` at least, whoever stored its beginning."""
+        """Let all blocks of a prompt up to ``stop`` live until ``expiry`` at least, including those that others
+        stored."""
         if self._index.mortal:
             for group in groups:
                 with self._index.lock:
                     self._pipeline.extend(self._rows(names, group, stop), expiry)
 
     def _remove_expired(self, groups: Sequence[Group], names: BlockNames, stop: int, now: float) -> None:
-        """Remove the blocks of a prompt that have expired, so that they can be stored again."""
+        """Remove the expired blocks of a prompt, so that they can be stored again."""
         for group in groups:
             for keys in slices.parts(names.keys(group.suffix)[:stop]):
                 try:
@@ -560,18 +566,18 @@ class LocalBackend:
                 self.store.feed.publish(events)
 
     def _rows(self, names: BlockNames, group: Group, stop: int | None) -> Rows:
-        """The rows of a prompt's blocks up to ``stop``, those that there are. Under the index's lock."""
+        """The rows of those of a prompt's blocks up to ``stop`` that are present. Call with the index lock held."""
         rows = self._index.own_rows(names.keys(group.suffix)[:stop], self._identities[group.name].fingerprint)
         return rows[rows > 0]
 
     def _raised(self, names: BlockNames, group: Group, stop: int, priority: int) -> Rows:
-        """The same, of at least that priority from now on: a parent outlasts its children."""
+        """As ``_rows``, after raising their priority to at least ``priority``: a parent must outlast its children."""
         rows = self._rows(names, group, stop)
         self._index.priority[rows] = np.maximum(self._index.priority[rows], priority)
         return rows
 
     def persist(self, names: BlockNames, wanted: Mapping[str, range], most: int = sys.maxsize) -> PersistRequest:
-        """``most``: bytes of blocks that may be held for it; the rest is refused."""
+        """``most``: the most bytes of blocks to hold for it; the rest is refused."""
         blocks: list[tuple[str, int]] = []
         asked: list[tuple[BlockKey, Identity]] = []
         for name, numbers in wanted.items():
@@ -590,7 +596,7 @@ class LocalBackend:
 
         return PersistRequest(request.transfer, result)
 
-    # -- keeping and removing -----------------------------------------------------------------------------
+    # -- pinning and removing -----------------------------------------------------------------------------
 
     def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
         index, count, now = self._index, 0, self.store.clock.time()
@@ -621,12 +627,12 @@ class LocalBackend:
         return self.store.expire(keys, heads, self.expiry(ttl), timeout, self.asker)
 
     def expiring(self, names: BlockNames, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
-        """The keys of a prompt from block ``start`` on, and those before."""
+        """The keys of a prompt's blocks from ``start`` on, and of those before."""
         every = [names.keys(g.suffix) for g in self.layout.groups]
         return [k for keys in every for k in keys[start:]], [k for keys in every for k in keys[:start]]
 
     def expiry(self, ttl: float | None) -> float:
-        """When a block expires that lives ``ttl`` seconds from now on."""
+        """The time at which a block expires that lives ``ttl`` seconds from now."""
         return float("inf") if ttl is None else self.store.clock.time() + ttl
 
     def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
@@ -645,14 +651,14 @@ class LocalBackend:
             with self._index.lock:
                 if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
                     rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
-                    # What is brought and not kept would be the first to leave.
+                    # Loaded blocks that are not marked as expected would be evicted first.
                     if self._pipeline.keep_expected(rows, seconds):
                         begun = Transfer.within(self.store.clock, seconds, 0.0)
             if begun is not None:
                 begun.on_end(holding.release)
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
                 for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
-                    if not count:  # memory would have to be taken from the system: nobody waits for that here
+                    if not count:  # memory would have to be taken from the system, which is not worth waiting for here
                         begun.cancel()
         except BaseException:
             if begun is not None:
@@ -676,7 +682,7 @@ class LocalBackend:
 
 
 def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Persisted:
-    """What became of blocks, by group and number; a reason for each that is not durable."""
+    """Summarize the outcome for blocks, given by group and number; the reason is None for durable ones."""
     durable, failed = 0, dict[str, dict[int, Unwritten]]()
     for (name, number), reason in blocks:
         if reason is None:
@@ -687,5 +693,5 @@ def persisted(blocks: Iterable[tuple[tuple[str, int], Unwritten | None]]) -> Per
 
 
 def _leading(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-    """How many True come first."""
+    """Number of leading True values."""
     return len(mask) if mask.all() else int(np.argmin(mask))

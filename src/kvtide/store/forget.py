@@ -1,4 +1,4 @@
-"""A store forgets a tenant: its keys first, then its blocks, wherever they lie; and the audit log says so."""
+"""Forgets a tenant: destroys its keys first, then its blocks in all tiers, and records that in the audit log."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ __all__ = ["Forgotten", "forget", "keys_of", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What was forgotten of a tenant."""
+    """The result of forgetting a tenant."""
 
     blocks: int
-    """Blocks that there were, in any tier."""
+    """Blocks that were found, in any tier."""
     held: int = 0
-    """Slots in memory that somebody holds still. They are zeroed when he lets go.
+    """Slots in memory that callers still hold. They are zeroed when they are released.
 
-    Slots that could not be zeroed, which the log tells of, are counted too: nobody gets them before they are.
+    Also counts slots that could not be zeroed, which the log reports: they are not reused before they are zeroed.
     """
 
     announced: bool = False
-    """Whether neither a key nor a block of it was found, and all that was done was to tell those who use the storage:
-    whose a blob there is that nobody here has met, nobody can say."""
+    """Whether neither a key nor a block was found, and only the other users of the shared storage were notified: the
+    owner of an unknown blob there cannot be determined."""
 
     def __str__(self) -> str:
         if self.announced:
             return (
-                "but neither a key nor a block of it was found here: whoever uses the same storage was told to forget "
-                "it, and blobs of it there are not served any more. Check its tag if there should have been blocks"
+                "but neither a key nor a block of it was found here: the other users of the same storage were told to "
+                "forget it, and its blobs there are not served any more. Check its tag if there should have been blocks"
             )
-        later = f"; {self.held} slots in memory are held by callers, and are zeroed when they let go" * bool(self.held)
+        later = f"; {self.held} slots in memory are held by callers, and are zeroed when they are released" * bool(
+            self.held
+        )
         return f"{self.blocks} blocks{later}"
 
 
@@ -62,10 +64,10 @@ def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
     mine: set[bytes] = set()
     result = "failed"
     if audit is not None:
-        audit.record("forget", "begun", who, tenant=tenant.hex())  # what cannot be written down is not done
+        audit.record("forget", "begun", who, tenant=tenant.hex())  # an action that cannot be recorded is not done
     try:
         with contextlib.ExitStack() as refused:
-            # First: what came in behind the search for its blocks would stay.
+            # First: blocks that enter after the search for the tenant's blocks would stay.
             for part in store.parts:
                 refused.enter_context(part.pipeline.forgetting(tenant))
             if store.key_ring is not None:
@@ -80,23 +82,24 @@ def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
                 store.key_ring.revoke(tenant)
             found, held, errors = 0, 0, []
             traces = False
-            # In all parts: a share may have been reserved when the tenant had blocks elsewhere already.
+            # In all parts: a share may have been reserved when the tenant already had blocks elsewhere.
             for part, before in zip(store.parts, known, strict=True):
                 try:
                     keys = keys_of(part, tenant, mine)
-                    traces |= bool(keys)  # of free slots too: what was there is gone, though no block was found
-                    found += part.drop(keys, told=False) + len(before.difference(keys))  # the ring may have been faster
+                    traces |= bool(keys)  # of free slots too: data was erased though no block was found
+                    # the key ring may have dropped them already
+                    found += part.drop(keys, told=False) + len(before.difference(keys))
                 except KvtideError as e:
-                    errors.append(e)  # the others forget it all the same
+                    errors.append(e)  # the other parts forget the tenant all the same
                 held += part.zero_traces(tenant)
             if traces and not mine and not here and file is not None:
-                destroy(file, tenant, store.clock)  # the disk alone knew of it; other processes must hear as well
+                destroy(file, tenant, store.clock)  # only the disk knew of it; other processes must be told as well
             errors += _tell_others(store, tenant)
             if errors:
                 raise errors[0]
             if store.key_ring is not None and file is not None:
                 store.key_ring.forgotten(tenant, file.read())
-        # What is in the open in shared storage is forgotten by everybody now, whether or not there was any.
+        # Unencrypted blobs in shared storage are now forgotten by all its users, whether or not there were any.
         nothing = not (found or traces or mine)
         if nothing and (settings.encrypt or not store.shared_tiers):
             raise UnknownTenantError(unknown(tenant))
@@ -112,7 +115,7 @@ def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
 
 
 def _tell_others(store: Partition, tenant: bytes) -> list[KvtideError]:
-    """Let all who use the same storage forget a tenant; answers what went wrong."""
+    """Tell all users of the same storage to forget a tenant; returns the errors."""
     errors: list[KvtideError] = []
     for cold, tier in store.shared_tiers:
         ended: SimpleQueue[Sequence[bool]] = SimpleQueue()
@@ -124,26 +127,27 @@ def _tell_others(store: Partition, tenant: bytes) -> list[KvtideError]:
         if not told:
             errors.append(
                 TierError(
-                    f"others who use the storage of {cold.name} could not be told that {tenant.hex()} is forgotten, "
-                    "and may still have its blocks: see the statistics for the storage's error, then forget it again"
+                    f"other users of the storage of {cold.name} could not be notified that {tenant.hex()} is "
+                    "forgotten, and may still have its blocks: see the statistics for the storage's error, then "
+                    "forget it again"
                 )
             )
     return errors
 
 
 def unknown(tenant: bytes) -> str:
-    """What is said of a tenant of whom nothing is known."""
+    """The error message for an unknown tenant."""
     return (
         f"there is no tenant {tenant.hex()}: neither a key nor a block of it is known here. "
-        "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. Whose "
-        "a block in shared storage is cannot be told without a key"
+        "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. The "
+        "owner of a block in shared storage cannot be determined without a key"
     )
 
 
 def keys_of(store: Partition, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
-    """The blocks of a tenant here, and those that the disk still named: their bytes are gone already.
+    """The keys of a tenant's blocks here, and of those that the disk still listed, whose bytes are erased now.
 
-    In shared storage nobody can tell whose a blob is, without a key that is gone too.
+    Not those in shared storage: the owner of a blob cannot be determined without a key, which is destroyed too.
     """
     index, keys = store.index, list[BlockKey]()
     for cold in store.colds:

@@ -1,12 +1,12 @@
-"""The thread of a store that removes what has expired, and brings back what is expected.
+"""The thread of a store that removes expired blocks, and prefetches expected prompts.
 
-It sleeps until something is due, and then works in slices (``kvtide.index.slices``), so that no caller waits long for
-it. It starts when the first block gets an expiry or is expected back, ends when the store is closed, and does not keep
-a store alive that nobody else has any more. A call that comes when something has expired does one slice itself: where
-no thread can be started, the work is still done, a little with every call.
+It sleeps until work is due, and then works in slices (``kvtide.index.slices``), so that no caller waits long for it. It
+starts when the first block gets an expiry or is expected back, ends when the store is closed, and does not keep an
+otherwise unreferenced store alive. A call that arrives when blocks have expired does one slice itself: if no thread can
+be started, the work is still done, a little with every call.
 
-Time is that of the store's clock. If that is turned by hand (``kvtide.testing.clock``) it wakes the thread; if the
-system's clock jumps, the next call does.
+Time is that of the store's clock. A clock that is set by hand (``kvtide.testing.clock``) wakes the thread when it
+changes; if the system's clock jumps, the next call wakes it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["Housekeeper", "Housekept"]
 log = logging.getLogger("kvtide.store")
 
 _LONGEST = 3600.0
-"""Seconds that it sleeps at most."""
+"""Maximum sleep in seconds."""
 _AFTER_ERROR = 1.0
-"""Seconds that it rests after an error, so that one that stays does not keep a core busy."""
+"""Pause in seconds after an error, so that a persistent one does not keep a core busy."""
 
 
 class Housekept(Protocol):
-    """Something that has work to be done in slices."""
+    """An object that has work to be done in slices."""
 
     def tidy(self) -> float:
-        """Do one slice; answers in how many seconds the next is due, infinity: not before it is woken."""
+        """Do one slice; returns the seconds until the next is due, or infinity if there is none until ``wake``."""
 
 
 class Housekeeper:
-    """A thread that calls ``tidy`` of its owner whenever that is due, from the first ``wake`` on until it is closed."""
+    """A thread that calls ``tidy`` of its owner whenever that is due, from the first ``wake`` until it is closed."""
 
     def __init__(self, owner: Housekept, clock: Clock) -> None:
         self._wake = wake = threading.Event()
@@ -52,7 +52,7 @@ class Housekeeper:
         return f"<Housekeeper{', at work' if self._thread is not None else ''}>"
 
     def wake(self) -> None:
-        """There may be something to do, or to be done later. Does not wait; may be called under any lock."""
+        """Signal that there may be work, now or later. Does not wait; may be called with any lock held."""
         self._wake.set()
         if self._thread is None:
             self._start()
@@ -70,8 +70,8 @@ class Housekeeper:
                 self._thread = thread
 
     def _run(self) -> None:
-        # Who was interrupted while it started the thread cannot know whether it runs. So the thread itself sees to it
-        # that it is known, and does nothing where another is at work or we are closed.
+        # A caller that was interrupted while starting the thread cannot know whether it runs. So the thread registers
+        # itself, and does nothing if another one is at work or the housekeeper is closed.
         me = threading.current_thread()
         with self._lock:
             if self._closed.is_set() or self._thread not in (None, me):
@@ -80,7 +80,7 @@ class Housekeeper:
         _work(self._owner, self._wake, self._closed)
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
+        """End the thread, and wait until it has ended."""
         with self._lock:
             self._closed.set()
         self._wake.set()
@@ -100,7 +100,7 @@ def _work(owner: weakref.ref[Housekept], wake: threading.Event, closed: threadin
             log.exception("housekeeping failed; it goes on in %g s", _AFTER_ERROR)
             left = 0.0
             closed.wait(_AFTER_ERROR)
-        del kept  # else the thread would keep it alive while it sleeps
+        del kept  # otherwise the thread would keep it alive while it sleeps
         if left > 0:
             wake.wait(min(left, _LONGEST))
         else:

@@ -1,4 +1,4 @@
-"""What the store answers: how much of a prompt it has, and what a load or a store brought."""
+"""Results of a session's methods: how much of a prompt the store has, and what a load or a store did."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ __all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of the blocks given to ``Session.store``."""
+    """The outcome of the blocks given to ``Session.store``."""
 
     stored: int
-    """New in the store."""
+    """Blocks that are new in the store."""
     present: int
-    """There before; nothing was copied."""
+    """Blocks that were present; nothing was copied."""
     dropped: int
-    """Not kept: no room could be made without waiting."""
+    """Blocks that were not kept, because no space could be made without waiting."""
     pending: int = 0
-    """Not kept, and not here yet: two others are writing them. Store them again later if they must be kept."""
+    """Blocks that were not kept and are not present yet: two other writers are writing them. Store them again later if
+    they must be kept."""
 
 
 class Persist(Stored):
-    """What became of the blocks given to ``Session.store(durable=True)``, which are on their way to a durable tier.
+    """The outcome of ``Session.store(durable=True)``, whose blocks are being written to a durable tier.
 
-    ``wait`` for it in a thread or ``await`` it in asyncio: its end means that each block of the prompt was written and
-    synced in a tier that survives a restart, or the answer says which were not, and why.
+    ``wait`` for it in a thread, or ``await`` it in asyncio. When it ends, each block of the prompt was written and
+    synced in a tier that survives a restart, or the result says which were not, and why.
     """
 
     __slots__ = ("_persisting",)
@@ -54,13 +55,13 @@ class Persist(Stored):
         return self._persisting.transfer
 
     def wait(self, timeout: float | None = None) -> Persisted:
-        """Which blocks are durable when all have ended, or when ``timeout`` seconds have passed: it goes on then, and
-        may be waited for again."""
+        """Wait until all blocks have ended, or ``timeout`` seconds have passed; returns which are durable. After a
+        timeout the writes continue, and it may be waited for again."""
         self.transfer.wait(timeout)
         return self._result()
 
     def cancel(self) -> None:
-        """Stop waiting. What is being written is written all the same, but nothing more because of this store."""
+        """Stop waiting. Writes under way are completed, but no more are made for this store."""
         self.transfer.cancel()
 
     def _result(self) -> Persisted:
@@ -76,10 +77,10 @@ class Persist(Stored):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load brought: the first ``tokens`` tokens of the prompt need not be computed.
+    """The result of a load: the first ``tokens`` tokens of the prompt need not be computed.
 
-    ``views`` has, for each group, the blocks that were asked for as read-only memory, the first of them for block
-    ``first[group]``. They hold until the match is released.
+    ``views`` has, for each group, the requested blocks as read-only memory; the first of them is block
+    ``first[group]``. They are valid until the match is released.
     """
 
     tokens: int
@@ -98,23 +99,24 @@ class MatchOwner(Protocol):
 
     layout: Layout
     origin: forks.Process
-    """The process that it was opened in."""
+    """The process that opened it."""
 
     def load(self, match: Match, *, deadline: float | None = None) -> Load:
-        """Bring a match's blocks to DRAM: see ``Session.load``."""
+        """Load a match's blocks into DRAM: see ``Session.load``."""
 
     def ended(self, right: Match) -> None:
-        """A match was given back."""
+        """Called when a match was released."""
 
 
 class Match:
-    """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with``.
+    """How much of a prompt the store has. Holds those blocks until it is released; use it in a ``with`` statement.
 
-    ``tokens`` of the prompt are in the store, in whatever tier. ``held_tokens`` of them are in DRAM, verified and held
-    for this match: only these may be promised to an engine. It grows while a load brings the rest. ``ready`` says that
-    both are equal. ``pending`` says that the next block is just being written, or looked for in storage that
-    others write to as well: ask again and perhaps get more.
-    ``plan`` has the expectations that decided the length.
+    ``tokens`` of the prompt are in the store, in any tier. ``held_tokens`` of them are in DRAM, verified and held for
+    this match: only these may be promised to an engine. The number grows while a load brings the rest. ``ready`` says
+    that both are equal. ``pending`` says that the next block is being written, or searched for in shared storage: a
+    later match may find more.
+
+    ``plan`` has the estimates that decided the length.
     """
 
     __slots__ = (
@@ -152,17 +154,17 @@ class Match:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens at the start of the prompt that can be had now, without a load; 0 after the release.
+        """Tokens at the start of the prompt available now without a load; 0 after the release.
 
-        They are in DRAM, verified and leased, or among the ``have`` tokens of the caller. The end of a ``load`` has
-        brought it up to date. A node's client answers from what the node last said, without asking: the node may have
-        more by then, never less.
+        They are in DRAM, verified and leased, or among the ``have`` tokens of the caller. The value is current when a
+        ``load`` ends. A node's client returns what the node last reported, without a request: the node may have more by
+        then, never fewer.
         """
         return self.holding.held * self.chain.block_tokens if self._held else 0
 
     @property
     def ready(self) -> bool:
-        """Whether all ``tokens`` are held: nothing must be waited for."""
+        """Whether all ``tokens`` are held, so that nothing must be waited for."""
         return self.held_tokens == self.tokens and self._held
 
     @property
@@ -175,11 +177,11 @@ class Match:
         }
 
     def release(self) -> None:
-        """Let the blocks go. Views of them must not be used any more."""
+        """Release the blocks. Views of them must not be used any more."""
         if self._held and self.session.origin is not forks.here:
-            self._held = False  # the blocks are our parent's to release
+            self._held = False  # the parent process releases the blocks
         elif self._held:
-            # In this order: a release that is interrupted can be repeated.
+            # In this order: an interrupted release can be repeated.
             self.holding.release()
             self.session.ended(self)
             self._held = False
@@ -192,7 +194,7 @@ class Match:
 
 
 class Load:
-    """A load under way: ``wait`` for it in a thread, ``await`` it in asyncio, or ``cancel`` it."""
+    """A load in progress: ``wait`` for it in a thread, ``await`` it in asyncio, or ``cancel`` it."""
 
     __slots__ = ("_collect", "_into", "transfer")
 
@@ -202,7 +204,8 @@ class Load:
         self._into = into
 
     def wait(self, timeout: float | None = None) -> Loaded:
-        """What has come when all is here, or the deadline or ``timeout`` has passed: perhaps a shorter prefix."""
+        """Wait until all blocks have arrived, or the deadline or ``timeout`` has passed; returns what has arrived,
+        perhaps a shorter prefix."""
         if not self.transfer.wait(timeout):
             self.transfer.cancel()
         return self._collect()
@@ -221,12 +224,12 @@ class Load:
             raise
         if not self._into:
             return self._collect()
-        # Copying gigabytes would stop the loop; making views does not.
+        # Copying gigabytes would block the event loop; making views does not.
         copying = asyncio.ensure_future(asyncio.to_thread(self._collect))
         try:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
-            # The buffers are the caller's own again only when nobody writes into them any more.
+            # The caller may use the buffers again only when no thread writes into them any more.
             while not copying.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([copying])

@@ -1,4 +1,4 @@
-"""What a node says of itself and of its clients."""
+"""Statistics of a node and its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ClientStatistics", "ModelStatistics", "NodeStatistics", "Status", "l
 
 @dataclass(frozen=True, slots=True)
 class ModelStatistics:
-    """What a session's blocks are of. Two share blocks if both parts are the same."""
+    """The model of a session. Two sessions share blocks if both fields are equal."""
 
     namespace: str
     groups: tuple[Group, ...]
@@ -20,29 +20,29 @@ class ModelStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """One process, as long as it is connected or holds something."""
+    """One client process, while it is connected or holds memory."""
 
     pid: int
     connected: bool
-    """Whether its socket is open. What a client holds that is not connected any more waits for its death."""
+    """Whether its socket is open. Memory held by a disconnected client is released when its process has died."""
     seconds: float
-    """Since it came."""
+    """Seconds since it connected."""
     sessions: int
     holdings: int
-    """Rights to read."""
+    """Open prefix leases (rights to read)."""
     reservations: int
-    """Rights to write."""
+    """Open reservations (rights to write)."""
     visits: int
-    """What it uses as a worker of another process's session."""
+    """Sessions of other processes that it uses as a worker."""
     requests: int
     failures: int
-    """Operations that could not be done."""
+    """Operations that failed."""
     bytes_unsent: int
-    """That it has not read yet."""
+    """Bytes sent to it that it has not read yet."""
     slots_quarantined: int = 0
-    """That nobody may use until it is dead, because it may still read or write them."""
+    """Slots that cannot be reused until the process is dead, because it may still read or write them."""
     models: list[ModelStatistics] = field(default_factory=list)
-    """Of its sessions without a tenant: nothing is told of what tenants have."""
+    """Models of its sessions without a tenant; nothing is reported about tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +50,26 @@ class NodeStatistics:
     pid: int = 0
     path: str = ""
     seconds: float = 0.0
-    """Since it began to serve."""
+    """Seconds since it began to serve."""
     stopping: bool = False
     requests: int = 0
-    """Of all clients, those that have gone too."""
+    """Requests of all clients, including disconnected ones."""
     failures: int = 0
     clients: list[ClientStatistics] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What whoever runs it should know of its configuration. For administrators."""
+    """What the operator should know about the configuration. For administrators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A node and its store."""
+    """Statistics of a node and its store."""
 
     store: Statistics
     node: NodeStatistics
 
 
 def least(status: Status) -> Status:
-    """What somebody of whom nothing is known may be told: sums, and neither tenants, processes, models nor paths."""
+    """Reduce a status to what an unauthenticated caller may see: totals, but no tenants, processes, models or paths."""
     clients = [
         replace(c, pid=0, seconds=0.0, requests=0, failures=0, bytes_unsent=0, models=[]) for c in status.node.clients
     ]

@@ -1,7 +1,7 @@
 """A part of a store with its own index, planner, pipeline and tiers.
 
-A store is one partition for everybody who has nothing reserved, and has one more for each reserved share. ``Partition``
-is what a backend needs of it, and what is needed to forget a tenant.
+A store is one partition for all tenants without a reserved share, and has one more for each reserved share.
+``Partition`` is the interface that a backend and forgetting a tenant need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Partition(Protocol):
 
     @property
     def parts(self) -> Sequence[Partition]:
-        """All partitions of the store that this one stands for."""
+        """All partitions of the store."""
 
     @property
     def shared_tiers(self) -> Sequence[tuple[ColdTier, Shared]]:
@@ -54,7 +54,7 @@ class Partition(Protocol):
 
     @property
     def largest_part(self) -> int:
-        """Bytes that one reservation should have at most."""
+        """The most bytes that one reservation should take."""
 
     @property
     def has_colder(self) -> bool:
@@ -62,16 +62,16 @@ class Partition(Protocol):
 
     @property
     def read_bytes_queued(self) -> list[int]:
-        """Bytes that wait to be read, by tier below DRAM."""
+        """Bytes waiting to be read, by tier below DRAM."""
 
     def room_of(self, tenant: bytes) -> int:
-        """Bytes of DRAM that a tenant may have."""
+        """Bytes of DRAM that a tenant may use."""
 
     def sweep(self) -> float:
-        """Remove some of what has expired; answers the time."""
+        """Remove one slice of expired blocks; returns the current time."""
 
     def expire_rows(self, rows: Rows) -> list[Event]:
-        """Remove these rows, which have expired. Under the index's lock."""
+        """Remove expired rows; returns the events to publish. Call with the index lock held."""
 
     def expire(
         self,
@@ -81,13 +81,13 @@ class Partition(Protocol):
         timeout: float | None,
         who: Asker = None,
     ) -> int:
-        """Let blocks expire at a time; answers how many there were."""
+        """Set the expiry of blocks to ``when``; returns how many were found."""
 
     def drop(
         self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, told: bool = True
     ) -> int:
-        """Drop blocks from every tier; answers how many there were."""
+        """Drop blocks from every tier; returns how many were found."""
 
     def zero_traces(self, tenant: bytes) -> int:
-        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
-        because somebody holds them."""
+        """Zero what memory still contains of a tenant's dropped blocks. Returns the number of slots that are zeroed
+        later because a caller holds them."""

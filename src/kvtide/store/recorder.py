@@ -1,26 +1,26 @@
-"""Writes down the prompts that a store is asked for, so that ``kvtide replay`` can size a cache for them.
+"""Records the prompts requested from a store, so that ``kvtide replay`` can size a cache for them.
 
-The file has JSON lines. The first says how large a block is::
+The file has JSON lines. The first has the block size::
 
     {"kvtide_trace": 1, "block_tokens": 256, "layout_bytes": 33554432}
 
-and each of the others is a request: milliseconds since the recording began, tokens of the prompt, and a number for each
-of its full blocks, which stands for the block with all that comes before it. ``tenant`` is left out for the default
+and each other line is a request: milliseconds since the recording began, tokens of the prompt, and a number for each of
+its full blocks, which identifies the block together with everything before it. ``tenant`` is omitted for the default
 tenant::
 
     {"timestamp": 1503, "input_length": 700, "hash_ids": [81..., 17...], "tenant": "3f..."}
 
-*Anonymous.* Numbers of blocks and names of tenants are keyed hashes. The key is made when the recording begins and is
-never written: nobody can test whether a prompt that he knows is in the file, and two recordings have no number in
-common. There are no tokens, no names of models and no time of day.
+*Anonymous.* Block numbers and tenant names are keyed hashes. The key is made when the recording begins and is never
+written: a reader of the file cannot test whether it has a known prompt, and two recordings have no number in common.
+The file has no tokens, no model names and no time of day.
 
-*Not in the way.* A caller appends a few values to a queue; hashing and writing are done by a thread of the recorder,
-which looks at the queue a few times a second. If the disk is too slow the queue is full, and requests are left out and
-counted. Whatever happens to the file ends the recording, and nothing else.
+*Cheap for callers.* A caller appends a few values to a queue; a thread of the recorder hashes and writes them, and
+checks the queue a few times a second. If the disk is too slow, the queue fills up, and requests are left out and
+counted. A problem with the file ends the recording, and affects nothing else.
 
-*Readable whatever happens.* Lines are written whole, and the file is cut back to its last whole line if that fails. A
-process that is killed loses what was in the queue, a fraction of a second, and perhaps a part of its last line. A gzip
-file is flushed as often, so that all but that can be read from it too.
+*Readable after any failure.* Lines are written whole, and the file is truncated to its last whole line if a write
+fails. A process that is killed loses what was in the queue, a fraction of a second, and perhaps a part of its last
+line. A gzip file is flushed as often, so that all but that can be read from it too.
 """
 
 from __future__ import annotations
@@ -54,58 +54,58 @@ __all__ = ["REASONS", "RecordedShape", "Recorder", "RecorderStatistics"]
 log = logging.getLogger("kvtide.store.recorder")
 
 _PAUSE = 0.2
-"""Seconds between two looks at the queue."""
+"""Seconds between two checks of the queue."""
 _LONGEST = 5.0
-"""Seconds for which whoever closes it waits for the disk."""
+"""Seconds that ``close`` waits for the disk."""
 _WAITING = 1 << 18
-"""Blocks of prompts that may wait to be written, 8 MiB of names."""
+"""Blocks of prompts that may wait to be written; 8 MiB of names."""
 _REQUEST = 8
-"""What a request counts in the queue besides its blocks."""
+"""The size of a request in the queue, in addition to its blocks."""
 _CHUNK = 1 << 18
-"""Bytes of lines that are written at a time, about."""
+"""Approximate number of bytes per write."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _TRAILER = 64
-"""Bytes that the end of a gzip file takes at most."""
+"""Maximum size of the end of a gzip file, in bytes."""
 REASONS = QUEUE_FULL, OTHER_SHAPE, ENDED = "queue full", "other block size", "recording has ended"
 """Why requests are left out."""
 
 
 class RecordedShape(NamedTuple):
-    """What all requests of a file have in common: the size of their blocks."""
+    """The block size, which all requests in a file share."""
 
     block_tokens: int
     nbytes: int
-    """Of all groups, as they lie in memory."""
+    """Bytes of a block in memory, all groups together."""
 
 
 class _Request(NamedTuple):
     milliseconds: int
     tokens: int
     names: bytes
-    """The digests of its full blocks."""
+    """The concatenated digests of its full blocks."""
     domain: bytes
     tenant: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RecorderStatistics:
-    """What was recorded since the store was opened."""
+    """Statistics of the recording since the store was opened."""
 
     active: bool = False
-    """Whether requests are still recorded: not when the limit is reached, or the file could not be written."""
+    """Whether requests are still recorded: False after the limit was reached, or the file could not be written."""
     requests: int = 0
-    """That are in the file."""
+    """Requests in the file."""
     bytes_written: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Requests that are not in the file, by reason."""
 
 
 class Recorder:
-    """Records requests from any thread into a file of its own, until it is closed or the file has ``limit`` bytes."""
+    """Records requests from any thread into its own file, until it is closed or the file has ``limit`` bytes."""
 
     def __init__(self, path: Path, limit: int, clock: Clock) -> None:
-        """``path``: a file that is not there yet; gzip if its name ends in .gz. Or a folder, in which each recording
-        gets a file of its own. Raises ConfigError."""
+        """``path``: a file that does not exist yet; gzip if its name ends in .gz. Or a folder, in which each recording
+        creates its own file. Raises ConfigError."""
         self._limit = limit
         self._clock = clock
         self._began = clock.monotonic()
@@ -114,8 +114,8 @@ class Recorder:
         self._queue: deque[_Request] = deque()
         self._waiting = 0
         self._lock = threading.RLock()
-        """Guards the queue and the counts. Nobody writes to the file under it. A signal handler may match while its own
-        thread has it."""
+        """Guards the queue and the counts. No thread writes to the file under it. Reentrant, because a signal handler
+        may match while its own thread has it."""
         self._wake = threading.Event()
         self._closing = False
         self._ended = False
@@ -135,7 +135,7 @@ class Recorder:
         this = weakref.ref(self)
 
         def at_exit() -> None:
-            """A store that nobody closed: what waits is written all the same."""
+            """Write the queue of a store that was not closed."""
             if (found := this()) is not None and found._fd >= 0:
                 found.close()
 
@@ -143,9 +143,9 @@ class Recorder:
         atexit.register(at_exit)
 
     def request(self, names: bytes, tokens: int, shape: RecordedShape, tenant: bytes, domain: bytes = b"") -> None:
-        """Record a prompt: the digests of its full blocks one after another, and how many tokens it has.
+        """Record a prompt: the concatenated digests of its full blocks, and its number of tokens.
 
-        ``domain`` is what keeps equal blocks of two trust domains apart. Waits for nothing but other callers.
+        ``domain`` distinguishes equal blocks of two trust domains. Waits only for other callers.
         """
         size = len(names) // 32 + _REQUEST
         with self._lock:
@@ -180,14 +180,14 @@ class Recorder:
             return RecorderStatistics(not self._ended, self._requests, self._written, dict(self._dropped))
 
     def end(self) -> None:
-        """Nothing more is to be recorded: write what waits. ``close`` waits for it."""
+        """Stop recording and write the queue. ``close`` waits for it."""
         self._closing = True
         self._wake.set()
 
     def close(self) -> None:
-        """Write what waits, and end. A recording without any request leaves no file.
+        """Write the queue and end. A recording without any request leaves no file.
 
-        A file whose disk hangs is left to itself: nobody else's work may end with it.
+        If the disk hangs, the file is abandoned: it must not stop anything else from closing.
         """
         atexit.unregister(self._at_exit)
         self.end()
@@ -195,7 +195,7 @@ class Recorder:
             return
         self._thread.join(_LONGEST)
         if self._thread.is_alive():
-            log.warning("%s was not written to its end: its disk has not answered for %g s", self.path, _LONGEST)
+            log.warning("%s is incomplete: its disk has not responded for %g s", self.path, _LONGEST)
 
     def forked(self) -> None:
         fd, self._fd, self._ended = self._fd, -1, True
@@ -209,12 +209,12 @@ class Recorder:
         try:
             while not closing and not self._ended:
                 self._wake.wait(_PAUSE)
-                closing = self._closing  # looked at before the queue: what was put there until then is written
+                closing = self._closing  # read before the queue, so that everything queued until then is written
                 self._wake.clear()
                 self._write_queue()
         except OSError as e:
             log.warning(
-                "recording has ended, because %s cannot be written: %s. What is in it can be used",
+                "recording has ended, because %s cannot be written: %s. The requests recorded so far can be used",
                 self.path,
                 e.strerror,
             )
@@ -242,15 +242,15 @@ class Recorder:
             self._write(lines)
 
     def _line(self, request: _Request) -> bytes:
-        hasher = blake3(key=self._key)  # one for all blocks: making one costs more than a block does
+        hasher = blake3(key=self._key)  # one for all blocks: making one costs more than hashing a block
         reset, update, digest = hasher.reset, hasher.update, hasher.digest
         names, domain, numbers = request.names, request.domain, list[int]()
         for at in range(0, len(names), 32):
             if at and not at % (32 * SLICE):
-                rest()  # whoever serves engines in this process needs the interpreter too
+                rest()  # threads that serve engines in this process need the interpreter too
             reset()
             update(names[at : at + 32] + domain)
-            numbers.append(int.from_bytes(digest(7), "little") >> 3)  # below 2**53: JSON readers may have no more
+            numbers.append(int.from_bytes(digest(7), "little") >> 3)  # below 2**53, the limit of some JSON readers
         line = {"timestamp": request.milliseconds, "input_length": request.tokens, "hash_ids": numbers}
         if tenant := self._tenant(request.tenant):
             return msgspec.json.encode({**line, "tenant": tenant}) + b"\n"
@@ -259,14 +259,14 @@ class Recorder:
     def _tenant(self, tag: bytes) -> str:
         found = self._tenants.get(tag)
         if found is None:
-            # Shorter than what is hashed for a block, so that it is never the same.
+            # The input is shorter than that of a block, so the two never collide.
             found = blake3(b"tenant" + tag, key=self._key).hexdigest(8)
             if len(self._tenants) < SLICE:
                 self._tenants[tag] = found
         return found
 
     def _write(self, lines: Sequence[bytes]) -> None:
-        """Write lines, or as many as the limit allows. Raises OSError, and nothing of them is in the file then."""
+        """Write lines, or as many as the limit allows. Raises OSError, and then none of them is in the file."""
         data = b"".join(lines)
         if not self._written:
             assert self._shape is not None
@@ -293,7 +293,7 @@ class Recorder:
             self._end()
 
     def _end(self) -> None:
-        """Nothing more is recorded."""
+        """Stop recording, and count the requests that were not written."""
         with self._lock:
             self._ended = True
             self._queue.clear()
@@ -313,7 +313,7 @@ class Recorder:
 
 
 def _create(path: Path) -> tuple[int, Path]:
-    """A new file, which only this user can read."""
+    """Create a new file that only this user can read."""
     path = path.expanduser()
     try:
         files = (path / f"trace-{n:04}.jsonl" for n in count(1)) if path.is_dir() else iter([path])
@@ -322,17 +322,17 @@ def _create(path: Path) -> tuple[int, Path]:
                 return os.open(file, _NEW, 0o600), file
     except OSError as e:
         raise ConfigError(
-            f"requests cannot be recorded in {path}: {e.strerror}; give a file in a folder that is there and that you "
-            "may write to"
+            f"requests cannot be recorded in {path}: {e.strerror}; give a file in an existing folder that you may "
+            "write to"
         ) from e
     raise ConfigError(
-        f"requests cannot be recorded in {path}: it is there already, and is not overwritten. Move it away, or give "
-        "another name, or a folder, in which each recording gets a file of its own"
+        f"requests cannot be recorded in {path}: it exists already, and is not overwritten. Move it away, or give "
+        "another name, or a folder, in which each recording creates its own file"
     )
 
 
 def _append(fd: int, data: bytes, at: int) -> None:
-    """Write ``data`` at the end of the file, at ``at``; all or nothing of it, as far as that can be done."""
+    """Write ``data`` at the end of the file, at ``at``; all or nothing, as far as possible."""
     left = memoryview(data)
     try:
         while left:

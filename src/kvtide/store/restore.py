@@ -1,4 +1,4 @@
-"""What a disk held before: entered into the index, and charged to tenants that have quotas."""
+"""Restores the blocks on a disk: enters them into the index, and charges them to tenants with quotas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["adopt", "charge"]
 
 
 def adopt(tier: Nvme, number: int, index: Index, uses: UsageTracker) -> None:
-    """Enter what a tier holds into the index."""
+    """Enter the blocks of a tier into the index."""
     for held in tier.scan():
         rows, parents = index.add_many(held.keys, held.parents, held.depths)
         index.state[number][rows] = SEALED
@@ -32,7 +32,8 @@ def adopt(tier: Nvme, number: int, index: Index, uses: UsageTracker) -> None:
 
 
 def charge(tier: Nvme, index: Index, account: TenantUsage, tenants: Mapping[bytes, int], security: Security) -> None:
-    """Find out what tenants with quotas have there. The journal does not say, so a page of every record is read."""
+    """Charge the blocks of tenants with quotas. The journal does not name tenants, so a page of every record is
+    read."""
     marks = dict(tenants)
     if security.key_file:
         keys = KeyFile(Path(security.key_file).expanduser()).read().keys

@@ -1,7 +1,8 @@
-"""The face of the store for one model: match, load, store, prefetch, expect, pin, drop.
+"""The public interface to the store for one model: match, load, store, prefetch, expect, pin, drop.
 
-Nothing here blocks on I/O except what says ``wait``. Every answer about a block is true at the moment it is given and
-stays true while its right is held: a ``Match`` keeps its blocks from eviction until it is released.
+No method blocks on I/O unless its description says that it waits. A result about a block is correct when it is
+returned, and stays so while its lease or reservation is open: a ``Match`` protects its blocks from eviction until it is
+released.
 """
 
 from __future__ import annotations
@@ -34,26 +35,28 @@ from kvtide.transfer.transfer import Transfer
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    # Arrays are buffers, but their stubs say so only from Python 3.12 on.
+    # Arrays are buffers, but their type stubs say so only from Python 3.12 on.
     Block = Buffer | npt.NDArray[Any]
     Buffers = Sequence[Block] | Mapping[str, Sequence[Block]]
 
 __all__ = ["Session", "SessionHost", "WriteArguments", "hints"]
 
 _PART = 4096
-"""Blocks that are reserved at a time when a prompt is stored: small ones too must not keep others waiting."""
+"""Blocks that are reserved at a time when a prompt is stored: many small blocks must not keep other callers waiting
+either."""
 _MOST = 1 << 48
-"""Tokens that an engine may say it has: more than any prompt."""
+"""The most tokens that an engine may claim to have: more than any prompt."""
 _DAY = 86400.0
 _PAUSE, _LONGEST = 0.001, 0.05
-"""Seconds before it is asked again: the first time, and at most."""
+"""Seconds between two matches while waiting for more: the first pause, and the longest."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """A verb that uses the store's memory: closing the session, or the store, waits for it; then it is refused."""
+    """Decorates a method that uses the store's memory: closing the session or the store waits for it, and later calls
+    are refused."""
 
     @functools.wraps(verb)
     def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -65,7 +68,7 @@ def _inside(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[
 
 
 class WriteArguments(NamedTuple):
-    """Which blocks are to be written and how they are kept, as checked by ``Session.write_arguments``."""
+    """The blocks to write and how to keep them, as checked by ``Session.write_arguments``."""
 
     chain: Chain
     start: int
@@ -97,7 +100,7 @@ def _priority(priority: int) -> int:
 
 
 def hints(turn: Turn | None, returns_in: float | None) -> tuple[Turn | None, float | None]:
-    """What is said of a prompt's next use, checked: see ``Session.expect``."""
+    """Check the hints about a prompt's next use: see ``Session.expect``."""
     if turn is not None and arguments.text(turn, "turn") not in TURNS:
         raise LayoutError(f'turn is {turn!r}; give "tool", "end" or None')
     if returns_in is None:
@@ -108,26 +111,26 @@ def hints(turn: Turn | None, returns_in: float | None) -> tuple[Turn | None, flo
 
 
 class SessionHost:
-    """Where sessions live: a store in this process, or the client of a node."""
+    """Base class of objects that have sessions: a store in this process, or a node's client."""
 
     copier: Copier
 
     def __init__(self, again: str) -> None:
-        """``again`` says how to open another when this is closed."""
+        """``again`` says how to open another one when this is closed."""
         self._again = f"this store is closed; {again}"
         self.origin = forks.here
-        """The process that opened it. In one that was forked from it nothing here may be used."""
+        """The process that opened it. A process forked from that one must not use it."""
         self.guard = CallGuard(self._again)
-        """Open while slots may change hands: reservations end on their own, not as verbs of a session."""
+        """Open while slots may be reassigned: reservations end outside the methods of a session."""
         self.closed = False
         self._ended = False
-        """Whether everything was let go of, or is just about to be."""
+        """Whether everything was released, or is about to be."""
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
-        """Else a session could be opened that closing does not see."""
+        """Without it a session could be opened that closing does not see."""
 
     def session(self, model: Model, tenant: Tenant = DEFAULT_TENANT) -> Session:
-        """The store as one engine sees it: for one model and tenant."""
+        """Open a session for one model and tenant."""
         forks.check(self.origin)
         arguments.kind(model, Model, "model")
         arguments.kind(tenant, Tenant, "tenant")
@@ -142,13 +145,14 @@ class SessionHost:
         raise NotImplementedError
 
     def ended(self, session: Session) -> None:
-        """``session`` was closed."""
+        """Called when ``session`` was closed."""
         self._sessions.discard(session)
 
     def _end_sessions(self) -> bool:
-        """Close all sessions, and the door. False if everything was let go of before, or is not ours to let go of.
+        """Close all sessions and the call guard. Returns False if everything was released before, or belongs to the
+        parent process.
 
-        After an interruption it is done again.
+        After an interruption it can be repeated.
         """
         if self.origin is not forks.here:
             self.closed = True
@@ -164,7 +168,7 @@ class SessionHost:
         return True
 
     def close(self) -> None:
-        """End all sessions, and let go of everything."""
+        """End all sessions and release everything."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -175,7 +179,8 @@ class SessionHost:
 
 
 class Session:
-    """One engine's use of the store: one model, one tenant. Its rights end with it. Safe from any thread."""
+    """One engine's use of the store, for one model and one tenant. Its matches, reservations and pins end with it.
+    Thread-safe."""
 
     def __init__(self, home: SessionHost, model: Model, tenant: Tenant, backend: Backend) -> None:
         self._session_host = home
@@ -185,8 +190,9 @@ class Session:
         self.layout = model.layout
         self._namer = model.namer(tenant)
         self._rights: dict[int, Match | Reservation | weakref.ref[Match] | weakref.ref[Reservation]] = {}
-        """By identity. Strong where views were given out: they may be in use though their right was forgotten. One that
-        was forgotten before (by a caller that was interrupted) ends by itself."""
+        """Open matches and reservations, by ``id``. References are strong where views were given out, because these may
+        be in use although the caller dropped the object. An object dropped without views (by a caller that was
+        interrupted) ends by itself."""
         self._closed = False
         self._guard = CallGuard("this session is closed; open a new one with store.session(model)")
 
@@ -196,7 +202,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or just being closed: what its matches held may change from then on."""
+        """Whether it is closed or being closed: from then on, the memory of its matches may change."""
         return self._closed
 
     def __repr__(self) -> str:
@@ -205,9 +211,9 @@ class Session:
     # -- names --------------------------------------------------------------------------------------------
 
     def chain(self, tokens: Tokens = (), extras: Sequence[Extra] = ()) -> Chain:
-        """The names of a prompt's blocks. Keep it and ``extend`` it, and each turn costs only its own tokens.
+        """The names of a prompt's blocks. Keep the chain and ``extend`` it; then each turn costs only its own tokens.
 
-        Every method that takes tokens takes a chain as well.
+        Every method that takes tokens also takes a chain.
         """
         return self._namer.chain(tokens, extras)
 
@@ -235,14 +241,14 @@ class Session:
     ) -> Match:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
-        ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's
-        speed in tokens per second, or a ``PrefillCost`` (by default the configuration's): what would take longer to
-        load than to compute is left out. As long as more is ``pending`` it is asked again, for ``wait`` seconds at
-        most. ``again`` says that this is part of one use of the prompt, for which there was a match before: it is not
-        counted as another, neither in the statistics nor for eviction.
+        ``have`` tokens at the start are in the engine already and need not be loaded. ``prefill`` is the engine's speed
+        in tokens per second, or a ``PrefillCost`` (by default the configuration's): blocks that take longer to load
+        than to compute are left out. While more is ``pending``, the match is repeated, for ``wait`` seconds at most.
+        ``again`` says that this match belongs to a use of the prompt for which there was a match before: it is not
+        counted again, neither in the statistics nor for eviction.
 
-        A recording of requests (``record.path``) has one for each match, without those ``again``. Of a request that is
-        matched several times because more was pending, the first match alone should ``record``.
+        A recording of requests (``record.path``) has one entry for each match, except those with ``again``. If a
+        request is matched several times because more was pending, only the first match should ``record``.
         """
         chain = self._chain(tokens, extras)
         if type(have) is not int or not 0 <= have <= _MOST:
@@ -271,28 +277,28 @@ class Session:
 
     @_inside
     def find(self, tokens: Tokens | Chain, extras: Sequence[Extra] = ()) -> list[bool]:
-        """Which blocks of a prompt the store has now, each by itself. Nothing is held: they may leave at once.
+        """Which blocks of a prompt the store has now, each by itself. Nothing is held: they may be evicted at once.
 
-        What others have written is looked for meanwhile: ask again.
+        Blocks that others wrote to shared storage are searched for in the background: call again to see them.
         """
         return self._backend.find(self._chain(tokens, extras))
 
     def ended(self, right: Match | Reservation) -> None:
-        """``right`` was given back."""
+        """Called when a match or a reservation has ended."""
         self._rights.pop(id(right), None)
 
     def _keep(self, right: Match | Reservation) -> None:
-        """Views of ``right`` are given out."""
+        """Called when views of ``right`` are given out."""
         if id(right) in self._rights:
             self._rights[id(right)] = right
 
     @_inside
     def load(self, match: Match, into: Buffers | None = None, *, deadline: float | None = None) -> Load:
-        """Bring a match's blocks to DRAM and, if ``into`` is given, copy them there.
+        """Load a match's blocks into DRAM and, if ``into`` is given, copy them there.
 
         ``into`` has a writable buffer for each block that ``match.wanted`` names (by group, if the layout has several).
-        ``deadline`` is in seconds from now (by default the configuration's): what has not come by then is left
-        out, and the result is a shorter prefix.
+        ``deadline`` is in seconds from now (by default the configuration's): blocks that have not arrived by then are
+        left out, and the result is a shorter prefix.
         """
         deadline = arguments.seconds(deadline, "deadline")
         if arguments.kind(match, Match, "match").session is not self:
@@ -330,7 +336,7 @@ class Session:
     def prefetch(
         self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, deadline: float | None = None
     ) -> Transfer:
-        """Start bringing a prompt's blocks to DRAM, without waiting or holding them afterwards."""
+        """Start loading a prompt's blocks into DRAM, without waiting, and without holding them afterwards."""
         deadline = arguments.seconds(deadline, "deadline")
         match = self.match(tokens, extras, prefill=0, record=False)  # the request itself is still to come
         try:
@@ -395,18 +401,19 @@ class Session:
     ) -> Stored:
         """Copy blocks into the store; ``blocks[i]`` is the KV of block ``start + i`` of the prompt.
 
-        Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. What is there already is not
-        copied. Nothing waits for a disk: colder tiers are written in the background.
+        Each is a buffer of the layout's ``nbytes`` for its group, in canonical order. Blocks that the store already has
+        are not copied. The call does not wait for a disk: colder tiers are written in the background.
 
-        ``ttl`` is how many seconds from now on the prompt up to its last block here lives; by default it never expires.
-        A block lives as long as the longest of its stores says, and so do the blocks before it, without which it could
-        not be found: storing a prompt again extends it, and never shortens it. Only ``expire`` does that. A block
-        expires with its parent at the latest. Expired or not, a block may be evicted, and one of higher ``priority``
-        (-100 to 100) outlasts all of lower.
+        ``ttl`` is the lifetime in seconds from now of the prompt up to its last block here; by default it never
+        expires. A block lives as long as the longest of its stores says, and so do the blocks before it, without which
+        it could not be found: storing a prompt again extends its lifetime, and never shortens it. Only ``expire`` does
+        that. A block expires with its parent at the latest. Any block may be evicted before it expires, and one of
+        higher ``priority`` (-100 to 100) outlasts all of lower.
 
-        With ``durable`` the answer can be waited for: it ends when every block of the prompt up to the last one given,
+        With ``durable`` the result can be waited for: it ends when every block of the prompt up to the last one given,
         present before or not, is written and synced in a tier that survives a restart, and says which are not and why.
-        The admission is not asked for them and a full queue does not refuse them, but budgets of writes and quotas do.
+        Such writes bypass the admission and are not refused by a full queue, but write budgets and quotas can refuse
+        them.
         """
         with self._guard.lock():
             self._guard.check()
@@ -434,9 +441,9 @@ class Session:
         try:
             for name, given in sources.items():
                 group, geometry = self.layout.group(name), self.layout.geometry[name]
-                # In parts: the first are on their way to colder tiers while the last are copied. Each is larger than
-                # the one before, because a part costs something too, but not by so much that a disk, which is half as
-                # fast as memory, would stand still; none is so large that others could not make room for it.
+                # In parts, so that the first are on their way to colder tiers while the last are copied. Each part is
+                # larger than the one before, because each has a cost, but not so much larger that a disk, half as fast
+                # as memory, would idle. No part is so large that eviction could not make space for it.
                 most = min(self._backend.largest // geometry.footprint, _PART)
                 first, step = start, max(1, min(self._backend.first_part // geometry.footprint, most))
                 with contextlib.ExitStack() as parts:
@@ -463,7 +470,7 @@ class Session:
             answer = Stored(stored, total - stored - refused - pending, refused, pending)
             if not durable:
                 return answer
-            # Before the last parts are sealed: until then nothing of the prompt leaves.
+            # Before the last parts are sealed: until then no block of the prompt is evicted.
             persisting = self._backend.persist(chain, self._durable(start, sources))
             for part in unsealed:
                 part.seal()
@@ -472,7 +479,7 @@ class Session:
             waiting.close()
 
     def _durable(self, start: int, sources: Mapping[str, Sequence[Span]]) -> dict[str, range]:
-        """The blocks that make a prompt durable: those given, and those before them without which they are useless."""
+        """The blocks that make a prompt durable: those given, and the earlier ones without which they are useless."""
         found = {}
         for name, given in sources.items():
             group, stop = self.layout.group(name), start + len(given)
@@ -491,11 +498,11 @@ class Session:
         ttl: float | None = None,
         priority: int = 0,
     ) -> Reservation:
-        """Slots to write blocks ``start`` to ``stop`` into, without a copy: fill its ``views``, then ``seal``.
+        """Reserve slots to write blocks ``start`` to ``stop`` into without a copy: fill its ``views``, then ``seal``.
 
-        Only blocks that are not in the store yet, and for which there is room, are in it; see its ``keys``. A block
-        that another one is just writing is in it too: that one may be slow, or never end. A third gets none.
-        ``ttl`` and ``priority`` mean what they mean to ``store``, and count from this call on, once it is sealed.
+        It has only blocks that the store lacks and for which there is space; see its ``keys``. It also has blocks that
+        one other writer is writing, because that writer may be slow or never finish. A third writer gets none. ``ttl``
+        and ``priority`` are as for ``store``; they take effect when it is sealed, and ``ttl`` counts from this call.
         """
         write_request = self.write_arguments(tokens, extras, start, stop, ttl, priority)
         reservation = self._backend.reserve(
@@ -522,7 +529,7 @@ class Session:
         ttl: float | None,
         priority: int,
     ) -> WriteArguments:
-        """What is to be written, checked."""
+        """Check the arguments of a write."""
         chain = self._chain(tokens, extras)
         start = arguments.integer(start, "start")
         stop = chain.blocks if stop is None else arguments.integer(stop, "stop")
@@ -534,20 +541,21 @@ class Session:
         if not 0 <= start <= stop <= chain.blocks:
             raise LayoutError(f"blocks {start} to {stop} are not all in a prompt of {chain.blocks} full blocks")
 
-    # -- keeping and removing -----------------------------------------------------------------------------
+    # -- pinning and removing -----------------------------------------------------------------------------
 
     @_inside
     def pin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
-        """Keep the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Answers how many blocks.
+        """Protect the blocks of a prompt, up to block ``stop``, from eviction until ``unpin``. Returns the number of
+        blocks.
 
-        Pins are the session's: they end with it, and behind a node with the connection or the node as well.
+        Pins belong to the session: they end with it, and behind a node with the connection or the node as well.
         """
         chain = self._chain(tokens, extras)
         return self._backend.pin(chain, self._up_to(chain, stop), 1)
 
     @_inside
     def unpin(self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, stop: int | None = None) -> int:
-        """End one ``pin`` of the same blocks by this session. Answers how many blocks had one."""
+        """End one ``pin`` of the same blocks by this session. Returns the number of blocks that had one."""
         chain = self._chain(tokens, extras)
         return self._backend.pin(chain, self._up_to(chain, stop), -1)
 
@@ -568,10 +576,10 @@ class Session:
         start: int = 0,
         timeout: float | None = None,
     ) -> int:
-        """Remove a prompt's blocks from block ``start`` on, from every tier, for good. Answers how many there were.
+        """Remove a prompt's blocks from block ``start`` on from every tier, permanently. Returns how many were found.
 
-        Returns when they cannot come back, after a power loss either; raises TierError if a tier could not make sure
-        of that.
+        Returns when they cannot reappear, not even after a power loss; raises TierError if a tier could not ensure
+        that.
         """
         timeout = arguments.seconds(timeout, "timeout")
         write_request = self.write_arguments(tokens, extras, start, None, None, 0)
@@ -587,15 +595,16 @@ class Session:
         start: int = 0,
         timeout: float | None = None,
     ) -> int:
-        """Let a prompt's blocks from block ``start`` on live ``ttl`` seconds from now on; None: until they are evicted.
+        """Let a prompt's blocks from block ``start`` on expire ``ttl`` seconds from now; None: keep them until they are
+        evicted.
 
-        Unlike ``store`` this also shortens: they live no longer, whatever was said before, and nor do prompts that go
-        on behind them. The blocks before ``start`` live at least as long. A later ``store`` extends them again. Answers
-        how many blocks there were.
+        Unlike ``store`` this also shortens lifetimes, whatever was set before, including those of prompts that continue
+        these blocks. The blocks before ``start`` live at least as long. A later ``store`` extends them again. Returns
+        how many blocks were found.
 
-        Returns when no record on disk says that they live longer, after a power loss either; a record that cannot be
-        changed, because it is encrypted or in shared storage, is erased for that. Raises TierError if a tier could do
-        neither. To remove blocks now, ``drop`` them.
+        Returns when no record on disk has a later expiry, not even after a power loss; a record that cannot be changed,
+        because it is encrypted or in shared storage, is erased instead. Raises TierError if a tier could do neither. To
+        remove blocks now, ``drop`` them.
         """
         timeout = arguments.seconds(timeout, "timeout")
         write_request = self.write_arguments(tokens, extras, start, None, ttl, 0)
@@ -610,24 +619,24 @@ class Session:
         turn: Turn | None = None,
         returns_in: float | None = None,
     ) -> None:
-        """The request with this prompt is over, its answer included, and this is known of the prompt's next use.
+        """Give hints about a prompt's next use, when its request is over, including the answer.
 
-        ``turn`` is ``"tool"`` if the turn ended in a call of a tool, so that the next request extends this prompt soon,
-        and ``"end"`` if a user answers, or nobody. What that means for eviction is learned from the store's own
-        traffic. ``returns_in`` is in how many seconds the prompt is expected to be used again (more than a day counts
-        as a day): its blocks are kept until then, within bounds.
+        ``turn`` is ``"tool"`` if the turn ended in a tool call, so that the next request extends this prompt soon, and
+        ``"end"`` if a user will answer, or nothing follows. The store learns from its own traffic what that means for
+        eviction. ``returns_in`` is the number of seconds until the prompt is expected to be used again (more than a day
+        counts as a day): its blocks are kept until then, within bounds.
 
-        Both are hints. Nothing is held and nothing is waited for, and of blocks that are gone nothing is remembered.
+        Both are hints: no block is held, the call does not wait, and blocks that were already evicted are ignored.
         """
         chain = self._chain(tokens, extras)
         turn, returns_in = hints(turn, returns_in)
         if chain.blocks and (turn is not None or returns_in is not None):
             self._backend.expect(chain, turn, returns_in)
 
-    # -- the end ------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release every match and abort every reservation of this session, when no call of it is under way any more."""
+        """Release every match and abort every reservation of this session, once its running calls have ended."""
         self._closed = True
         if self.origin is not forks.here:
             return
@@ -648,7 +657,7 @@ class Session:
         self.close()
 
     def _buffers(self, given: Buffers, *, writable: bool) -> dict[str, list[Span]]:
-        """The callers' buffers as bytes, by group, checked against the layout."""
+        """The caller's buffers as bytes, by group, checked against the layout."""
         if not isinstance(given, Mapping):
             if len(self.layout.groups) > 1:
                 names = ", ".join(g.name for g in self.layout.groups)

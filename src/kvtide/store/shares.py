@@ -1,13 +1,13 @@
-"""How tenants divide a store: what is reserved for some, and what is left for the others.
+"""Divides a store between tenants: reserved shares for some, the remainder for the others.
 
-A tenant with a *reserved share* lives in it alone. Its share is a store of its own, with an index, memory, threads and
-a folder on the disk that nobody else uses, opened from the settings that are made here. So nothing that others do can
-change what it finds, nor the other way round: there is nothing between the two that one could fill and the other feel,
-but the speed of the machine. For the same reason it uses no shared storage: what leaves that is everybody's doing.
+A tenant with a *reserved share* uses it alone. The share is a separate store with its own index, memory, threads and
+folder on the disk, opened from the settings made here. So other tenants cannot change what it finds, nor can it affect
+them: they have nothing in common that one could fill and the other notice, except the speed of the machine. For the
+same reason it uses no shared storage, where evictions depend on all users.
 
-All others live together in what is left, with fair shares under pressure (``kvtide.plan.evict``), and none with more
-than its *quota* (``kvtide.plan.quota``). Of shared storage a node can only limit what it writes itself: names there do
-not say whose a block is.
+All other tenants share the remainder, with fair shares under pressure (``kvtide.plan.evict``), and none beyond its
+*quota* (``kvtide.plan.quota``). In shared storage a node can limit only its own writes, because names there do not
+identify the owner of a block.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvtide.units import format_size, parse_shares
 __all__ = ["RESERVED", "Shares", "divide"]
 
 RESERVED = "reserved"
-"""The folder of reserved shares, beside the segments of all others."""
+"""The folder of reserved shares, next to the segments of all other tenants."""
 _LEAST = {"dram": MiB, "nvme": 16 * MiB}
-"""What a tier cannot do without."""
+"""The minimum size of a tier, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class Shares:
     """Settings for each part of a store."""
 
     rest: Config
-    """For all who have nothing reserved."""
+    """For all tenants without a reserved share."""
     reserved: dict[bytes, Config]
-    """By the tags of those who have."""
+    """For reserved shares, by the tenant's tag."""
     tenants: dict[bytes, int]
-    """Numbers from 1 on of those that have quotas, by tag."""
+    """Numbers, from 1 on, of the tenants with quotas, by tag."""
     quotas: dict[str, dict[int, int]]
-    """By tier, and by these numbers: bytes."""
+    """Bytes, by tier and tenant number."""
 
     def clear(self) -> None:
-        """Remove shares on disk that are nobody's any more: their bytes are in the others' budget again."""
+        """Remove shares on disk that are no longer configured: their bytes belong to the remainder again."""
         if self.rest.nvme.path:
             for folder in (Path(self.rest.nvme.path).expanduser() / RESERVED).glob("*"):
                 if str(folder) not in {c.nvme.path for c in self.reserved.values()}:
@@ -54,15 +54,15 @@ class Shares:
 
 
 def divide(config: Config) -> Shares:
-    """Divide a store. Raises ConfigError where more is promised than there is."""
+    """Divide a store. Raises ConfigError if more is promised than there is."""
     quotas = {tier: _quotas(config, tier) for tier in ("dram", "nvme", "valkey", "files", "objects")}
     dram, nvme = _reserved(config, "dram", quotas["dram"]), _reserved(config, "nvme", quotas["nvme"])
     if nvme and not config.nvme.path:
         raise ConfigError(f"nvme.reserved is {config.nvme.reserved!r}, but there is no disk: set nvme.path")
     if homeless := sorted(nvme.keys() - dram.keys()):
         raise ConfigError(
-            f"nvme.reserved has a share for tenant {homeless[0]}, and dram.reserved has none: whoever has a share "
-            "lives in it alone, and blocks pass through DRAM. Reserve some of that too"
+            f"nvme.reserved has a share for tenant {homeless[0]}, and dram.reserved has none: a tenant with a "
+            "share uses no other space, and blocks pass through DRAM. Reserve a part of dram for it too"
         )
     rest = replace(
         config,
@@ -79,15 +79,17 @@ def divide(config: Config) -> Shares:
 
 
 def _quotas(config: Config, tier: str) -> dict[str, int]:
-    """By tenant, what it may have of a tier at most."""
+    """The most bytes that each tenant may use in a tier."""
     section = getattr(config, tier)
     if "%" in section.quotas and not section.budget:
-        raise ConfigError(f"{tier}.quotas is {section.quotas!r}, but there is no {tier}.budget to part: give sizes")
+        raise ConfigError(
+            f"{tier}.quotas is {section.quotas!r}, but there is no {tier}.budget for percentages: give sizes"
+        )
     return parse_shares(section.quotas, section.budget)
 
 
 def _reserved(config: Config, tier: str, quotas: dict[str, int]) -> dict[str, int]:
-    """By tenant, what of a tier is set aside."""
+    """The bytes of a tier set aside for each tenant."""
     section, least = getattr(config, tier), _LEAST[tier]
     found = parse_shares(section.reserved, section.budget)
     for name, nbytes in found.items():
@@ -110,8 +112,8 @@ def _reserved(config: Config, tier: str, quotas: dict[str, int]) -> dict[str, in
 
 
 def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
-    """The settings of a reserved share: the same as the others', in its own room, and no storage that others use."""
-    # The folder must not say whose it is to who knows tenants by their tags.
+    """The settings of a reserved share: those of the remainder, with its own budgets and without shared storage."""
+    # The folder's name must not reveal the tenant to a reader who knows tenants' tags.
     folder = blake3(_tag(name), derive_key_context="kvtide 1 reserved").hexdigest(16)
     path = str(Path(rest.nvme.path).expanduser() / RESERVED / folder) if nvme else ""
     return replace(

@@ -1,4 +1,4 @@
-"""What a store says of itself."""
+"""Statistics of a store."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["ScratchStatistics", "Statistics", "TenantStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class TenantStatistics:
-    """What a tenant has in each tier, and what it was refused."""
+    """A tenant's usage of each tier, and what it was refused."""
 
     blocks: dict[str, int]
     bytes_used: dict[str, int]
     limits: dict[str, int]
-    """The bytes that it may have."""
+    """The most bytes that it may use."""
     refused: dict[str, int]
     """Blocks, by reason."""
 
     @classmethod
     def limited(cls, number: int, accounts: Mapping[str, TenantUsage]) -> TenantStatistics:
-        """Of whoever has quotas, by the tenant's number. Under the index's lock."""
+        """For a tenant with quotas, by its number. Call with the index lock held."""
         mine = {name: account for name, account in accounts.items() if number in account.quotas}
         return cls(
             {name: account.blocks[number] for name, account in mine.items()},
@@ -41,7 +41,7 @@ class TenantStatistics:
 
     @classmethod
     def reserved(cls, share: Statistics) -> TenantStatistics:
-        """Of whoever lives in a share of its own."""
+        """For a tenant with a reserved share."""
         tiers = share.tiers.items()
         return cls(
             {name: tier.blocks for name, tier in tiers},
@@ -53,38 +53,38 @@ class TenantStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ScratchStatistics:
-    """Memory beside that of blocks, in which I/O threads compress, seal and open them. Bytes."""
+    """Memory, apart from that of blocks, in which I/O threads compress, encrypt and decrypt them. Bytes."""
 
     taken: int = 0
     most: int = 0
-    """Since the store was opened; of each tier, added up."""
+    """Maximum since the store was opened, summed over the tiers."""
     limit: int = 0
-    """Of all tiers. If a single block needs more, it gets that, when its tier works on no other."""
+    """Summed over all tiers. A single block that needs more gets it when its tier works on no other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the store holds and has done since it was opened."""
+    """What the store contains, and what it has done since it was opened."""
 
     blocks: int
-    """Known, in whatever tier."""
+    """Blocks in any tier."""
     held: int
-    """Blocks that a match, a reservation or a move keeps from eviction."""
+    """Blocks that a match, a reservation or a move protects from eviction."""
     pinned: int
     tiers: dict[str, TierStatistics]
     lanes: dict[str, LaneStatistics]
     counts: dict[str, int]
-    """What happened to blocks, by name."""
+    """Event counts by name."""
     pipeline: PipelineStatistics = field(default_factory=PipelineStatistics)
     planner: PlannerStatistics = field(default_factory=PlannerStatistics)
     feed: FeedStatistics = field(default_factory=FeedStatistics)
     sessions: int = 0
-    """Of this process."""
+    """Open sessions of this process."""
     tenants: dict[str, TenantStatistics] = field(default_factory=dict)
-    """By tag, of those with quotas, or with reserved shares, which are counted nowhere else. For administrators."""
+    """By tag, for tenants with quotas, or with reserved shares, which are counted nowhere else. For administrators."""
     budgets: dict[str, BudgetStatistics] = field(default_factory=dict)
-    """Of shared storage that has one."""
+    """By name of the shared storage, for those with a budget."""
     scratch: ScratchStatistics = field(default_factory=ScratchStatistics)
-    """But for that of reserved shares."""
+    """Without that of reserved shares."""
     recorder: RecorderStatistics | None = None
-    """Where requests are recorded."""
+    """None if requests are not recorded."""

@@ -1,4 +1,4 @@
-"""The store: wires index, planner, pipeline and tiers together. The only place that knows them all."""
+"""The store: connects index, planner, pipeline and tiers. The only module that knows all of them."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ log = logging.getLogger("kvtide.store")
 
 NVME = 1
 _SCRATCH, _PART = 64 << 20, 8
-"""Memory that the I/O threads of a tier may work in: a part of what blocks may take, but at least so many bytes."""
+"""Scratch memory for the I/O threads of one tier: 1/``_PART`` of the DRAM budget, but at least ``_SCRATCH`` bytes."""
 _LOG = 128
-"""The log of drops may take one part in so many of a storage's budget."""
+"""The drop log may take at most 1/``_LOG`` of a shared storage's budget."""
 
 
 class Store(SessionHost):
-    """Blocks of KV in DRAM, on NVMe and in shared storage.
+    """KV blocks in DRAM, on NVMe and in shared storage.
 
-    Open it with ``kvtide.open``; close it, or use it in a ``with``.
+    Open it with ``kvtide.open``; close it, or use it in a ``with`` statement.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Store(SessionHost):
         aside: int = 0,
         within: Store | None = None,
     ) -> None:
-        """``shared``: other processes will map its memory, and have ``aside`` bytes of its budget already.
+        """``shared``: other processes will map its memory; ``aside`` bytes of its budget are already theirs.
 
-        ``within``: it is a reserved share of that one.
+        ``within``: this store is a reserved share of that one.
         """
         super().__init__("open it again with kvtide.open(...)")
         if within is None:
@@ -119,12 +119,12 @@ class Store(SessionHost):
         self._listeners: list[DropLogReader] = []
         self._reserved: dict[bytes, Store] = {}
         self._lost: Counter[Unwritten] = Counter()
-        """As it was at the last flush."""
+        """The value of ``lost`` at the last flush."""
         memory = config.dram
         self._scratch: list[Pool] = []
         self._tracers: list[threading.Thread] = []
-        """Those that zero what is left of tenants whose keys are gone."""
-        # Whatever fails, whatever was taken or started before it is given back: memory, threads, files, the lock.
+        """Threads that zero the remaining data of tenants whose keys were destroyed."""
+        # If any step fails, everything acquired before is released: memory, threads, files, the directory lock.
         with contextlib.ExitStack() as undo:
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.colds))
             undo.callback(self.copier.close)
@@ -253,7 +253,7 @@ class Store(SessionHost):
             NVME,
             "nvme",
             tier,
-            # Enough that another job waits while three are under way: jobs end all at once, and the disk must not idle.
+            # Enough that another job waits while three are under way: jobs end in bursts, and the disk must not idle.
             Lane(tier, self.clock, settings.queue, 6 * settings.threads, tier.call_soon),
             admission,
             evictor,
@@ -264,13 +264,14 @@ class Store(SessionHost):
         )
 
     def _measured_disk(self) -> Measuring | None:
-        """For this store and its reserved shares, which lie on the same disk; None where there is none."""
+        """Measures the disk for this store and its reserved shares, which use the same disk; None if there is no NVMe
+        tier."""
         if not self.colds or not isinstance(self.colds[0].tier, Nvme):
             return None
         cold, tier = self.colds[0], self.colds[0].tier
 
         def may_write(nbytes: int) -> bool:
-            with self.index.lock:  # blocks must not be refused because of it
+            with self.index.lock:  # the measurement must not cause blocks to be refused
                 budget = cold.budget
                 return budget is None or (budget.statistics().bytes_left >= nbytes and budget.take(nbytes))
 
@@ -279,8 +280,8 @@ class Store(SessionHost):
         return Measuring(tier, lanes, Path(settings.path).expanduser(), settings.budget, self.clock, may_write)
 
     def _in_dram(self, rows: Rows) -> Mask:
-        """Which rows of NVMe can be written again to other slots there: those that are whole in DRAM, if that can begin
-        at once. Under the index's lock."""
+        """Mask of NVMe rows that can be rewritten to other slots there: those complete in DRAM, if the write can begin
+        at once. Call with the index lock held."""
         here: Mask = self.index.state[DRAM][rows] == SEALED
         cold = next(c for c in self.colds if c.number == NVME)
         nbytes = sum(map(self.dram.segments.size, self.index.place[DRAM][rows[here]].tolist()))
@@ -288,7 +289,8 @@ class Store(SessionHost):
         return here if writable and nbytes <= cold.lane.write_room else np.zeros(len(rows), np.bool_)
 
     def _pool(self) -> Pool:
-        """For one tier: a storage that hangs keeps its memory, and others must not wait for it."""
+        """Scratch memory for one tier. Not shared between tiers: a storage that hangs keeps its memory, and others must
+        not wait for it."""
         pool = Pool(max(_SCRATCH, self.config.dram.budget // _PART))
         self._scratch.append(pool)
         return pool
@@ -343,11 +345,11 @@ class Store(SessionHost):
 
     @property
     def shared_tiers(self) -> list[tuple[ColdTier, Shared]]:
-        """Tiers in storage that others use too."""
+        """Tiers in storage shared with other processes or machines."""
         return [(cold, cold.tier) for cold in self.colds if isinstance(cold.tier, Shared)]
 
     def _told(self, name: str) -> DropNotice:
-        """What is done here when others have dropped blocks, or forgotten a tenant, in a tier's storage."""
+        """Handlers for notices that others dropped blocks, or forgot a tenant, in a tier's storage."""
 
         def drop(part: Store, keys: Sequence[BlockKey]) -> None:
             part.pipeline.drop(keys, lambda failed: None, shared=False)
@@ -401,24 +403,25 @@ class Store(SessionHost):
         return LocalBackend(self.of(tenant.tag), model.layout, model.namespace(tenant), tenant.tag)
 
     def of(self, tenant: bytes) -> Store:
-        """Where the tenant with that tag lives: in its reserved share, or here."""
+        """The store that has the tenant's blocks: its reserved share, or this one."""
         return self._reserved.get(tenant, self)
 
     @property
     def parts(self) -> list[Store]:
-        """Itself, for all who have nothing reserved, and the reserved shares."""
+        """This store, for all tenants without a reserved share, and the reserved shares."""
         return [self, *self._reserved.values()]
 
     def room_of(self, tenant: bytes) -> int:
-        """Bytes of DRAM that a tenant may have."""
+        """Bytes of DRAM that a tenant may use."""
         quota = self._shares.quotas.get("dram", {}).get(self._shares.tenants.get(tenant, 0))
         return self.config.dram.budget if quota is None else min(quota, self.config.dram.budget)
 
     @property
     def largest_part(self) -> int:
-        """Bytes that one reservation should have at most, so that others can make room for it.
+        """The most bytes that one reservation should take, so that eviction can make space for it.
 
-        Where blocks must be written down before they leave, room comes more slowly.
+        Smaller where blocks must be written to a colder tier before they leave DRAM, because space is freed more
+        slowly.
         """
         return self.config.dram.budget // (8 if self.has_colder else 4)
 
@@ -429,22 +432,23 @@ class Store(SessionHost):
 
     @property
     def read_bytes_queued(self) -> list[int]:
-        """By tier below DRAM."""
+        """Bytes waiting to be read, by tier below DRAM."""
         return [c.lane.read_bytes for c in self.colds]
 
     def sweep(self) -> float:
-        """Remove a slice of what has expired, if anything has; answers the time.
+        """Remove one slice of expired blocks, if there are any; returns the current time.
 
-        The rest is done by the housekeeping thread. What has expired is not found, whether it is removed or not.
+        The housekeeping thread removes the rest. Lookups never find an expired block, removed or not.
         """
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
-            self._housekeeper.wake()  # for the rest
+            self._housekeeper.wake()  # it removes the rest
         return now
 
     def tidy(self) -> float:
-        """One slice of housekeeping; answers in how many seconds the next is due. For the housekeeping thread."""
+        """Do one slice of housekeeping; returns the seconds until the next is due. Called by the housekeeping
+        thread."""
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
@@ -462,13 +466,13 @@ class Store(SessionHost):
         with self.index.lock:
             try:
                 events = self.expire_rows(self.index.expired(now, slices.SLICE))
-            except BaseException:  # some of what was found may still be there, and would not be looked for again
+            except BaseException:  # expired rows may remain that would not be searched for again
                 to_the_end(self.index.look_again)
                 raise
         self.feed.publish(events)
 
     def expire_rows(self, rows: Rows) -> list[Event]:
-        """Remove distinct rows that have expired. Under the index's lock; answers what is to be published."""
+        """Remove distinct expired rows; returns the events to publish. Call with the index lock held."""
         if not len(rows):
             return []
         self._orphans.note(self.index.keys(rows))
@@ -482,7 +486,8 @@ class Store(SessionHost):
         timeout: float | None,
         who: Asker = None,
     ) -> int:
-        """Let blocks live until ``when``; see ``Session.expire``. ``heads`` come before them in their prompt."""
+        """Set the expiry of blocks to ``when``; see ``Session.expire``. ``heads`` are the blocks before them in their
+        prompt."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
         expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put, who)
@@ -500,7 +505,8 @@ class Store(SessionHost):
     def drop(
         self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, told: bool = True
     ) -> int:
-        """Remove blocks from every tier for good; see ``Session.drop``. Others who use the storage are ``told``."""
+        """Remove blocks from every tier permanently; see ``Session.drop``. If ``told``, other users of the storage are
+        notified."""
         forks.check(self.origin)
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
@@ -509,14 +515,15 @@ class Store(SessionHost):
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
             raise TierError(
-                f"{failed} of {len(keys)} dropped blocks could not be erased from disk or shared storage, or others "
-                "who use that could not be told. They are not served, but may be found again when the store is next "
-                "opened, or by others: see the log and the statistics for the error, then drop them again"
+                f"{failed} of {len(keys)} dropped blocks could not be erased from disk or shared storage, or other "
+                "users of that storage could not be notified. The blocks are not served, but may be found again when "
+                "the store is next opened, or by those users: see the log and the statistics for the error, then drop "
+                "them again"
             )
         return found
 
     def _patience(self, timeout: float | None) -> float | None:
-        """Seconds to wait for the tiers: storage that others use too may hang for ever."""
+        """Seconds to wait for the tiers. There is a limit by default because shared storage may hang forever."""
         if timeout is not None:
             return timeout
         return max((cold.patience for cold in self.colds if cold.patience is not None), default=None)
@@ -524,62 +531,63 @@ class Store(SessionHost):
     # -- for administrators -------------------------------------------------------------------------------
 
     def forget(self, tenant: bytes, who: str = "") -> Forgotten:
-        """Destroy a tenant's keys, then its blocks in every tier; answers how many there were.
+        """Destroy a tenant's keys, then its blocks in every tier; returns how many there were.
 
-        In memory they are zeroed, and so is what evicted ones have left there. A block that somebody still holds, with
-        a match or for a transfer, is zeroed when he lets go; the answer counts those.
+        Its blocks in memory are zeroed, and so are the remains of evicted ones. A block that a caller still holds, with
+        a match or for a transfer, is zeroed when it is released; the result counts these.
 
-        Raises HeldError, and does nothing, under a legal hold; UnknownTenantError if there is neither a key nor a block
-        of it; TierError if blocks could not all be erased, which are
-        then unreadable if they were sealed. Takes as long as reading a page of every slot on disk, and does not keep
-        others waiting. Until it returns, the tenant can neither store nor load blocks.
+        Raises HeldError, and does nothing, under a legal hold; UnknownTenantError if the tenant has neither a key nor a
+        block; TierError if some blocks could not be erased (these are unreadable if they were encrypted). Takes as long
+        as reading a page of every slot on disk, and does not block other tenants. Until it returns, the tenant can
+        neither store nor load blocks.
         """
         with self.guard:
             return forget(self, tenant, who)
 
     def _drop_resident(self, tenant: bytes) -> None:
-        """A tenant's key is gone, here at least: what was read with it must not stay in memory. Others may have it."""
+        """Drop a tenant's blocks from this store after its key was destroyed here: data read with the key must not stay
+        in memory. Other stores may still have the key, so shared storage is left alone."""
         self.pipeline.drop(self.pipeline.keys_of(tenant), lambda failed: None, shared=False)
         self.zero_traces_later(tenant)
 
     def zero_traces_later(self, tenant: bytes) -> None:
-        """``zero_traces``, in the background."""
-        # On a thread of its own: it takes as long as zeroing does, and whoever tells of a tenant has more to tell.
+        """Run ``zero_traces`` in the background."""
+        # On its own thread: it lasts as long as the zeroing, and the thread that reports the tenant has more to report.
         tracer = threading.Thread(target=self.zero_traces, args=(tenant,), name="kvtide-traces", daemon=True)
         self._tracers = [*(t for t in self._tracers if t.is_alive()), tracer]
         tracer.start()
 
     def zero_traces(self, tenant: bytes) -> int:
-        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
-        because somebody holds them."""
+        """Zero what memory still contains of a tenant's dropped blocks. Returns the number of slots that are zeroed
+        later because a caller holds them."""
         for pool in self._scratch:
             pool.empty()
         return self.pipeline.zero_traces(tenant)
 
-    # -- for everybody ------------------------------------------------------------------------------------
+    # -- for all callers ----------------------------------------------------------------------------------
 
     def weights(self, path: str | Path | None = None, weights_id: str | None = None) -> WeightsId:
-        """The identity of weights by their path or a name of your own: what ``Model`` takes as ``weights``.
+        """The identity of weights, from their path or a name that the caller chooses, for ``Model(weights=...)``.
 
-        Digests of files are remembered in ``naming.weights_cache``.
+        Digests of files are cached in ``naming.weights_cache``.
         """
         return identify(path, weights_id, self.config.naming.weights_cache)
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed. The answer, called, ends that.
+        """Call ``follower`` for every block stored or removed. Call the returned function to stop.
 
-        It is called on the thread that moves the block: it must be quick, and must not close the store, which would
-        wait for itself.
+        ``follower`` runs on the thread that moves the block. It must be quick, and must not close the store, which
+        would wait for itself.
         """
         forks.check(self.origin)
         leave = self.feed.follow(follower)
         return lambda: leave() if self.origin is forks.here else None
 
     def flush(self, timeout: float | None = None) -> Flushed:
-        """Wait until tiers below DRAM have written what they were given, ``timeout`` seconds at most.
+        """Wait until the tiers below DRAM have written what they were given, ``timeout`` seconds at most.
 
-        Nothing more is written because of it. The answer says what is written, what is not and why; it is True if
-        everything is that should be. In a store without tiers below DRAM nothing should be, so it is True, and says
+        It starts no further writes. The result says what is written, what is not and why; it is True if everything is
+        written that should be. In a store without tiers below DRAM nothing should be, so the result is True and says
         that no block outlasts the process. Written is not yet durable: see ``Session.store(durable=True)``.
         """
         forks.check(self.origin)
@@ -589,7 +597,7 @@ class Store(SessionHost):
             part._wait_for_credit(end)
         reports = []
         for part in self.parts:
-            # Each in turn, whether or not the one before was in time.
+            # Wait for every tier in turn, even if an earlier one timed out.
             idle = [c.lane.wait_idle(_until(end)) for c in part.colds]
             reports.append(part.pipeline.report(timed_out=not all(idle)))
         first, *others = reports
@@ -600,16 +608,17 @@ class Store(SessionHost):
 
     @property
     def lost(self) -> Counter[Unwritten]:
-        """Blocks that left DRAM and are in no tier, though one was to have them; since the store was opened."""
+        """Counts, since the store was opened, blocks that left DRAM and reached no colder tier though one should have
+        had them."""
         found = Counter[Unwritten]()
         for part in self.parts:
             found.update(part.pipeline.lost)
         return found
 
     def _wait_for_credit(self, end: float | None = None) -> None:
-        """Let blocks be written that were refused only because the credit for them had to be asked for.
+        """Wait until blocks are written that were refused only because write credit for them had to be requested first.
 
-        Until ``end`` at most, on the system's monotonic clock, however many tiers there are.
+        Waits until ``end`` (on the system's monotonic clock) at most, for all tiers together.
         """
         for cold in self.colds:
             if (budget_thread := self._keepers.get(cold.name)) is not None:
@@ -654,7 +663,7 @@ class Store(SessionHost):
         return f"<Store {len(self.index)} blocks{', closed' if self.closed else ''}>"
 
     def close(self) -> None:
-        """End all sessions, write down what should outlive the process, and let go of everything."""
+        """End all sessions, persist what should outlive the process, and release everything."""
         if not self._end_sessions():
             return
         stack = contextlib.ExitStack()
@@ -673,15 +682,15 @@ class Store(SessionHost):
             stack.callback(to_the_end, budget_thread.close)
         stack.callback(to_the_end, self._learner.close)
         stack.callback(to_the_end, self._housekeeper.close)
-        # Nothing is let go of before all of it is on the stack: whoever is interrupted until then closes again.
+        # Nothing is released before everything is on the stack: if interrupted before that, the caller can close again.
         with stack:
             self._ended = True
             if self.recorder is not None and not self._within:
-                self.recorder.end()  # early: what follows may take longer than a node may
+                self.recorder.end()  # early: the remaining steps may outlast a node's shutdown time limit
             for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
                 to_the_end(
                     functools.partial(listener.close, cold.patience or 0.0)
-                )  # first: what was dropped is not written
+                )  # first, so that dropped blocks are not written
             with self.index.lock:
                 self.pipeline.reclaim()
             self.pipeline.call_ready()
@@ -705,13 +714,13 @@ class Store(SessionHost):
 
 
 def _until(end: float | None) -> float | None:
-    """Seconds that are left; None: as long as it takes."""
+    """Seconds left until ``end``; None means no limit."""
     return None if end is None else max(0.0, end - time.monotonic())
 
 
 def _wait_for(ended: SimpleQueue[int], timeout: float | None) -> int | None:
-    """What is put there; None if that takes longer. An interrupted wait for a ``threading.Event`` may raise a
-    RuntimeError instead of the interrupt; one for this queue, which is written in C, does not."""
+    """Return the value put into the queue, or None on timeout. Not a ``threading.Event``: an interrupted wait for that
+    may raise a RuntimeError instead of the interrupt; this queue, written in C, does not."""
     try:
         return ended.get(timeout=timeout)
     except Empty:

@@ -1,5 +1,5 @@
-"""Shipped with kvtide: what a tier, an engine adapter or a caller's own test needs to check itself.
+"""Test support that is shipped with kvtide, for tests of tiers, engine adapters and callers.
 
-``blocks`` makes keys and bytes that any reader can verify from the key alone; ``tier`` is the contract suite of a
+``blocks`` creates keys and bytes that any reader can verify from the key alone; ``tier`` is the contract suite of a
 tier. The suites need pytest, which kvtide does not install by itself.
 """

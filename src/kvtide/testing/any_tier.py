@@ -1,7 +1,7 @@
-"""What every tier has in common, as tests; see tier.py, which has the rest of the contract. Needs pytest.
+"""Tests of the contract that all tiers share; see tier.py, which has the rest of the contract. Needs pytest.
 
-Whatever is read is compared, byte for byte, with what its key says it must be; every batch must be answered exactly
-once; every tier is closed at the end, and must have finished by then what it was given.
+All bytes that are read are compared with what their key says they must be; every batch must be answered exactly once;
+every tier is closed at the end, and must have finished all submitted batches by then.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["AnyTierContract"]
 
 
 class AnyTierContract(ABC):
-    """See the module's text."""
+    """See the module's docstring."""
 
     keeps_bytes = True
-    """What is read is what was written. False for a tier that only pretends."""
+    """Whether the bytes that were written can be read. False for a tier that only simulates."""
     checks_identity = True
-    """A read with another key, model, tenant or layout is refused. False where only the index knows."""
+    """Whether a read with another key, model, tenant or layout is refused. False where only the index knows."""
     persistent = False
-    """Blocks are there when the tier is closed and made again in the same place."""
+    """Whether blocks are still there when the tier is closed and opened again in the same place."""
     counts = True
-    """It knows how many blocks it has. False where others may come and take some."""
+    """Whether the tier knows its number of blocks. False where others may delete some."""
     budget = 4 << 20
-    """Bytes that ``make`` is given."""
+    """The budget in bytes passed to ``make``."""
 
     @abstractmethod
     def make(self, where: Path, budget: int) -> Tier:
-        """A tier of at most ``budget`` bytes. If it is persistent it keeps them in the folder ``where``."""
+        """A tier of at most ``budget`` bytes. If it is persistent, it keeps its blocks in the folder ``where``."""
 
     def content(self, key: bytes, nbytes: int) -> Bytes:
         """The bytes of a block; always the same for one key."""
@@ -86,11 +86,11 @@ class AnyTierContract(ABC):
     def test_sections_that_a_block_has_not_are_refused(self, caller: Caller) -> None:
         who, (key,) = GEOMETRIES["padded sections"], keys(1)
         (place,) = caller.write([key], who)
-        caller.write(keys(3, start=1), who)  # neighbours, whose bytes must not be taken for its own
+        caller.write(keys(3, start=1), who)  # neighbours, whose bytes must not be returned
         wrong = [range(3, 5), range(4, 5), range(-1, 1), range(2, 2), range(0, 4, 2), range(100, 101)]
         batch = [Read(key, who, place, aligned(8 * who.geometry.stride), r) for r in wrong]
         if self.keeps_bytes:
-            batch.append(Read(key, who, place, aligned(3 * who.geometry.stride), None))  # no room for all of it
+            batch.append(Read(key, who, place, aligned(3 * who.geometry.stride), None))  # too small for the whole block
         assert caller.read(batch) == [False] * len(batch)
         assert caller.finds([key], who, [place]) == [True]
 
@@ -113,7 +113,7 @@ class AnyTierContract(ABC):
         for shape, (names, places) in written.items():
             assert caller.finds(names, GEOMETRIES[shape], places) == [True] * 3, shape
 
-    # -- one answer per item, one call per batch ----------------------------------------------------------
+    # -- one result per item, one call per batch ----------------------------------------------------------
 
     def test_a_bad_item_does_not_spoil_its_batch(self, caller: Caller) -> None:
         who, names = GEOMETRIES["padded sections"], keys(4)
@@ -168,7 +168,7 @@ class AnyTierContract(ABC):
         assert again.finds(names, who, places) == [self.persistent] * 16
         again.close()
 
-    # -- what is not there --------------------------------------------------------------------------------
+    # -- missing blocks -----------------------------------------------------------------------------------
 
     def test_unknown_places_are_misses(self, caller: Caller) -> None:
         who, (key,) = GEOMETRIES["one page"], keys(1)
@@ -189,7 +189,7 @@ class AnyTierContract(ABC):
         assert caller.finds(names, who, places) == [False, False, True, True]
         single = [caller.wish(k, who, p, range(1, 2)) for k, p in zip(names, places, strict=True)]
         assert caller.read(single) == [False, False, True, True]
-        # Dropping what is gone is no error, with its old place or without.
+        # Dropping a block that is already gone is not an error, with its old place or without.
         assert caller.drop((names[0], NOWHERE), (names[1], NOWHERE), (names[1], places[1])) == [True] * 3
         assert caller.has(2)
 
@@ -213,14 +213,14 @@ class AnyTierContract(ABC):
         ]
         for sections in (None, range(1)):
             results = caller.results([caller.wish(key, w, place, sections) for w in wrong])
-            # An identity that differs says nothing of the record: False would have it dropped for everybody.
+            # A different identity says nothing about the record: False would drop it for all readers.
             assert results[:3] == [Miss.REFUSED] * 3
             assert not any(results)
         assert caller.finds([other, key], who, [place, other_place]) == [False, False]
         assert caller.finds([key, other], who, [place, other_place]) == [True, True]
 
     def test_a_block_larger_than_its_slot_is_a_miss(self, caller: Caller) -> None:
-        """Also where nobody checks whose it is: bytes of a neighbour must never be seen."""
+        """Also in tiers that do not check the identity: bytes of a neighbour must never be returned."""
         who, names = GEOMETRIES["one page"], keys(3)
         places = caller.write(names, who)
         large = shaped(1, self.budget)
@@ -259,7 +259,7 @@ class AnyTierContract(ABC):
         assert caller.has(left)
 
     def test_a_read_that_meets_an_eviction_is_right_or_a_miss(self, caller: Caller) -> None:
-        """The slot is evicted and written anew again and again while others read it: never a mixture."""
+        """The slot is evicted and rewritten again and again while other threads read it: never a mixture."""
         if not self.checks_identity:
             pytest.skip("only the index knows whose the blocks of this tier are")
         who, names = GEOMETRIES["pages without padding"], keys(40)
@@ -268,7 +268,7 @@ class AnyTierContract(ABC):
 
         def reader() -> int:
             found = 0
-            while not (stop.is_set() and found):  # what was written last stays, so in the end a read must find it
+            while not (stop.is_set() and found):  # the last written block stays, so in the end a read must find it
                 key, place = state[0]
                 found += sum(caller.read([caller.wish(key, who, place), caller.wish(key, who, place, range(7, 8))]))
             return found

@@ -1,6 +1,6 @@
 """The contract of shared storage (``kvtide.tiers.shared.blobs``) as tests. Needs pytest and hypothesis.
 
-Subclass it, say how one storage is opened, and run pytest::
+Subclass it, define how the storage is opened, and run pytest::
 
     class TestMine(BlobsContract):
         def make(self, where: Path) -> Blobs:
@@ -32,14 +32,14 @@ from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 __all__ = ["TIME", "BlobsContract", "cut", "names", "value"]
 
 TIME = 30.0
-"""Seconds that a call of a test may take."""
+"""Time limit in seconds of a call."""
 _SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
 """Names are new every time, and each storage is an executor of its own."""
 SIZES = (1, 100, 4096, 3 * 4096, 1_000_000, 9 << 20)
 
 
 def names(count: int, prefix: str = "") -> list[str]:
-    """Names that nobody has used."""
+    """Names that were not used before."""
     return [(prefix + secrets.token_hex(32))[:64] for _ in range(count)]
 
 
@@ -57,14 +57,14 @@ def cut(span: Span, *places: int) -> list[Span]:
 
 
 class BlobsContract(ABC):
-    """See the module's text."""
+    """See the module's docstring."""
 
     dated = True
     """Whether it knows when a blob was written."""
 
     @abstractmethod
     def make(self, where: Path) -> Blobs:
-        """The storage, opened; ``where`` is a folder of its own for the test."""
+        """The opened storage; ``where`` is a folder for this test alone."""
 
     @pytest.fixture
     def blobs(self, tmp_path: Path) -> Iterator[Blobs]:
@@ -72,14 +72,14 @@ class BlobsContract(ABC):
         yield blobs
         blobs.close()
 
-    # -- what was written ---------------------------------------------------------------------------------
+    # -- written blobs ------------------------------------------------------------------------------------
 
     def test_what_was_written_is_read(self, blobs: Blobs) -> None:
         known = dict(zip(names(len(SIZES)), SIZES, strict=True))
         batch = [(name, cut(value(name, size), size // 3)) for name, size in known.items()]
         assert blobs.write(batch, TIME) == [True] * len(SIZES)
         room = {name: aligned(size) for name, size in known.items()}
-        # In another order and in other cuts.
+        # In another order and split differently.
         options = [(name, cut(room[name], size // 7, size // 2)) for name, size in reversed(known.items())]
         assert blobs.read(options, TIME) == list(reversed(SIZES))
         for name, size in known.items():
@@ -171,7 +171,7 @@ class BlobsContract(ABC):
             assert count == min(known[name], len(span))
             assert span[:count] == value(name, known[name])[:count]
 
-    # -- what is not there --------------------------------------------------------------------------------
+    # -- missing blobs ------------------------------------------------------------------------------------
 
     def test_what_is_missing_is_an_answer(self, blobs: Blobs) -> None:
         there, missing = names(2)
@@ -219,7 +219,7 @@ class BlobsContract(ABC):
             blobs.delete([there], TIME)
             assert blobs.sync([there], TIME) == [False]
 
-    # -- many ---------------------------------------------------------------------------------------------
+    # -- concurrency --------------------------------------------------------------------------------------
 
     def test_of_many_that_create_a_blob_one_does(self, blobs: Blobs) -> None:
         (name,), start = names(1), threading.Barrier(8)

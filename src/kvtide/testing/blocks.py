@@ -1,4 +1,4 @@
-"""Blocks for tests: their bytes follow from their key, so whoever reads one can tell, alone, whether it is right."""
+"""Blocks for tests: their bytes follow from their key, so any reader can verify one by itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def content(key: bytes, nbytes: int) -> Bytes:
-    """The bytes of the block of that key: no two keys' are alike, and no codec shrinks them."""
+    """The bytes of the block of that key: different for each key, and incompressible."""
     return np.frombuffer(blake3(key, derive_key_context="kvtide testing content").digest(nbytes), np.uint8)
 
 
 def floats(key: bytes, nbytes: int) -> Bytes:
-    """Like ``content``, but bfloat16 numbers such as KV holds: a codec can make them smaller."""
+    """Like ``content``, but bfloat16 numbers such as KV holds: a codec can compress them."""
     seed = int.from_bytes(blake3(key, derive_key_context="kvtide testing floats").digest(16), "little")
     numbers = np.random.Generator(np.random.Philox(seed)).standard_normal(-(-nbytes // 2), np.float32)
     return (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)[:nbytes]
@@ -34,7 +34,7 @@ def identity(
     weights: str = "testing",
     tenant: Tenant = DEFAULT_TENANT,
 ) -> Identity:
-    """What the blocks of one group (by default the first) have in common."""
+    """The identity shared by the blocks of one group (by default the first)."""
     found = layout.groups[0] if group is None else layout.group(group)
     return Identity(
         Model(layout, weights).namespace(tenant),
@@ -48,14 +48,14 @@ def identity(
 
 
 def keys(count: int, group: bytes = b"full", *, start: int = 0) -> list[BlockKey]:
-    """Keys that nobody else has: those of the numbers from ``start`` on."""
+    """Unique keys, for the numbers from ``start`` on."""
     context = "kvtide testing key"
     numbers = (n.to_bytes(8, "little") for n in range(start, start + count))
     return [BlockKey(blake3(n, derive_key_context=context).digest() + group) for n in numbers]
 
 
 def aligned(nbytes: int) -> Span:
-    """Memory as a tier wants it: bytes that start on a page. What is in it is rubbish."""
+    """Uninitialised memory that begins at a page boundary, as tiers require."""
     raw = np.empty(padded(nbytes) + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
     return memoryview(raw)[start : start + nbytes]  # type: ignore[arg-type]
@@ -66,12 +66,12 @@ def _sections(span: Span, geometry: Geometry) -> Bytes:
 
 
 def fill(span: Span, geometry: Geometry, data: Bytes) -> None:
-    """Lay ``data``, a block without padding, into ``span``, section by section."""
+    """Copy ``data``, a block without padding, into ``span``, section by section."""
     _sections(span, geometry)[:] = data.reshape(geometry.sections, geometry.section)
 
 
 def holds(span: Span, geometry: Geometry, data: Bytes, sections: range | None = None) -> bool:
-    """Whether ``span`` has ``data``, or those sections of it, byte for byte; padding may be anything."""
+    """Whether ``span`` has ``data``, or those sections of it, byte for byte; padding is ignored."""
     wanted = data.reshape(geometry.sections, geometry.section)
     if sections is not None:
         wanted = wanted[sections.start : sections.stop]

@@ -1,4 +1,4 @@
-"""Calls a tier as the store does, with blocks whose bytes follow from their keys, and checks every answer."""
+"""Calls a tier as the store does, with blocks whose bytes follow from their keys, and checks every result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GEOMETRIES", "Caller", "CallerAnswer", "shaped"]
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds until a batch without an answer is taken for lost."""
+"""Seconds after which a batch without a result is taken for lost."""
 
 
 def shaped(sections: int, section: int) -> Identity:
@@ -37,7 +37,7 @@ GEOMETRIES = {
 
 
 class CallerAnswer(Generic[T]):
-    """The ``done`` of one batch: waits for it, and knows whether it was called once."""
+    """The ``done`` callback of one batch: waits for the call, and checks that there was exactly one."""
 
     def __init__(self, items: int) -> None:
         self._items = items
@@ -58,9 +58,9 @@ class CallerAnswer(Generic[T]):
 
 
 class Caller:
-    """Calls a tier with blocks whose bytes follow from their keys, and checks what comes back.
+    """Calls a tier with blocks whose bytes follow from their keys, and checks the results.
 
-    Every write has an owner of its own, as from an index. Safe from any thread.
+    Every write has an owner of its own, as from an index. Thread-safe.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Caller:
         return Write(key, who, span.toreadonly(), bytes(32), depth, next(self._owners))
 
     def write(self, names: Sequence[BlockKey], who: Identity) -> list[int]:
-        """Write blocks as one batch; answers their places."""
+        """Write blocks as one batch; returns their places."""
         return self.start_write([self.block(k, who) for k in names]).wait()
 
     def wish(self, key: BlockKey, who: Identity, place: int, sections: range | None = None) -> Read:
@@ -118,11 +118,11 @@ class Caller:
         return Read(key, who, place, aligned(count * who.geometry.stride), sections)
 
     def read(self, batch: Sequence[Read]) -> list[bool]:
-        """Read as one batch. What is found must be right to the last byte."""
+        """Read as one batch. All bytes that are found must be right."""
         return [bool(result) for result in self.results(batch)]
 
     def results(self, batch: Sequence[Read]) -> list[ReadResult]:
-        """The same; of what is not found it says why, as far as the tier knows."""
+        """Like ``read``; for blocks that are not found it returns the reason, as far as the tier knows it."""
         results = self.start_read(batch).wait()
         for item, found in zip(batch, results, strict=True):
             if found and self._exact:
@@ -132,7 +132,7 @@ class Caller:
         return results
 
     def finds(self, names: Sequence[BlockKey], who: Identity, places: Sequence[int]) -> list[bool]:
-        """Which blocks can be read, each checked to the last byte."""
+        """Which blocks can be read, with all bytes checked."""
         return self.read([self.wish(k, who, p) for k, p in zip(names, places, strict=True)])
 
     def drop(self, *items: tuple[BlockKey, int]) -> list[bool]:
@@ -143,7 +143,7 @@ class Caller:
             self.tier.evict(key, place)
 
     def fill(self, who: Identity, start: int = 0, limit: int = 100_000) -> dict[BlockKey, int]:
-        """Write new blocks until one finds no room; answers those that did."""
+        """Write new blocks until there is no space for one; returns those that were written."""
         found: dict[BlockKey, int] = {}
         for number in range(start, start + limit):
             (key,) = keys(1, start=number)
@@ -155,13 +155,13 @@ class Caller:
         raise AssertionError(f"{limit} blocks and still not full")
 
     def statistics(self) -> TierStatistics:
-        """The tier's, checked for what must hold at every instant."""
+        """The tier's statistics, with their invariants checked."""
         now = self.tier.statistics()
         assert 0 <= now.bytes_used <= now.bytes_taken <= now.budget
         return now
 
     def has(self, blocks: int) -> bool:
-        """Whether the tier says so, if it counts blocks."""
+        """Whether the tier has that many blocks, if it counts them."""
         return self.statistics().blocks == blocks or not self._counts
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Time that stands still until a test moves it."""
+"""A clock that stands still until a test moves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FakeClock"]
 class FakeClock:
     """A ``kvtide.clock.Clock``: both of its times move by ``advance``, together, and never by themselves.
 
-    Deadlines, lifetimes and measured speeds follow it. Whoever waits for an answer still waits in real time, so a
+    Deadlines, lifetimes and measured speeds follow it. A caller that waits for a result still waits in real time, so a
     deadline that only this clock would reach does not wake a waiter.
     """
 
@@ -25,7 +25,7 @@ class FakeClock:
         return f"<FakeClock {self._passed:g} s after its start>"
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; it never runs backwards."""
+        """Advance the time; it never runs backwards."""
         if seconds < 0:
             raise ValueError(f"time does not run backwards: {seconds}")
         with self._lock:

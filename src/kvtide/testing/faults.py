@@ -1,19 +1,18 @@
-"""Disks and tiers that break on command.
+"""Disks and tiers that fail on command.
 
-``FaultyDisk`` is a real disk between a tier and the kernel. It fails the calls that it is told to fail, in the ways
-that disks do: with an error, short, torn, with a bit flipped, late, or by saying that it wrote what it did not. It can
-die, which is what a killed process sees of the world: nothing that it does any more has an effect. It can be full: with
-``capacity`` set, the files of a folder take no more than so many bytes together, however large the real disk is.
+``FaultyDisk`` is a real disk between a tier and the kernel. It fails the calls that it is told to fail, as disks do:
+with an error, short, torn, with a bit flipped, late, or by reporting a write that it did not make. It can die, as for a
+killed process: no later call has an effect. It can be full: with ``capacity`` set, the files of a folder take no more
+than that many bytes together, however large the real disk is.
 
-It also knows what a power loss would leave. For every unit of a file that was written since the file's last sync it
-keeps the contents from before, all versions; ``power_loss`` puts a random choice of them back, so that unflushed writes
-are lost and reordered at will. What counts as durable is what the kernel promises: the contents of a file that was
-synced, a new file's name and a renamed one's once its folder was synced, and removing, because ``Disk`` syncs the
-folder.
+It also simulates a power loss. For every unit of a file that was written since the file's last sync it keeps all
+earlier contents; ``power_loss`` restores a random choice of them, so that unflushed writes are lost and reordered
+arbitrarily. What counts as durable is what the kernel guarantees: the contents of a file that was synced, the name of a
+new or renamed file once its folder was synced, and removals, because ``Disk`` syncs the folder.
 
-``FaultyTier`` does the same one floor up: it wraps any tier and loses, delays or fails single items.
+``FaultyTier`` does the same one level higher: it wraps any tier and loses, delays or fails single items.
 
-Everything is decided by the script of faults and a seed; nothing here sleeps or looks at the time.
+Everything is determined by the script of faults and a seed; nothing here sleeps or reads the time.
 """
 
 from __future__ import annotations
@@ -52,26 +51,26 @@ __all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
 
 
 class How(enum.Enum):
-    """In which way a call goes wrong."""
+    """How a call fails."""
 
     FAIL = "fails"
     """Nothing is done; an error is raised."""
     SHORT = "short"
-    """Part is done, and the answer says how much."""
+    """Part is done, and the result says how much."""
     TORN = "torn"
     """Part is done, then an error is raised."""
     LIE = "lies"
-    """Part is done, and the answer says that all was. Only for writes; no promise about dropped blocks outlasts it."""
+    """Part is done, and the result says that all was. Only for writes; dropped blocks may then reappear."""
     FLIP = "flips"
-    """One bit is wrong: in what a read brings, or in what a write leaves."""
+    """One bit is wrong: in the bytes of a read, or in those that a write leaves."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """``times`` calls of ``call`` go wrong, after ``after`` that went well.
+    """``times`` calls of ``call`` fail, after ``after`` that succeed.
 
-    ``call`` is the name of a method of ``Disk``; ``files`` a pattern for the file's name. A ``resize`` fails only
-    where it makes a file longer: giving space back needs none.
+    ``call`` is the name of a method of ``Disk``; ``files`` a pattern for the file's name. A ``resize`` fails only if it
+    makes a file longer: freeing space needs none.
     """
 
     call: str
@@ -84,28 +83,29 @@ class Fault:
 
 @dataclass(slots=True)
 class _Unsynced:
-    """What a power loss may do to one file."""
+    """The unsynced state of one file, which a power loss may change."""
 
     path: Path
     size: int
     """The file's length at its last sync."""
     older: list[tuple[int, bytes]]
-    """For each write since the last sync, the oldest first: the units it fell on, from which offset, as they were."""
+    """For each write since the last sync, the oldest first: the offset and old contents of the units that it
+    touched."""
     named: bool = True
-    """Whether the folder was synced since the file was made."""
+    """Whether the folder was synced since the file was created."""
 
 
 class FaultyDisk(Disk):
-    """A disk that fails on command, dies, and loses what was not synced. See the module's text.
+    """A disk that fails on command, dies, and loses unsynced writes. See the module's docstring.
 
-    One call at a time, so that a death or a power loss falls between calls; torn calls are faults of their own.
-    ``unit`` is what the device writes atomically. With ``sparse``, space is not set aside when a file is made longer,
-    but taken when a part of it is written for the first time: a full disk then refuses the write.
+    Calls are serialised, so that a death or a power loss falls between calls; torn calls are faults of their own.
+    ``unit`` is what the device writes atomically. With ``sparse``, space is not allocated when a file is made longer,
+    but when a part of it is written for the first time: a full disk then refuses the write.
     """
 
     def __init__(self, seed: int = 0, unit: int = 512, capacity: int | None = None, sparse: bool = False) -> None:
         self.capacity = capacity
-        """Bytes that the files of a folder may take together; None: what the real disk has. May be set at any time."""
+        """Maximum bytes of all files of a folder; None: the real disk's capacity. May be set at any time."""
         self._sparse = sparse
         self._random = random.Random(seed)
         self._unit = unit
@@ -113,11 +113,11 @@ class FaultyDisk(Disk):
         self._faults: list[Fault] = []
         self._gates: list[Gate] = []
         self._files: dict[tuple[int, int], _Unsynced] = {}
-        self._replaced: dict[Path, bytes] = {}  # what renaming may not have replaced yet
+        self._replaced: dict[Path, bytes] = {}  # old contents of files that a rename may not have replaced durably yet
         self._dead = False
         self._boots = 0
         self.struck: list[tuple[str, How, str]] = []
-        """The faults that came to pass: call, how, file."""
+        """The faults that occurred: call, how, file."""
 
     def __repr__(self) -> str:
         return f"<FaultyDisk {'dead' if self._dead else 'alive'}, {len(self._faults)} faults armed>"
@@ -125,17 +125,17 @@ class FaultyDisk(Disk):
     # -- for tests ----------------------------------------------------------------------------------------
 
     def arm(self, *faults: Fault) -> None:
-        """Let these come to pass, each independent of the others."""
+        """Arm these faults, each independent of the others."""
         with self._lock:
             self._faults += faults
 
     def disarm(self) -> None:
-        """Work well again. Gates are not opened."""
+        """Remove all faults. Gates are not opened."""
         with self._lock:
             self._faults.clear()
 
     def gate(self, call: str, files: str = "*.segment") -> Gate:
-        """From now on calls of ``call`` are late: they wait until the gate is opened."""
+        """Delay all calls of ``call`` from now on, until the gate is opened."""
         gate = Gate(call, files)
         with self._lock:
             self._gates.append(gate)
@@ -143,11 +143,11 @@ class FaultyDisk(Disk):
 
     @property
     def lied(self) -> bool:
-        """Whether it ever said that it wrote what it did not."""
+        """Whether it ever reported a write that it did not make."""
         return any(how is How.LIE for _, how, _ in self.struck)
 
     def die(self) -> None:
-        """Refuse everything from now on, except to close files: as if the process had been killed here."""
+        """Refuse everything from now on, except closing files: as if the process had been killed here."""
         with self._lock:
             self._dead = True
             gates, self._gates = self._gates, []
@@ -155,13 +155,13 @@ class FaultyDisk(Disk):
             gate.open()
 
     def revive(self) -> None:
-        """Work again, as after the process was started again."""
+        """Work again, as after a restart of the process."""
         with self._lock:
             self._dead = False
             self._faults.clear()
 
     def power_loss(self) -> None:
-        """Keep a random part of what was written since the last syncs, and boot again. Nobody may be using the disk."""
+        """Keep a random part of the writes since the last syncs, and reboot. The disk must not be in use."""
         with self._lock:
             extent = self._random.choice(["none", "some", "some", "files"])
             for file in self._files.values():
@@ -201,7 +201,7 @@ class FaultyDisk(Disk):
             f.write(data[:size])
             f.truncate(size)
 
-    # -- the calls of a disk ------------------------------------------------------------------------------
+    # -- calls of a disk ----------------------------------------------------------------------------------
 
     def boot_id(self) -> bytes:
         return super().boot_id() + b"/%d" % self._boots
@@ -310,11 +310,12 @@ class FaultyDisk(Disk):
             self._forget(path)
             return super().delete(path)
 
-    # -- how they go wrong --------------------------------------------------------------------------------
+    # -- how they fail ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _call(self, call: str, path: Path) -> Iterator[Fault | None]:
-        """One call, alone. Gives the fault that part of its work must show; raises for those that show at once."""
+        """Serialises one call. Yields the fault that the call itself must simulate; raises for those that fail at
+        once."""
         with self._lock:
             gates = [g for g in self._gates if g.call == call and fnmatch.fnmatch(path.name, g.files)]
         for gate in gates:
@@ -330,7 +331,7 @@ class FaultyDisk(Disk):
             yield fault
 
     def _charge(self, path: Path, more: int) -> None:
-        """Raise if the disk has no room for so many bytes more."""
+        """Raises if the disk has no space for that many more bytes."""
         if self.capacity is None or more <= 0:
             return
         with os.scandir(path.parent) as files:
@@ -360,13 +361,13 @@ class FaultyDisk(Disk):
         return count
 
     def _badly(self, path: Path, data: bytes, offset: int, fault: Fault) -> int:
-        """Write in the way that the fault says. Through the page cache, because parts of a unit are not direct."""
+        """Write as the fault demands. Through the page cache, because parts of a unit cannot be written directly."""
         count = len(data)
         if fault.how is How.FLIP:
             _flip([memoryview(flipped := bytearray(data))], self._random.randrange(count * 8))
             data = bytes(flipped)
         else:
-            # Often at the border of a page: a tear between header and payload is the most likely to be missed.
+            # Often at a page boundary: a tear between header and payload is the most likely to be missed.
             count = self._random.choice([self._random.randrange(count), self._random.randrange(count) & -4096])
         with path.open("r+b", buffering=0) as f:
             os.pwrite(f.fileno(), data[:count], offset)
@@ -374,13 +375,13 @@ class FaultyDisk(Disk):
             raise OSError(fault.code, os.strerror(fault.code))
         return count if fault.how is How.SHORT else len(data)
 
-    # -- what is not synced -------------------------------------------------------------------------------
+    # -- unsynced writes ----------------------------------------------------------------------------------
 
     def _file(self, fd: int, path: Path) -> _Unsynced:
         about = os.fstat(fd)
         file = self._files.get((about.st_dev, about.st_ino))
-        if file is None or file.path != path:  # the number of a file that was removed may be given to another
-            # Opening says nothing of the past: what is there when a file is first used counts as durable.
+        if file is None or file.path != path:  # the inode of a removed file may be reused
+            # The state before is unknown: the contents of a file when it is first used count as durable.
             file = self._files[about.st_dev, about.st_ino] = _Unsynced(path, about.st_size, [])
         return file
 
@@ -408,7 +409,7 @@ def _holes(path: Path, offset: int, nbytes: int) -> int:
         while at < stop:
             try:
                 data = min(stop, os.lseek(f.fileno(), at, os.SEEK_DATA))
-            except OSError:  # nothing but a hole behind
+            except OSError:  # only a hole follows
                 data = stop
             holes += data - at
             at = min(stop, os.lseek(f.fileno(), data, os.SEEK_HOLE)) if data < stop else stop
@@ -425,9 +426,9 @@ def _flip(into: Sequence[Span], bit: int) -> None:
 
 
 class FaultyTier:
-    """Wraps a tier and fails single items of its batches; without a fault armed it is the tier.
+    """Wraps a tier and fails single items of its batches; without an armed fault it behaves like the tier.
 
-    Counts are of items: ``fail_reads = 2`` fails the next two, wherever they lie in a batch. A *lost* write is
+    Counts are of items: ``fail_reads = 2`` fails the next two, wherever they are in a batch. A *lost* write is
     acknowledged, but its block cannot be read. While ``late`` is set, batches are kept back until ``open``.
     """
 
@@ -453,7 +454,7 @@ class FaultyTier:
             return self._changed.wait_for(lambda: len(self._kept) >= batches, timeout)
 
     def open(self) -> None:
-        """Let the late ones go, in their order, and be late no more."""
+        """Submit the late batches, in their order, and delay no more."""
         with self._changed:
             self.late = False
             kept, self._kept = self._kept, []
@@ -498,7 +499,7 @@ class FaultyTier:
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         with self._changed:
             bad, self.fail_drops = self._spoil(len(items), self.fail_drops)
-        # The medium refused, but the room comes back: that is what the contract says.
+        # The medium refused, but the space is freed: that is what the contract says.
         self._go(lambda: self.inner.drop(items, lambda r: done([ok and i not in bad for i, ok in enumerate(r)])))
 
     def evict(self, key: BlockKey, place: int) -> None:
@@ -519,7 +520,7 @@ class FaultyTier:
 
     @staticmethod
     def _spoil(items: int, count: int) -> tuple[set[int], int]:
-        """Which items of a batch go wrong, and how many are left to."""
+        """The items of a batch that fail, and how many failures remain."""
         struck = min(items, count)
         return set(range(struck)), count - struck
 

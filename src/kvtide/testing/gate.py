@@ -1,4 +1,4 @@
-"""A gate for calls of a disk: late is a way to fail too."""
+"""A gate that delays calls of a disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Gate"]
 
 
 class Gate:
-    """Holds calls back until it is opened. Leaving its ``with`` opens it."""
+    """Blocks calls until it is opened. Leaving its ``with`` opens it."""
 
     def __init__(self, call: str, files: str) -> None:
         self.call = call
@@ -28,7 +28,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait_for(self, calls: int, timeout: float = 30.0) -> bool:
-        """Wait until that many calls stand before the gate."""
+        """Wait until that many calls are blocked."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting >= calls, timeout)
 

@@ -1,4 +1,4 @@
-"""The contract of the public interface, as tests: whatever offers ``Store`` and ``Session`` must pass all of them.
+"""The contract of the public interface, as tests: every implementation of ``Store`` and ``Session`` must pass them.
 
 ::
 
@@ -68,12 +68,12 @@ OTHER_TENANT = Tenant("other", b"0123456789abcdef0123456789abcdef")
 
 
 def prompt(*path: int) -> list[int]:
-    """A prompt of one block per number; prompts that begin alike share blocks."""
+    """A prompt of one block per number; prompts with equal first numbers share blocks."""
     return [token for number in path for token in [number] * SIZE]
 
 
 def data(layout: Layout, tokens: Sequence[int], group: str = "full", of: str = "") -> list[Bytes]:
-    """The right bytes of each block of a prompt: they follow from everything before it."""
+    """The right bytes of each block of a prompt: they follow from all tokens up to its end."""
     nbytes = layout.geometry[group].nbytes
     ends = range(SIZE, len(tokens) + 1, SIZE)
     return [content(f"{of} {group} {list(tokens[:end])}".encode(), nbytes) for end in ends]
@@ -93,7 +93,7 @@ def stripped(layout: Layout, view: memoryview, group: str = "full") -> Bytes:
 
 
 def check(layout: Layout, loaded: Loaded, tokens: Sequence[int], of: str = "") -> None:
-    """Every byte of every view, against ``data``."""
+    """Compare every byte of every view with ``data``."""
     for name, views in loaded.views.items():
         right = data(layout, tokens, name, of)[loaded.first[name] :]
         for number, (view, block) in enumerate(zip(views, right, strict=False)):
@@ -102,7 +102,7 @@ def check(layout: Layout, loaded: Loaded, tokens: Sequence[int], of: str = "") -
 
 
 def length(session: Session, tokens: Sequence[int], extras: Sequence[Extra] = ()) -> int:
-    """How many tokens of a prompt can be had, all of them loaded and checked (unless ``extras`` make them others)."""
+    """How many tokens of a prompt can be loaded; all are checked (unless ``extras`` give them other contents)."""
     with session.match(tokens, extras, wait=30) as match:
         loaded = session.load(match).wait(60)
         if not extras:
@@ -111,13 +111,13 @@ def length(session: Session, tokens: Sequence[int], extras: Sequence[Extra] = ()
 
 
 def held(store: Store) -> int:
-    """How many blocks are held when nothing moves any more."""
+    """How many blocks are leased after all transfers have ended."""
     assert store.flush(60).complete
     return store.statistics().held
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what happens in its own time, such as the end of a block's life."""
+    """Wait for an asynchronous event, such as the expiry of a block."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -128,10 +128,10 @@ class InterfaceContract:
     """Subclass it in a test module, as ``Test...``, and define ``open``."""
 
     outlives: ClassVar[bool] = False
-    """Whether a store that is opened on the same folder again has what was stored before."""
+    """Whether a store that is opened on the same folder again has the blocks stored before."""
 
     def open(self, folder: Path, **settings: Mapping[str, object]) -> Store:
-        """A store that keeps what it keeps under ``folder``, with these settings besides its own."""
+        """A store with its files under ``folder``, with these settings in addition to its own."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -211,7 +211,7 @@ class InterfaceContract:
     def test_a_load_fills_buffers_of_any_shape(self, session: Session, make: Callable[[int], Any]) -> None:
         tokens = prompt(1, 2, 3)
         session.store(tokens, data(PLAIN, tokens))
-        buffers = [make(PLAIN.geometry["full"].nbytes) for _ in range(5)]  # more than needed is no error
+        buffers = [make(PLAIN.geometry["full"].nbytes) for _ in range(5)]  # more than needed is not an error
         with session.match(tokens) as match:
             loaded = session.load(match, buffers).wait()
             check(PLAIN, loaded, tokens)
@@ -352,7 +352,7 @@ class InterfaceContract:
                     right = [data(HYBRID, tokens, name)[i].tobytes() for i in wanted]
                     assert [bytes(b) for b in buffers[name]] == right
                 with pytest.raises(ValueError, match="unpack"):
-                    _ = loaded.blocks  # there is no only group
+                    _ = loaded.blocks  # there is more than one group
 
     def test_a_window_needs_only_its_last_blocks_and_a_state_only_its_last(self, store: Store) -> None:
         tokens = prompt(1, 2, 3, 4)
@@ -445,7 +445,7 @@ class InterfaceContract:
         with pytest.raises(RightError, match="sealed or aborted before"):
             reservation.seal()
 
-    # -- what outlasts the process ------------------------------------------------------------------------
+    # -- durability ---------------------------------------------------------------------------------------
 
     def test_a_flush_says_what_is_written_and_what_is_not(self, store: Store, session: Session) -> None:
         tokens = prompt(1, 2, 3)
@@ -484,7 +484,7 @@ class InterfaceContract:
             assert persisted.durable + sum(persisted.reasons.values()) == 4 * 3
             assert session.store(prompt(8), {"full": []}, durable=True).wait(60) == Persisted(0, {})
 
-    # -- keeping and removing -----------------------------------------------------------------------------
+    # -- pins, lifetimes and removal ----------------------------------------------------------------------
 
     def test_drop_removes_for_good(self, store: Store, session: Session) -> None:
         tokens = prompt(1, 2, 3)
@@ -623,7 +623,7 @@ class InterfaceContract:
                 session.store(plain, data(PLAIN, plain))
                 assert length(session, plain) == len(plain)
 
-    # -- what is told -------------------------------------------------------------------------------------
+    # -- statistics and events ----------------------------------------------------------------------------
 
     def test_statistics_say_what_is_there_and_what_happened(self, store: Store, session: Session) -> None:
         assert (store.statistics().blocks, store.statistics().held) == (0, 0)

@@ -1,4 +1,4 @@
-"""Keys for tests: a key file, and what wraps it, in a folder."""
+"""Keys for tests: a key file in a folder, and the key that wraps it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvtide.security.wrapping import LocalWrapper
 __all__ = ["WRAPPING", "ring_in"]
 
 WRAPPING = bytes(range(32))
-"""The key that wraps."""
+"""The wrapping key."""
 
 
 def ring_in(folder: Path, lease: float = 60.0, clock: Clock | None = None) -> KeyRing:
-    """A ring whose keys are in ``folder``; all rings of one folder have the same ones."""
+    """A key ring whose keys are in ``folder``; all rings of one folder have the same keys."""
     return KeyRing(KeyFile(folder / "keys.json"), LocalWrapper(WRAPPING), lease, clock)

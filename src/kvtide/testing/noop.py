@@ -1,8 +1,8 @@
-"""A tier that keeps places but no bytes and answers at once.
+"""A tier that manages places but keeps no bytes, and answers at once.
 
-It measures what everything around a tier costs: index, planner, lane and callbacks, with no disk and no copy. What
-it says of a block is as true as any tier's (another key, model or place is a miss; a full one refuses), but a read
-leaves the span as it was.
+It measures the cost of everything around a tier: index, planner, lane and callbacks, without a disk or a copy. Its
+results are as correct as any tier's (another key, model or place is a miss; a full tier refuses), but a read leaves the
+span unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Noop:
                 if self._used + size > self._budget:
                     places.append(NOWHERE)
                     continue
-                # Never used again: a place that was given back is recognised.
+                # Never reused, so that a place that was freed is recognised.
                 place = self._next = self._next + 1
                 self._held[place] = item.key, item.identity
                 self._used += size
@@ -97,7 +97,7 @@ class Noop:
         return iter(())
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Nobody's: it holds nothing from before."""
+        """Nothing to do: the tier is empty at the start."""
 
     def statistics(self) -> TierStatistics:
         with self._lock:

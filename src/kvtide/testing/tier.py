@@ -1,6 +1,6 @@
 """The contract of a tier (``kvtide.tiers.base``) as tests. Needs pytest.
 
-Subclass it, say how a tier is made and what it can do, and run pytest::
+Subclass it, define how a tier is made and what it can do, and run pytest::
 
     class TestMine(TierContract):
         persistent = True
@@ -8,7 +8,7 @@ Subclass it, say how a tier is made and what it can do, and run pytest::
         def make(self, where: Path, budget: int) -> Tier:
             return Mine(where, budget)
 
-What is here goes for a tier that has its storage for itself: its budget, its books, what it finds when it is opened
+The tests here are for a tier with exclusive storage: its budget, its statistics, and its blocks when it is opened
 again. A tier that shares its storage with others runs ``AnyTierContract`` alone (any_tier.py).
 """
 
@@ -30,7 +30,7 @@ __all__ = ["GEOMETRIES", "Caller", "CallerAnswer", "TierContract", "shaped"]
 
 
 class TierContract(AnyTierContract):
-    """See the module's text."""
+    """See the module's docstring."""
 
     # -- the budget ---------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ class TierContract(AnyTierContract):
         who = GEOMETRIES["pages without padding"]
         held = caller.fill(who)
         names, places = list(held), list(held.values())
-        # Most of the budget really is room for blocks.
+        # Most of the budget can really be used for blocks.
         assert len(held) * who.geometry.nbytes > 0.7 * self.budget
         assert caller.write(keys(3, start=10_000), who) == [NOWHERE] * 3
         assert caller.finds(names, who, places) == [True] * len(held)
@@ -62,7 +62,7 @@ class TierContract(AnyTierContract):
             assert caller.statistics().blocks == count
 
     def test_two_shapes_take_turns(self, caller: Caller) -> None:
-        """Each finds as much room as it did the first time, however often they alternate."""
+        """Each shape finds as much space as the first time, however often they alternate."""
         shapes = [GEOMETRIES["pages without padding"], shaped(2, 9000)]
         room: dict[int, int] = {}
         for turn in range(6):
@@ -97,7 +97,7 @@ class TierContract(AnyTierContract):
         assert (end.blocks, end.bytes_used) == (0, 0)
         assert (end.bytes_read, end.bytes_written) == (whole + part, written.bytes_written)
 
-    # -- across openings ----------------------------------------------------------------------------------
+    # -- closing and opening again ------------------------------------------------------------------------
 
     def test_what_outlives_closing(self, where: Path) -> None:
         caller = self.open(where)
@@ -148,7 +148,7 @@ class TierContract(AnyTierContract):
             again.tier.own(h.places, np.arange(1, len(h.places) + 1))
         assert again.finds(names, who, places) == [True] * 6 + [False] * 2
         assert again.statistics().blocks == 6
-        # And it goes on as if it had never been closed.
+        # It works on as if it had never been closed.
         more = keys(4, start=100)
         more_places = again.write(more, who)
         assert again.drop((names[0], places[0])) == [True]

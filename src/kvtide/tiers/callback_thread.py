@@ -1,7 +1,7 @@
-"""A thread that makes calls, one after the other, for those who must not make them on their own.
+"""A thread that makes calls, one after the other, for threads that must not make them themselves.
 
-A client's thread that hears the node must not call the client's users: a callback that waits for the node (a drop, a
-flush) would wait for itself. And a caller that may be interrupted must not give jobs to a tier: see lane.py.
+The client's thread that reads from the node must not call the client's users: a callback that waits for the node (a
+drop, a flush) would wait for itself. And a caller that may be interrupted must not submit jobs to a tier: see lane.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("kvtide.calls")
 
 
 class CallbackThread:
-    """Makes calls on a thread of its own, one after the other."""
+    """Makes calls on its own thread, one after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -25,7 +25,7 @@ class CallbackThread:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Call it soon, unless we are closed before."""
+        """Make a call soon, unless this is closed before."""
         self._queue.put(call)
 
     def _run(self) -> None:
@@ -36,7 +36,7 @@ class CallbackThread:
                 log.exception("a callback failed")
 
     def close(self, timeout: float) -> None:
-        """Make the calls that were given, and no more. Waits for that, unless one of them closes us."""
+        """Make the calls that were given, and no more. Waits for that, unless called from one of them."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)

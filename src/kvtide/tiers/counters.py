@@ -1,4 +1,4 @@
-"""What a tier on a disk has moved, and what went wrong meanwhile."""
+"""Counts the bytes that a tier with records has moved, and its failures."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ log = logging.getLogger("kvtide.nvme")
 
 
 _REFUSED, _FAILED = -1, -2
-"""In place of the bytes that were read: why there are none. 0: the record is damaged or gone."""
+"""Used in place of a byte count: why nothing was read. 0: the record is damaged or gone."""
 _MISSES: dict[int, ReadResult] = {0: False, _REFUSED: Miss.REFUSED, _FAILED: Miss.FAILED}
 
 
 def size_for(e: Exception) -> int:
-    """What stands in place of a block's bytes when reading it failed; see ``read_results``."""
+    """The value that replaces a block's byte count when reading it failed; see ``read_results``."""
     if isinstance(e, NotForAsker):
         return _REFUSED
     return 0 if isinstance(e, Rejected) else _FAILED
 
 
 def bytes_read(sizes: list[int]) -> int:
-    """How many bytes such reads brought together."""
+    """The sum of the byte counts of successful reads."""
     return sum(sizes) if min(sizes, default=0) > 0 else sum(size for size in sizes if size > 0)
 
 
 def read_results(sizes: list[int]) -> list[ReadResult]:
-    """The answers to reads that brought so many bytes each, or failed."""
+    """The results of reads, given their byte counts or failure values."""
     if min(sizes, default=1) > 0:
         return [True] * len(sizes)
     return [True if size > 0 else _MISSES[size] for size in sizes]
 
 
 class TierCounters:
-    """Counts. Safe from any thread; to read several that agree, take ``lock``."""
+    """Thread-safe counters. To read several consistently, take ``lock``."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -49,20 +49,20 @@ class TierCounters:
         """Blocks that could not be moved, by verb: "read", "write"."""
         self.reasons: Counter[str] = Counter()
         self.errors = 0
-        """Of the disk, in a row."""
+        """Consecutive I/O errors."""
 
     def moved(self, read: int = 0, written: int = 0) -> None:
-        """So many bytes went well."""
+        """This many bytes were moved."""
         with self.lock:
             self.read += read
             self.written += written
             self.errors = 0
 
     def failed(self, verb: str, e: Exception, count: int = 1) -> None:
-        """So many blocks could not be moved."""
+        """This many blocks could not be moved."""
         reason = _reason(verb, e)
         with self.lock:
-            # An asker who is refused says nothing of the tier: it has a reason of its own, but is no failure.
+            # A refused reader is no fault of the tier: it is counted as a reason, but not as a failure.
             self.failures[verb] += 0 if isinstance(e, NotForAsker) else count
             self.reasons[reason] += count
             self.errors += isinstance(e, OSError)
@@ -75,6 +75,6 @@ def _reason(verb: str, e: Exception) -> str:
         return f"{verb}: {e.strerror}"
     if isinstance(e, MemoryError):
         return f"{verb}: out of memory"
-    # A fault of ours. It costs this block, not the thread, and nobody who waits for the batch.
+    # A bug. It costs this block, but neither the thread nor the rest of the batch.
     log.error("could not %s a block", verb, exc_info=e)
     return f"{verb}: {type(e).__name__}"

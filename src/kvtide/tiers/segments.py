@@ -1,24 +1,26 @@
 """Slots of many sizes in a fixed number of bytes.
 
-Memory and files are taken in *segments*, each cut into slots of one size. Sizes come from a ladder whose steps are
-at most 1/32, so that a compressed block really takes less room and two models side by side waste little. When a
-segment is empty it may be cut anew for another size; when a size starves, the owner of this book empties the coldest
-segment of another size (see ``kvtide.plan.evict``). So two models that take turns each get the whole budget.
+Memory and files are allocated in *segments*, each divided into slots of one size. Sizes come from a ladder whose steps
+are at most 1/32, so that a compressed block really takes less space and two models side by side waste little. An empty
+segment may be re-divided for another size. When a size has no slots left, the tier's owner empties the coldest segment
+of another size (see ``kvtide.plan.evict``). So two models that take turns each get the whole budget.
 
-A segment belongs to one *trust domain*, where a tier has several: it is never cut anew for another, because whoever has
-mapped it would see that one's blocks. The *kind* of a slot is its size and its domain in one number: sizes are whole
-pages, so their low bits are free for it.
+Where a tier has several *trust domains*, a segment belongs to one. It is never re-divided for another, because clients
+that have mapped it would see that domain's blocks. The *kind* of a slot is its size and its domain in one number: sizes
+are whole pages, so their low bits are free for the domain.
 
-How large a segment is: ``nominal``, as long as all slots are of one size. Where there are many sizes, as compression
-makes them, each has a segment that is only partly in use. With few large segments, most of the budget is then free
-slots of sizes that nobody asks for just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 % of
-it. So in a tier that allows it (``least``) a segment has at most 1/4 of what each size would get if all had the same
-share. Then about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has
-large segments. A tier that compresses expects many ``sizes`` from the start, or the first few would have most of the
-budget. A segment is a file with a length of its own, so segments of different lengths fit into the budget
-without gaps; how many there may be is limited.
+The size of a segment is ``nominal`` as long as all slots are of one size. Where there are many sizes, as with
+compression, each has a segment that is only partly in use. With few large segments, most of the budget is then free
+slots of sizes that are not requested just now: with 60 sizes and segments of a quarter of the budget, a tier held 8 %
+of it.
 
-This is only the book: it moves no bytes, takes no lock and knows no policy. The tier that keeps it does.
+So in a tier that allows it (``least``) a segment has at most 1/4 of the share that each size would get if all had the
+same. Then about 1/8 of the budget is free slots, whatever the number of sizes, and a tier with one model still has
+large segments. A tier that compresses expects many ``sizes`` from the start, or the first few would get most of the
+budget. A segment is a file with a length of its own, so segments of different lengths fit into the budget without gaps;
+their number is limited.
+
+This module is only the table: it moves no bytes, takes no lock and has no policy. The tier does all that.
 """
 
 from __future__ import annotations
@@ -51,47 +53,46 @@ __all__ = [
 ]
 
 EMPTY = 0
-"""The owner of a slot that is free: row 0, which is no block."""
+"""The owner of a free slot: row 0, which is no block."""
 
 _MOST = 512
-"""About how many segments a tier has at most: each costs a file or a descriptor or two."""
+"""The approximate limit on segments in a tier: each costs a file or one or two descriptors."""
 
 _PER_SIZE = 4
 """Segments that each slot size could have if all sizes had the same share of the budget."""
 
 SOMEBODY = -1
-"""The owner of a slot whose owner was not told yet."""
+"""The owner of a slot in use whose owner was not set yet."""
 
 KEPT = -2
-"""The owner of a slot with a record of another version, which is not ours to read, evict or overwrite."""
+"""The owner of a slot with a record of another version, which this version must not read, evict or overwrite."""
 
 OLD = ALIGN - 1
-"""The "domain" of segments in a file format that is not written any more. Their kind is nobody's, so nothing goes in,
-and they are emptied, when they are colder than what is written now, as segments of another size are."""
+"""The "domain" of segments in a file format that is no longer written. No block has their kind, so nothing is added to
+them. They are emptied like segments of another size, when they are colder than current blocks."""
 
 
 @lru_cache(maxsize=1024)
 def ladder(nbytes: int) -> int:
-    """The slot size for a block of ``nbytes``: the next rung, at most 1/32 above."""
+    """The slot size for a block of ``nbytes``: the next step of the ladder, at most 1/32 above."""
     pages = -(-nbytes // ALIGN)
     step = 1 << max(0, pages.bit_length() - 6)
     return -(-pages // step) * step * ALIGN
 
 
 def rung(nbytes: int) -> int:
-    """The largest slot size that ``nbytes`` hold; 0 if they hold none."""
+    """The largest slot size that fits into ``nbytes``; 0 if none does."""
     pages = nbytes // ALIGN
     step = 1 << max(0, pages.bit_length() - 6)
     return pages // step * step * ALIGN
 
 
 def size_of(kind: int) -> int:
-    """The size of slots of that kind."""
     return kind & -ALIGN
 
 
 def domain_of(kind: int) -> int:
-    """Their trust domain."""
+    """The trust domain of slots of that kind."""
     return kind & (ALIGN - 1)
 
 
@@ -108,10 +109,10 @@ def slot_of(place: int) -> int:
 
 
 def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice]]:
-    """Each segment's number, and where in ``places`` its slots are; one sort, however many segments there are."""
+    """Yield each segment's number and the positions of its slots in ``places``; sorts only once."""
     numbers = places >> 32
     if len(numbers) and (numbers == numbers[0]).all():
-        # Most often so. To sort or to count, NumPy lets go of the interpreter's lock, and others take it.
+        # The usual case. Sorting or counting in NumPy releases the GIL, and other threads take it.
         yield int(numbers[0]), slice(None)
         return
     order = np.argsort(numbers, kind="stable")
@@ -123,7 +124,7 @@ def by_segment(places: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray
 
 
 class Segment:
-    """Some bytes cut into slots of one size."""
+    """Some bytes divided into slots of one size."""
 
     __slots__ = (
         "draining",
@@ -146,15 +147,15 @@ class Segment:
         self.size = 0
         self.slots = 0
         self.draining = False
-        """Being emptied for another size: nothing new goes in."""
+        """Being emptied for another size: nothing new is added."""
         self.unused = False
-        """Taken before it was known for what: it has never had a block, so that it may be cut for any domain."""
+        """Allocated before its kind was known: it has never held a block, so it may be divided for any domain."""
         self.free: array[int] = array("I")
         self.withheld: set[int] = set()
-        """Slots that hold nothing, but are not to be used for now: the medium refused what was written to them."""
+        """Empty slots that are not to be used for now: a write to them failed."""
         self.owner: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.generation: npt.NDArray[np.uint32] = np.full(1, generation, np.uint32)
-        """Grows each time a slot is given back: a late writer's slot is recognised by it."""
+        """Incremented each time a slot is freed, so that a late writer is recognised."""
 
     def __repr__(self) -> str:
         return f"<Segment {self.number}: {self.used}/{self.slots} slots of {self.size}>"
@@ -169,7 +170,7 @@ class Segment:
         return len(self.free) + len(self.withheld) == self.slots
 
     def cut(self, kind: int, slots: int) -> None:
-        """Cut the empty segment into slots. Generations go on counting, so that old places stay recognisable."""
+        """Divide the empty segment into slots. Generations keep counting, so that old places stay recognisable."""
         assert self.empty, self
         self.kind, self.size, self.slots, self.draining = kind, size_of(kind), slots, False
         self.free = array("I", range(slots - 1, -1, -1))
@@ -180,12 +181,12 @@ class Segment:
 
 
 class Segments:
-    """The book of all segments of one tier.
+    """The table of all segments of one tier.
 
-    ``nominal`` is the usual size of a segment, ``header`` what each one needs for itself besides its slots, and
-    ``per_slot`` what a slot costs elsewhere (in a journal). Segments are a multiple of ``grain`` bytes. Where there are
-    many slot sizes, segments may be as small as ``least``; 0: they are of the usual size whatever there is. At least so
-    many ``sizes`` are expected.
+    ``nominal`` is the usual size of a segment, ``header`` the bytes each segment needs besides its slots, and
+    ``per_slot`` the bytes a slot costs elsewhere (in a journal). Segment sizes are a multiple of ``grain`` bytes. Where
+    there are many slot sizes, segments may be as small as ``least``; 0: they always have the usual size. At least
+    ``sizes`` slot sizes are expected.
     """
 
     def __init__(
@@ -208,22 +209,22 @@ class Segments:
         self.taken = 0
         """Bytes of all segments."""
         self.aside = 0
-        """Bytes of the budget that are not to be had now: somebody else has them."""
+        """Bytes of the budget that are unavailable now because something outside the tier has them."""
         self.lent = 0
-        """Bytes of the budget that something else than a segment has for a moment."""
+        """Bytes of the budget that are lent briefly to something other than a segment."""
         self.frozen = False
-        """Whether no segment can be cut now, so that none need be emptied for another kind."""
+        """Whether no segment can be re-divided now, so that none need be emptied for another kind."""
         self.used = 0
         """Bytes of all slots that are not free."""
         self.slots = 0
-        """Of all segments together."""
+        """Slots of all segments together."""
         self._generation = 0
-        """The highest of any segment that was removed: its number may be given to another."""
+        """The highest generation of any removed segment: its number may be reused."""
         self._all: dict[int, Segment] = {}
         self._kinds: Counter[int] = Counter()
-        """How many segments there are."""
+        """How many segments each kind has."""
         self._open: dict[int, list[Segment]] = {}
-        """Segments with a free slot."""
+        """By kind: segments with a free slot."""
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._all.values())
@@ -247,9 +248,9 @@ class Segments:
         return [place_of(s.number, i) for s in self for i in np.flatnonzero(s.owner != EMPTY).tolist()]
 
     def fit(self, kind: int) -> int:
-        """How many slots a segment that could be added for ``kind`` now would have; 0 if there is no room."""
+        """The number of slots of a segment that could be added for ``kind`` now; 0 if there is no space."""
         if self.least and len(self._all) >= 2 * _MOST:
-            return 0  # short segments, made of what others left over, are too many: the next empty one makes room
+            return 0  # too many short segments, made of leftovers: the next empty one makes space
         size = size_of(kind)
         left = self.left
         room = (left - self.header) // (size + self.per_slot)
@@ -259,7 +260,7 @@ class Segments:
         return slots
 
     def _usual(self, kind: int) -> int:
-        """Bytes of a segment of that kind, if there is room for it. See the module's text."""
+        """The size of a new segment of that kind, if there is space for it. See the module's docstring."""
         kinds = max(self._sizes, len(self._kinds) + (kind not in self._kinds))
         if not self.least or kinds == 1:
             return self.nominal
@@ -267,15 +268,15 @@ class Segments:
 
     @property
     def left(self) -> int:
-        """Bytes of the budget that no segment has."""
+        """Bytes of the budget that are not allocated."""
         return self.budget - self.taken - self.aside - self.lent
 
     def possible(self, kind: int) -> bool:
-        """Whether a slot of that kind would fit if there were nothing else."""
+        """Whether a slot of that kind would fit into an empty tier."""
         return self._least(kind) <= self.budget
 
     def lacking(self, kind: int) -> int:
-        """Bytes that must come free, by emptying segments, until one with a slot of that kind can be added."""
+        """Bytes that must be freed, by emptying segments, before a segment with a slot of that kind can be added."""
         return max(0, self._least(kind) - self.left)
 
     def cost(self, segment: Segment) -> int:
@@ -283,23 +284,23 @@ class Segments:
         return segment.nbytes + segment.slots * self.per_slot
 
     def _least(self, kind: int) -> int:
-        """What a segment of one slot takes."""
+        """Bytes that a segment of one slot takes."""
         return self.bytes_of(size_of(kind), 1) + self.per_slot
 
     @staticmethod
     def divides(nbytes: int, kind: int) -> bool:
-        """Whether so many bytes may be cut for that kind, and few of them wasted."""
+        """Whether ``nbytes`` can be divided for that kind with little waste."""
         size = size_of(kind)
         wasted = nbytes % size if nbytes >= size else nbytes
         return wasted * 16 <= nbytes
 
     @classmethod
     def suits(cls, segment: Segment, kind: int) -> bool:
-        """Whether a segment, once empty, may be cut anew for that kind in the bytes that it has."""
+        """Whether a segment, once empty, may be re-divided for that kind at its present size."""
         return cls.divides(segment.nbytes, kind) and (segment.unused or domain_of(segment.kind) == domain_of(kind))
 
     def scarce(self, kind: int) -> bool:
-        """Whether less than half a segment of that kind is free, though there is room for more."""
+        """Whether less than half a segment of that kind is free, though another could be added."""
         some = self._open.get(kind, [])
         if len(some) > 1 or (some and 2 * len(some[0].free) >= some[0].slots):
             return False
@@ -307,19 +308,19 @@ class Segments:
 
     @property
     def blank(self) -> int:
-        """The kind of a segment of one slot that can be added before it is known for what; 0 if there is no room for a
-        usual one. Where the whole budget is less than that, it is most of the budget."""
+        """The kind of a one-slot segment that can be added before its final kind is known; 0 if there is no space for
+        one of the usual size. Where the whole budget is smaller than that, it is most of the budget."""
         if self.left <= 0 or (self.left < self.nominal and self._all):
             return 0
         kind = rung(min(self.nominal, self.left))
         return kind if kind and self.fit(kind) else 0
 
     def bytes_of(self, size: int, slots: int) -> int:
-        """What a segment of so many slots takes."""
+        """The size of a segment with that many slots."""
         return -(-(self.header + slots * size) // self.grain) * self.grain
 
     def add(self, kind: int, slots: int, number: int | None = None) -> Segment:
-        """A new segment, all free. The tier has found room for it (``fit``) and makes its bytes."""
+        """Add a segment, all free. The tier has checked that it fits (``fit``) and allocates its bytes."""
         if number is None:
             number = next(i for i in range(len(self._all) + 1) if i not in self._all)
         segment = Segment(number, self.bytes_of(size_of(kind), slots), self._generation)
@@ -331,7 +332,7 @@ class Segments:
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Forget an empty segment whose bytes were given back to the host."""
+        """Remove an empty segment whose bytes were returned to the system."""
         assert segment.empty, segment
         self._close(segment)
         self._uncount(segment)
@@ -340,7 +341,7 @@ class Segments:
         self._count(segment, -1)
 
     def recut(self, segment: Segment, kind: int) -> None:
-        """Cut an empty segment anew, in the bytes that it has."""
+        """Re-divide an empty segment, at its present size."""
         assert segment.unused or domain_of(kind) == domain_of(segment.kind), segment
         segment.unused = False
         self._close(segment)
@@ -356,17 +357,16 @@ class Segments:
         self.slots += sign * segment.slots
 
     def _uncount(self, segment: Segment) -> None:
-        """There is one segment less of its kind."""
         self._kinds[segment.kind] -= 1
         if not self._kinds[segment.kind]:
             del self._kinds[segment.kind]
 
     def spare(self, kind: int, unless: Segment | None = None) -> Segment | None:
-        """An empty segment of another kind, or one that was emptied for a kind which then found room elsewhere."""
+        """An empty segment of another kind, or one that was emptied for a kind which then found space elsewhere."""
         return next(self._spares(kind, unless), None)
 
     def suiting(self, kind: int, unless: Segment | None = None) -> Segment | None:
-        """The same that can be cut for that kind."""
+        """Like ``spare``, but only segments that can be re-divided for that kind."""
         return next((s for s in self._spares(kind, unless) if self.suits(s, kind)), None)
 
     def _spares(self, kind: int, unless: Segment | None) -> Iterator[Segment]:
@@ -379,12 +379,12 @@ class Segments:
         return [s for s in self._all.values() if s.kind != kind and not s.draining and not s.empty]
 
     def drain(self, segment: Segment) -> None:
-        """Let nothing new into ``segment``."""
+        """Add nothing new to ``segment``."""
         segment.draining = True
         self._close(segment)
 
     def undrain(self, segment: Segment) -> None:
-        """``segment`` could not be emptied: what is free in it may be used again."""
+        """``segment`` could not be emptied: its free slots may be used again."""
         segment.draining = False
         self.settle(segment)
 
@@ -393,7 +393,7 @@ class Segments:
         return bool(self._open.get(kind))
 
     def take(self, kind: int, owner: int) -> int | None:
-        """A free slot of exactly that kind, or None."""
+        """Take a free slot of exactly that kind, or return None."""
         segments = self._open.get(kind)
         if not segments:
             return None
@@ -406,9 +406,9 @@ class Segments:
         return place_of(segment.number, slot)
 
     def take_many(self, kind: int, count: int, owners: npt.NDArray[np.int64] | None = None) -> list[int]:
-        """Up to ``count`` free slots of exactly that kind. Without ``owners``, these are told later (``own``).
+        """Take up to ``count`` free slots of exactly that kind. Without ``owners``, these are set later (``own``).
 
-        Neighbours come in their order: blocks that are written together can then be read together.
+        Neighbouring slots come in order: blocks that are written together can then be read together.
         """
         if count == 1:
             place = self.take(kind, SOMEBODY if owners is None else int(owners[0]))
@@ -428,18 +428,18 @@ class Segments:
         return places
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Tell the owners of slots that were taken without."""
+        """Set the owners of slots that were taken without."""
         for number, mine in by_segment(places):
             self._all[number].owner[places[mine] & 0xFFFFFFFF] = owners[mine]
 
     def claim(self, segment: Segment, slots: npt.NDArray[np.int64], owner: int = SOMEBODY) -> None:
-        """Take particular slots: for opening a tier that holds blocks already. Their owners are told later."""
+        """Take particular slots, when opening a tier that already holds blocks. Their owners are set later."""
         segment.owner[slots] = owner
         self.used += segment.size * len(slots)
         self.settle(segment)
 
     def settle(self, segment: Segment) -> None:
-        """After ``claim``: work out again which slots are free."""
+        """After ``claim``: recompute which slots are free."""
         self._close(segment)
         free = np.flatnonzero(segment.owner == EMPTY)[::-1].tolist()
         if segment.withheld:
@@ -449,11 +449,10 @@ class Segments:
             self._open.setdefault(segment.kind, []).append(segment)
 
     def keep(self, place: int) -> None:
-        """Let a slot in use be nobody's, until it is given back."""
+        """Let a slot in use have no owner, until it is freed."""
         self._all[segment_of(place)].owner[slot_of(place)] = KEPT
 
     def release(self, place: int) -> None:
-        """Give a slot back."""
         segment = self._all[segment_of(place)]
         slot = slot_of(place)
         assert segment.owner[slot] != EMPTY, (segment, slot)
@@ -465,7 +464,7 @@ class Segments:
         self.used -= segment.size
 
     def repair(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Make the book anew: these slots are in use, by these owners, and no others."""
+        """Rebuild the table: these slots are in use, by these owners, and no others."""
         self._open = {}
         self._kinds = Counter(s.kind for s in self)
         self.taken = self.slots = self.used = 0
@@ -473,7 +472,7 @@ class Segments:
         for segment in self:
             self._count(segment, 1)
             before, generation = segment.owner, segment.generation
-            if not len(before) == len(generation) == segment.slots:  # it was just being cut anew, so it is empty
+            if not len(before) == len(generation) == segment.slots:  # it was being re-divided, so it is empty
                 before, generation = np.zeros(segment.slots, np.int64), np.full(1, generation.max() + 1, np.uint32)
             segment.owner = np.zeros(segment.slots, np.int64)
             if segment.number in mine:
@@ -485,7 +484,7 @@ class Segments:
             self.settle(segment)
 
     def withhold(self, place: int) -> None:
-        """Give a slot back that is not to be used for now, or keep one that is free from being used."""
+        """Free a slot, or take a free one, that is not to be used for now."""
         segment, slot = self._all[segment_of(place)], slot_of(place)
         if segment.owner[slot] != EMPTY:
             self.release(place)
@@ -496,7 +495,7 @@ class Segments:
             self._close(segment)
 
     def restore(self) -> None:
-        """Let all slots that were withheld be used again."""
+        """Make all withheld slots usable again."""
         for segment in self:
             if segment.withheld:
                 segment.withheld = set()
@@ -506,7 +505,7 @@ class Segments:
                     self.settle(segment)
 
     def release_many(self, places: npt.NDArray[np.int64]) -> None:
-        """Give distinct slots back."""
+        """Free distinct slots."""
         for number, mine in by_segment(places):
             segment = self._all[number]
             slots = places[mine] & 0xFFFFFFFF
@@ -522,19 +521,17 @@ class Segments:
         return int(self._all[segment_of(place)].generation[slot_of(place)])
 
     def owner(self, place: int) -> int:
-        """Who owns the slot."""
         return int(self._all[segment_of(place)].owner[slot_of(place)])
 
     def size(self, place: int) -> int:
-        """The size of the slot."""
         return self._all[segment_of(place)].size
 
     def offset(self, place: int) -> int:
-        """Where the slot begins in its segment's bytes."""
+        """The slot's offset in its segment's bytes."""
         return self.header + slot_of(place) * self._all[segment_of(place)].size
 
     def owners(self, kind: int) -> npt.NDArray[np.int64]:
-        """Who owns the slots of that kind, where one that is given back can be taken again."""
+        """The owners of slots of that kind that could be taken again once freed."""
         found = [s.owner for s in self._all.values() if s.kind == kind and not s.draining]
         owners = np.concatenate(found) if found else np.zeros(0, np.int64)
         taken: npt.NDArray[np.int64] = owners[owners != EMPTY]

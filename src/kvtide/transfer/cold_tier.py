@@ -1,4 +1,4 @@
-"""A tier below DRAM, with what belongs to it."""
+"""A tier below DRAM, with its lane, admission, evictor and limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ColdTier"]
 
 @dataclass(frozen=True, slots=True)
 class ColdTier:
-    """A tier below DRAM, with what belongs to it."""
+    """A tier below DRAM, with its lane, admission, evictor and limits."""
 
     number: int
     name: str
@@ -26,19 +26,20 @@ class ColdTier:
     lane: Lane
     admission: Admission
     evictor: Evictor | None
-    """None for a tier that makes its own room."""
+    """None for a tier that evicts by itself."""
     keep_tokens: bool = False
     budget: WriteBudget | None = None
     quota: Quota | None = None
-    """None where no tenant has one."""
+    """None if no tenant has a quota there."""
     shared: bool = False
     """Whether others use its storage too."""
     patience: float | None = None
-    """Seconds that the end of the store waits for it; None: until it is done."""
+    """Seconds that closing the store waits for it; None: until it is done."""
     sync: Sync | None = None
     """Makes blocks durable; None for a tier that does not survive a restart or a power loss."""
     withdraw: Callable[[Sequence[tuple[BlockKey, int]], DropDone, Mapping[bytes, int] | None], None] | None = None
-    """Drops blocks that somebody wants dropped, so that others who use the storage do not write them again; None where
-    there are no others, and ``tier.drop`` does it. Last, whose they must be: see ``Shared.withdraw``."""
+    """Drops blocks at a caller's request, so that other users of the storage do not write them again; None if there are
+    no other users, and ``tier.drop`` does it. The last argument is the identity that must own them: see
+    ``Shared.withdraw``."""
     heard: Callable[[], int] = lambda: 0
-    """What ``Write.since`` is for blocks that are submitted now."""
+    """Returns the value of ``Write.since`` for blocks that are submitted now."""

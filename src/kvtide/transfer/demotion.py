@@ -1,7 +1,7 @@
-"""Blocks on their way down: from DRAM to colder tiers, while they stay readable where they are.
+"""Demotion: writes blocks from DRAM to colder tiers while they stay readable in DRAM.
 
-If a lane has no room, or a tier's budget of writes or its tenant's quota is used up, the write is not made: stores are
-dropped, callers never wait.
+If a lane has no space, or a tier's write budget or the tenant's quota is used up, the write is not made: stores are
+dropped, and callers never wait.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ __all__ = ["Demotion"]
 
 _WRITES = 8
 _CHUNK = 64 << 20
-"""A write is cut into jobs of so many blocks and bytes, so that a read that comes meanwhile need not wait for all."""
+"""A write is split into jobs of at most so many blocks and bytes, so that a read that arrives meanwhile need not wait
+for all of it."""
 _ENOUGH = 8 << 20
-"""Small blocks are more to a job, so that it has these bytes."""
+"""A job of small blocks has more of them, so that it reaches this many bytes."""
 _LOOK = 1 << 14
-"""Rows that are looked at in one turn of the index's lock, to tell what is not written."""
+"""Rows examined in one hold of the index lock when counting unwritten blocks."""
 
 
 _Watcher = tuple[Callable[[list[Any]], None], object]
-"""Whom to tell, and of what."""
+"""A callback, and the object to pass to it."""
 
 
 class Demotion:
-    """Writes rows of DRAM down. ``counts`` is told what happened."""
+    """Writes rows of DRAM to colder tiers. Counts events in ``counts``."""
 
     def __init__(
         self,
@@ -62,36 +63,39 @@ class Demotion:
         self._feed = feed
         self._counts = counts
         self._unsaid: list[Event] = []
-        """What left a tier so that other blocks of its tenant could be written; told when one of those is."""
+        """Evictions from a tier that made space for other blocks of the same tenant; published when one of those is
+        written."""
         self.lost: Counter[Unwritten] = Counter()
-        """Blocks that have left DRAM and are in no tier, though one was to have them; and why it had not."""
+        """Counts blocks that left DRAM and are in no tier though one should have had them, by the reason."""
         self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
-        """Whom to tell when a write has ended, by tier and row."""
+        """Callbacks for the end of a write, by tier and row."""
         self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in colds}
-        """Rows that are to be written on request, by tier."""
+        """Rows to be written on request, by tier."""
         self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
-        """Those of them that are being written, and their bytes."""
+        """The bytes of requested rows that are being written, by tier and row."""
         self._told: list[_Watcher] = []
-        """Whom ``tell`` is to tell. Kept here, so that an interrupted caller does not forget them."""
+        """Watchers that ``tell`` must call. Kept here, so that an interrupted caller does not lose them."""
         self.interrupted: Callable[[], None] = lambda: None
-        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def write(self, cold: ColdTier, rows: Rows) -> None:
-        """Start writing rows of DRAM to ``cold``, as far as its lane has room; the rest is dropped. Under the lock."""
+        """Start writing rows of DRAM to ``cold``, as far as its lane has space; the rest is dropped. Call with the lock
+        held."""
         if len(rows) and len(refused := self._submit(cold, rows)):
             self._counts[f"stores dropped: the queue of {cold.name} is full"] += len(refused)
-            if not cold.admission.keeps_leaving:  # else it is tried again before they leave
+            if not cold.admission.keeps_leaving:  # otherwise the write is retried before they leave
                 self._residents.note_unwritten(refused.tolist(), cold.number, Unwritten.QUEUE_FULL)
 
     def _submit(self, cold: ColdTier, rows: Rows, *, last: bool = False, requested: bool = False) -> Rows:
-        """Start writing rows of DRAM to ``cold``; answers those for which its lane has no room. Under the lock.
+        """Start writing rows of DRAM to ``cold``; returns those for which its lane has no space. Call with the lock
+        held.
 
-        What its budget of writes does not allow is dropped, unless this is the ``last`` chance. There is always room
-        for what was ``requested``: who asks gives it little at a time.
+        Rows beyond the tier's write budget are dropped, unless this is the ``last`` chance. The lane always accepts
+        ``requested`` rows, because the requester submits few at a time.
         """
         index = self._index
         rows = rows[(index.state[cold.number][rows] == ABSENT) & (index.state[DRAM][rows] == SEALED)]
-        if self._residents.doomed:  # dropped, and held by somebody: not to be written any more
+        if self._residents.doomed:  # dropped while a caller holds them: must not be written
             rows = rows[[row not in self._residents.doomed for row in rows.tolist()]]
         beyond = rows[:0]
         if cold.quota is not None:
@@ -134,12 +138,12 @@ class Demotion:
         step = max(1, min(max(_WRITES, _ENOUGH // size), _CHUNK // size))
         for i in range(0, len(items), step):
             part = items[i : i + step]
-            # Submitting takes no I/O; a tier that answers at once takes the index's lock again, which is reentrant.
+            # Submitting does no I/O. A tier that completes immediately takes the index lock again, which is reentrant.
             cold.lane.write(part, functools.partial(self._written, cold, part))
         return refused
 
     def _over_budget(self, cold: ColdTier, rows: Rows) -> Rows:
-        """A tier's budget of writes does not allow these rows; answers none. Under the lock."""
+        """Record that a tier's write budget does not allow these rows; returns no rows. Call with the lock held."""
         self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
         self._residents.refused.update(rows.tolist())
         self._residents.note_unwritten(rows.tolist(), cold.number, Unwritten.WRITE_BUDGET)
@@ -147,15 +151,16 @@ class Demotion:
         return rows[:0]
 
     def _within(self, cold: ColdTier, quota: Quota, rows: Rows, requested: bool) -> tuple[Rows, Rows]:
-        """The rows that their tenants may have in a tier, and are charged for from now on; and, of the last ones, those
-        that its lane would not take: for them nothing need leave. What was ``requested`` it takes. Under the lock."""
+        """Charge rows to their tenants' quotas in a tier. Returns the rows allowed, and those at the end that the lane
+        would not accept, for which no block need be evicted. The lane accepts ``requested`` rows. Call with the lock
+        held."""
         good = np.ones(len(rows), np.bool_)
         full: set[int] = set()
         room, stop = cold.lane.write_room, len(rows)
         for i, (row, tenant) in enumerate(zip(rows.tolist(), self._index.tenant[rows].tolist(), strict=True)):
             identity = self._residents.identity(row)
             room -= identity.geometry.footprint
-            if room < 0 and not requested and (i or cold.lane.write_bytes):  # an empty lane takes a block of any size
+            if room < 0 and not requested and (i or cold.lane.write_bytes):  # an empty lane accepts a block of any size
                 stop = i
                 break
             if tenant not in quota.account.quotas:
@@ -176,7 +181,7 @@ class Demotion:
         return rows[:stop][good[:stop]], rows[stop:]
 
     def evict(self, cold: ColdTier, rows: list[int], events: list[Event]) -> bool:
-        """Let rows leave a colder tier; answers whether there were any. Under the lock."""
+        """Evict rows from a colder tier; returns whether there were any. Call with the lock held."""
         keys = self._index.keys(rows_of(rows))
         if rows and self._feed.followed:
             events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
@@ -201,7 +206,7 @@ class Demotion:
                 charged = quota.account.charged(row) if quota is not None else 0
                 index.remove(row, number)
                 if row in doomed:
-                    # A failed write too may have left its name.
+                    # A failed write may also have left its name in the tier.
                     dropped.append((item.key, place))
                 elif place == NOWHERE:
                     refused.add(row)
@@ -210,7 +215,7 @@ class Demotion:
                 else:
                     index.put(row, number, SEALED, place)
                     if quota is not None and charged:
-                        # A compressed block takes less than it was charged for.
+                        # A compressed block takes fewer bytes than it was charged for.
                         taken = charged if cold.evictor is None else cold.evictor.size(place)
                         quota.account.enter(rows_of([row]), taken)
                     refused.discard(row)
@@ -230,7 +235,7 @@ class Demotion:
             whose = tuple(item.identity.fingerprint for item in kept)
             events.append(BlockStored(cold.name, tuple(item.key for item in kept), whose))
         self._feed.publish(events)
-        if shorter:  # its expiry was changed while it was written
+        if shorter:  # the expiry was changed while the block was written
             self.renew(cold, shorter, lambda erased: None)
         self.tell()
 
@@ -251,7 +256,7 @@ class Demotion:
             rows = index.rows([key for key, _ in bad])
             there = index.place[cold.number][rows] == np.array([place for _, place in bad], np.int64)
             there &= index.state[cold.number][rows] == SEALED
-            # What was evicted meanwhile has given its place back, perhaps to another block.
+            # A block that was evicted meanwhile has released its place, perhaps to another block.
             bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
             if len(rows := rows[there]):
                 events.append(BlockRemoved(cold.name, index.keys(rows), "expired", index.identities(rows)))
@@ -263,19 +268,19 @@ class Demotion:
         else:
             done(())
 
-    # -- on request ---------------------------------------------------------------------------------------
+    # -- writes on request --------------------------------------------------------------------------------
 
     def watch(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
-        """Call ``told`` once, when the next write of a row to a tier has ended or was refused. Under the lock.
+        """Call ``told`` once, when the next write of a row to a tier ends or is refused. Call with the lock held.
 
-        It is called outside the lock, on any thread, with ``what`` of all rows that end together. The caller holds the
-        row, or it could be another's by then.
+        ``told`` is called outside the lock, on any thread, with the ``what`` of all rows that end together. The caller
+        must hold the row, because otherwise the row could have another block by then.
         """
         self._watchers.setdefault((cold.number, row), []).append((told, what))
 
     def unwatch(self, row: int, told: Callable[[list[Any]], None]) -> None:
-        """End what ``watch`` began, in all tiers: what then nobody watches is not written any more, unless that has
-        begun. Under the lock."""
+        """Undo ``watch`` in all tiers. A write that has no watcher left is not made, unless it has begun. Call with the
+        lock held."""
         for cold in self._colds:
             if watchers := self._watchers.get((cold.number, row)):
                 if others := [watcher for watcher in watchers if watcher[0] is not told]:
@@ -284,16 +289,17 @@ class Demotion:
                     del self._watchers[cold.number, row]
 
     def watched(self, cold: ColdTier, row: int, what: object) -> bool:
-        """Whether somebody is to be told ``what`` when a write of a row to a tier has ended. Under the lock."""
+        """Whether a watcher will be told ``what`` when a write of the row to the tier ends. Call with the lock held."""
         return any(known is what for _, known in self._watchers.get((cold.number, row), ()))
 
     def request(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
-        """``watch`` a row that ``write_on_request`` is to write. Under the lock."""
+        """Queue a row for ``write_on_request``, and ``watch`` it. Call with the lock held."""
         self._requested[cold.number].append(row)
         self.watch(cold, row, told, what)
 
     def withdraw(self, told: Callable[[list[Any]], None]) -> None:
-        """Nobody is to be told through ``told`` any more; what only it asked for is not written. Under the lock."""
+        """Remove all watchers with the callback ``told``; rows that only they requested are not written. Call with the
+        lock held."""
         for place, watchers in list(self._watchers.items()):
             left = [watcher for watcher in watchers if watcher[0] is not told]
             if left:
@@ -304,8 +310,8 @@ class Demotion:
             self._requested[number] = deque(row for row in waiting if (number, row) in self._watchers)
 
     def write_on_request(self, cold: ColdTier) -> None:
-        """Write rows that somebody asked for, whatever the admission and the queue say: a few at a time, the others
-        wait. Who watches them is told of each. Not under the lock."""
+        """Write requested rows regardless of the admission and of the queue's limit, a few at a time; the others wait.
+        Watchers are told of each row. Call without the lock."""
         try:
             with self._index.lock:
                 try:
@@ -317,8 +323,9 @@ class Demotion:
             self.tell()
 
     def repair(self) -> bool:
-        """Writes that were given up have ended: whoever watches one that is neither under way nor to be begun is to be
-        told. Answers whether ``tell`` has somebody to tell. Under the lock, when the states of the rows are right."""
+        """Tell the watchers of writes that are neither under way nor waiting to begin, because these were abandoned.
+        Returns whether ``tell`` has watchers to call. Call with the lock held, when the states of the rows are
+        correct."""
         for cold in self._colds:
             state, under_way = self._index.state[cold.number], self._under_way[cold.number]
             for row in [row for row in under_way if state[row] != PENDING]:
@@ -330,15 +337,15 @@ class Demotion:
         return bool(self._told)
 
     def _ended(self, number: int, row: int) -> None:
-        """A write has ended, or will not be made: who watches it is to be told. Under the lock."""
-        # In this order: who is interrupted in between lets them be told twice, and not never.
+        """Schedule the watchers of a write that ended or will not be made. Call with the lock held."""
+        # In this order: an interrupt in between makes watchers be called twice rather than never.
         self._told += self._watchers.get((number, row), ())
         self._watchers.pop((number, row), None)
 
     def tell(self) -> None:
-        """Tell those who watched what has ended. Outside the lock."""
+        """Call the watchers of ended writes. Call without the lock."""
         if self._told:
-            to_the_end(self._tell_all)  # others wait for it
+            to_the_end(self._tell_all)  # other threads wait for it
 
     def _tell_all(self) -> None:
         some: list[_Watcher] = []
@@ -352,19 +359,20 @@ class Demotion:
             raise
 
     def _write_requested(self, cold: ColdTier) -> None:
-        """Write more of what was asked for, if there is little of it under way. Under the lock; ``tell`` outside."""
+        """Write more of the requested rows, if few are under way. Call with the lock held, then ``tell`` without it."""
         waiting, under_way = self._requested[cold.number], self._under_way[cold.number]
         while waiting and sum(under_way.values()) < _CHUNK:
             some: dict[int, int] = {}
             while waiting and sum(some.values()) < _ENOUGH:
                 row = waiting.popleft()
-                if (cold.number, row) not in self._watchers:  # who asked has cancelled, and the row may be another's
+                # the requester cancelled, and the row may have another block
+                if (cold.number, row) not in self._watchers:
                     continue
                 if self._index.state[DRAM][row] == SEALED:
                     some[row] = len(self._residents.span(row))
                 else:
                     self._ended(cold.number, row)
-            under_way.update(some)  # before they are submitted: a tier may answer at once
+            under_way.update(some)  # before they are submitted: a tier may complete immediately
             self._submit(cold, rows_of(list(some)), requested=True)
             for row in some:
                 if self._index.state[cold.number][row] != PENDING:
@@ -372,17 +380,18 @@ class Demotion:
                     self._ended(cold.number, row)
 
     def _over(self, cold: ColdTier, rows: Sequence[int]) -> None:
-        """Writes have ended. Under the lock; ``tell`` outside."""
+        """Handle the end of writes. Call with the lock held, then ``tell`` without it."""
         under_way = self._under_way[cold.number]
         for row in rows:
             under_way.pop(row, None)
             self._ended(cold.number, row)
         self._write_requested(cold)
 
-    # -- what is written ----------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------
 
     def report(self, timed_out: bool) -> Flushed:
-        """What is in DRAM and written, or why it is not; ``timed_out``: though writes are still under way."""
+        """Count the blocks in DRAM that are written, and by reason those that are not. ``timed_out``: writes may still
+        be under way."""
         index, residents, found = self._index, self._residents, dict[Unwritten, int]()
         written = 0
 
@@ -399,7 +408,7 @@ class Demotion:
                     missing = here.copy()
                     for cold in self._colds:
                         missing &= index.state[cold.number][some] != SEALED
-                    if not missing.any():  # as usual
+                    if not missing.any():  # the common case
                         written += int(np.count_nonzero(here))
                         continue
                 rows = first + np.flatnonzero(here)
@@ -423,32 +432,33 @@ class Demotion:
         return Flushed(written, found, complete=Unwritten.TIMEOUT not in found)
 
     def count_lost(self, rows: Sequence[int]) -> None:
-        """Rows leave DRAM: note which of them no tier has, though one was to have them. Under the lock."""
+        """Count those rows leaving DRAM that no tier has though one should. Call with the lock held."""
         for row in rows:
             if (reasons := self._residents.unwritten.get(row)) and not self.saved(rows_of([row]))[0]:
                 self.lost[next(iter(reasons.values()))] += 1
 
     def saved(self, rows: Rows) -> Mask:
-        """Which rows are whole in a colder tier too."""
+        """Mask of rows that are also complete in a colder tier."""
         saved = np.zeros(len(rows), np.bool_)
         for cold in self._colds:
             saved |= self._index.state[cold.number][rows] == SEALED
         return saved
 
     def may_leave(self, rows: Rows) -> Mask:
-        """Which rows need not wait in DRAM for a colder tier: it has them, or would not take them."""
+        """Mask of rows that need not wait in DRAM for a colder tier: it has them, or refused them."""
         free = self.saved(rows)
         if refused := self._residents.refused:
             free |= np.isin(rows, np.fromiter(refused, np.int64, len(refused)))
         return free
 
     def flush(self) -> None:
-        """Write down what only DRAM has, hottest first, where the admission says that it should outlive DRAM."""
+        """Write the blocks that only DRAM has, hottest first, to the tiers whose admission says that they should
+        outlive DRAM."""
         for cold in self._colds:
             if not cold.admission.keeps_leaving:
                 continue
             with self._index.lock:
-                # Pinned ones too: what must not leave DRAM must not be lost with it either.
+                # Pinned blocks too: a block that must not leave DRAM must not be lost with it either.
                 rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
                 rows = rows[~self.saved(rows)]
                 rows = self._flush(cold, rows[np.argsort(self._policy.score(rows))[::-1]])
@@ -465,7 +475,7 @@ class Demotion:
 
 
 def _tell(watchers: list[_Watcher]) -> None:
-    """Tell each of all that it waits for, at once."""
+    """Call each callback once, with everything it waits for."""
     told: dict[int, tuple[Callable[[list[Any]], None], list[Any]]] = {}
     for call, what in watchers:
         told.setdefault(id(call), (call, []))[1].append(what)

@@ -1,7 +1,7 @@
-"""Erases blocks from colder tiers, and knows when they are gone.
+"""Erases blocks from colder tiers, and tracks when they are erased.
 
-A drop is answered when no tier can bring the block back. A copy that is just being written cannot be erased yet; it
-*dies*: it is erased as soon as it is written, and every drop of its key waits for that too.
+A drop completes when no tier can return the block any more. A copy that is being written cannot be erased yet; it is
+*dying*: it is erased as soon as it is written, and every drop of its key waits for that too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DropBarrier", "Eraser"]
 
 
 class DropBarrier:
-    """Counts the parts of a drop; the last to end calls ``done``, in no lock, with the number of failures."""
+    """Counts the parts of a drop; the last to end calls ``done``, without a lock, with the number of failures."""
 
     __slots__ = ("_done", "_failed", "_left", "_lock")
 
@@ -30,7 +30,7 @@ class DropBarrier:
         self._lock = threading.Lock()
 
     def more(self) -> None:
-        """One part more. Some other has not ended yet."""
+        """Add a part. Another part must still be open."""
         with self._lock:
             self._left += 1
 
@@ -45,7 +45,7 @@ class DropBarrier:
 
 @dataclass(slots=True)
 class _Dying:
-    """A key's copies in one tier that are to be erased without anybody having asked for it now."""
+    """A key's copies in one tier that will be erased without a further request."""
 
     copies: int = 0
     erased: bool = True
@@ -53,7 +53,7 @@ class _Dying:
 
 
 class Eraser:
-    """Safe from any thread; what says so is called under the index's lock."""
+    """Thread-safe; methods that say so need the index lock."""
 
     def __init__(self, index: Index, colds: Sequence[ColdTier]) -> None:
         self._index = index
@@ -61,11 +61,11 @@ class Eraser:
         self._dying: dict[tuple[int, BlockKey], _Dying] = {}
 
     def dies(self, cold: ColdTier, key: BlockKey) -> None:
-        """A copy of ``key`` will be given to ``erase``. Under the lock."""
+        """Record that a copy of ``key`` will be passed to ``erase``. Call with the lock held."""
         self._dying.setdefault((cold.number, key), _Dying()).copies += 1
 
     def await_dying(self, keys: Sequence[BlockKey], barrier: DropBarrier) -> None:
-        """Let ``barrier`` end only when copies of these keys that are dying have been erased. Under the lock."""
+        """Let ``barrier`` end only when the dying copies of these keys have been erased. Call with the lock held."""
         if not self._dying:
             return
         for cold in self._colds:
@@ -75,7 +75,7 @@ class Eraser:
                     dying.waiting.append(barrier)
 
     def erase(self, cold: ColdTier, items: list[tuple[BlockKey, int]]) -> None:
-        """Erase copies that were said to die."""
+        """Erase copies that were passed to ``dies``."""
         cold.tier.drop(items, functools.partial(self._erased, cold, items))
 
     def _erased(self, cold: ColdTier, items: list[tuple[BlockKey, int]], results: Sequence[bool]) -> None:
@@ -84,7 +84,7 @@ class Eraser:
             for (key, _), erased in zip(items, results, strict=True):
                 dying = self._dying.get((cold.number, key))
                 if dying is None:
-                    continue  # whoever dropped it was interrupted before he had said so
+                    continue  # the drop was interrupted before it called ``dies``
                 dying.copies -= 1
                 dying.erased &= erased
                 if not dying.copies:

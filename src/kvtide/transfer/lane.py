@@ -1,12 +1,12 @@
-"""The queue before a tier: reads before writes, bounded, measured.
+"""The queue in front of a tier: reads before writes, bounded, measured.
 
-A tier takes whatever it is given; the lane decides what that is. It keeps only a little under way, so that a read that
-comes now is not behind a gigabyte of writes. Writes beyond ``limit`` bytes are refused at once: the block stays where
-it is, and nobody waits.
+A tier accepts everything it is given; the lane decides what to give it. It keeps only a little under way, so that a new
+read is not queued behind a gigabyte of writes. Writes beyond ``limit`` bytes are refused at once: the block stays where
+it is, and no caller waits.
 
 Callers only put jobs into the queue; threads of the tier take them out (``call_soon``). A caller may be interrupted
-anywhere (Ctrl-C, a signal handler that raises), and a job that was half given to a tier could be neither trusted nor
-repeated: its memory might be filled long after it has become another's.
+anywhere (Ctrl-C, a signal handler that raises), and a job that was half submitted to a tier could be neither trusted
+nor repeated: its memory might be filled long after it was given to another block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LaneStatistics:
     write_speed: SpeedStatistics
     blocks_under_way: int = 0
     read_seconds: float = 0.0
-    """In which something was read."""
+    """Time during which at least one read was under way."""
     write_seconds: float = 0.0
 
 
@@ -47,19 +47,19 @@ _SPAN = operator.attrgetter("span")
 
 @dataclass(slots=True)
 class _Stretch:
-    """Work in one direction, pauses left out: for how long, until when, and how much was done."""
+    """Work in one direction, without pauses: its duration, its end and its amount."""
 
     busy: float = 0.0
     last: float = 0.0
     nbytes: int = 0
     items: int = 0
     total: float = 0.0
-    """Of ``busy``, since the beginning."""
+    """Sum of ``busy`` since the start."""
 
 
 class _ReadJob:
-    """A batch to be read. Nothing here refers back to it: its spans are let go when it ends, not when garbage is
-    collected, for they keep memory alive that its tier may have given back."""
+    """A batch to be read. Nothing it refers to refers back to it, so that its spans are released when it ends and not
+    by the garbage collector: they keep memory alive that its tier may have freed."""
 
     __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started", "waits")
 
@@ -71,14 +71,14 @@ class _ReadJob:
         self.nbytes = sum(map(len, map(_SPAN, items)))
         self.started = 0.0
         self.waits = True
-        """Whether it had to wait for others before it could begin."""
+        """Whether it had to wait for other jobs before it could begin."""
 
     def run(self) -> None:
         self.started = self.lane._clock.monotonic()
         self.lane._tier.read(self.items, self._finish)
 
     def _finish(self, results: Sequence[ReadResult]) -> None:
-        # What is not there is found out at once, and says nothing of how soon the rest comes.
+        # Missing blocks are detected at once, and say nothing about the speed of the others.
         came = self.nbytes if all(results) else sum(map(len, map(_SPAN, compress(self.items, results))))
         if came:
             self.lane._measure(self.lane._reading, self.lane.read_speed, self, came)
@@ -87,11 +87,9 @@ class _ReadJob:
 
 
 class _WriteJob:
-    """A batch to be written."""
-
     __slots__ = ("done", "items", "lane", "nbytes", "started")
 
-    waits = False  # it is never given up
+    waits = False  # it is never cancelled
 
     def __init__(self, lane: Lane, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         self.lane = lane
@@ -118,7 +116,7 @@ _Job = _ReadJob | _WriteJob
 
 
 class Lane:
-    """One per tier. Safe from any thread; calls the tier outside its own lock."""
+    """One per tier. Thread-safe; calls the tier outside its own lock."""
 
     def __init__(
         self,
@@ -128,7 +126,8 @@ class Lane:
         depth: int,
         call_soon: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """``call_soon`` calls something on a thread that no caller has; without it, callers give jobs to the tier."""
+        """``call_soon`` runs a function on a thread that belongs to no caller; without it, callers submit jobs to the
+        tier."""
         self._tier = tier
         self._call_soon = call_soon
         self._clock = clock
@@ -137,7 +136,7 @@ class Lane:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._awaited = 0
-        """Who waits until it is idle."""
+        """Number of threads waiting until the lane is idle."""
         self._reads: deque[_ReadJob] = deque()
         self._writes: deque[_WriteJob] = deque()
         self._read_bytes = self._write_bytes = 0
@@ -161,18 +160,19 @@ class Lane:
 
     @property
     def write_bytes(self) -> int:
-        """Bytes that are to be written or are being written."""
+        """Bytes waiting to be written or being written."""
         return self._write_bytes
 
     @property
     def write_room(self) -> int:
-        """Bytes of writes that would be taken now."""
+        """Bytes of writes that would be accepted now."""
         return self._limit - self._write_bytes
 
     def room(self, nbytes: int, beyond: bool = False) -> bool:
-        """Whether a write of ``nbytes`` would be taken; counts a refusal if not. ``beyond`` the limit it always is."""
+        """Reserve space for a write of ``nbytes``; returns False and counts a refusal if it exceeds the limit. With
+        ``beyond`` it is always accepted."""
         with self._lock:
-            # An empty queue takes a block of any size.
+            # An empty queue accepts a block of any size.
             if beyond or self._write_bytes + nbytes <= self._limit or not self._write_bytes:
                 self._write_bytes += nbytes
                 return True
@@ -185,7 +185,8 @@ class Lane:
         done: ReadDone,
         cancel: Callable[[], bool],
     ) -> None:
-        """Read ``items``. If that must wait, ``cancel`` is asked just before; if it answers True, nothing is read."""
+        """Read ``items``. If the read had to wait, ``cancel`` is called just before it starts; if that returns True,
+        nothing is read."""
         job = _ReadJob(self, items, done, cancel)
         with self._lock:
             job.waits = bool(self._reads) or not self._ready(self._reads_under_way)
@@ -196,7 +197,7 @@ class Lane:
             self._start()
 
     def write(self, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
-        """Write ``items``, for which ``room`` was found before."""
+        """Write ``items``, for which ``room`` returned True before."""
         job = _WriteJob(self, items, done)
         with self._lock:
             self._writes.append(job)
@@ -211,9 +212,9 @@ class Lane:
             self._call_soon(self._pump)
 
     def repair(self) -> None:
-        """After a caller was interrupted: count what waits anew, and let nothing wait that could begin.
+        """Recount the waiting bytes after a caller was interrupted, and start every job that can begin.
 
-        The caller lets nobody come in between ``room`` and ``write``.
+        The caller makes sure that no other thread is between ``room`` and ``write``.
         """
         with self._lock:
             jobs = [*self._reads, *self._writes, *self._under_way]
@@ -222,18 +223,18 @@ class Lane:
         self._start()
 
     def writing(self) -> set[int]:
-        """The owners of all blocks that are to be written or are being written."""
+        """The owners of all blocks waiting to be written or being written."""
         with self._lock:
             jobs = (*self._writes, *self._under_way)
             return {item.owner for job in jobs if isinstance(job, _WriteJob) for item in job.items}
 
     def reading(self, items: Sequence[Read]) -> bool:
-        """Whether this very batch is to be read or is being read."""
+        """Whether this same batch object is waiting to be read or being read."""
         with self._lock:
             return any(job.items is items for job in (*self._reads, *self._under_way))
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until nothing waits or is under way."""
+        """Wait until no job waits or is under way."""
         with self._lock:
             self._awaited += 1
             try:
@@ -257,7 +258,7 @@ class Lane:
 
     @property
     def _startable(self) -> bool:
-        """Whether a job may begin, and nobody is just starting jobs."""
+        """Whether a job may begin and no thread is already starting jobs."""
         if self._pumping:
             return False
         return self._ready(self._reads_under_way) if self._reads else self._ready(self._writes_under_way)
@@ -276,9 +277,9 @@ class Lane:
             return job
 
     def _ready(self, such: int) -> bool:
-        """Whether one more may begin, beside so many of its kind."""
-        # A second job behind the first, however large: else the tier has nothing to do while the first one's last
-        # blocks come or go.
+        """Whether one more job may begin when ``such`` of its kind are under way."""
+        # A second job is always allowed, however large: otherwise the tier would idle while the last blocks of the
+        # first are transferred.
         return self._items_under_way < self._depth or such < 2
 
     def _begin(self, job: _Job) -> None:
@@ -290,7 +291,7 @@ class Lane:
             self._writes_under_way += 1
 
     def _measure(self, stretch: _Stretch, speed: Speed, job: _Job, nbytes: int) -> None:
-        """Jobs overlap and end in clumps, so one job's time says little: bytes are counted over a stretch of work."""
+        """Measure bytes over a stretch of work: jobs overlap and end in bursts, so one job's duration says little."""
         with self._lock:
             now = self._clock.monotonic()
             seconds = now - max(job.started, stretch.last)

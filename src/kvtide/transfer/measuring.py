@@ -1,11 +1,14 @@
-"""What is known of a local disk before anything was read from it: measured when its store opens, and remembered.
+"""Measures a local disk when its store opens, and remembers the result, so that its speed is known before the first
+read.
 
-A disk that was never read would count with a guess, and nothing would be loaded from it if computing is quicker than
-that guess. So it is measured, by a thread of its own, for half a second at most: no caller waits for it, and opening
-does not. What was measured is kept in the tier's folder (tiers/nvme/speeds.py), with what real work has taught since,
-and not measured again for a day. A tier of less than ``LEAST`` bytes is not measured: there is little to load from it.
-Neither is shared storage: others use it, and it may be paid for by request. What is wrong or missing here is corrected
-by real reads, and by trials (plan/planner.py).
+Without that, a disk that was never read would be rated by a guess, and nothing would be loaded from it if computing is
+faster than that guess. The measurement runs on its own thread for half a second at most: neither callers nor opening
+wait for it. The result is kept in the tier's folder (tiers/nvme/speeds.py), updated by what real work has shown since,
+and not measured again for a day.
+
+A tier of less than ``LEAST`` bytes is not measured, because there is little to load from it. Neither is shared storage:
+others use it, and requests to it may cost money. Wrong or missing values are corrected by real reads, and by trials
+(plan/planner.py).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _PATIENCE = 2.0
 
 
 class Measuring:
-    """Of one NVMe tier. ``lanes`` are all that go to its disk, its own first."""
+    """The measurement of one NVMe tier. ``lanes`` are all lanes to its disk, its own first."""
 
     def __init__(
         self,
@@ -43,14 +46,14 @@ class Measuring:
         clock: Clock,
         may_write: Callable[[int], bool],
     ) -> None:
-        """``may_write`` so many bytes? If not, what is there may still be read."""
+        """``may_write`` returns whether so many bytes may be written. If not, existing data may still be read."""
         self._tier = tier
         self._lanes = lanes
         self._folder = folder
         self._clock = clock
         self._may_write = may_write
         self._stopped = False
-        """No Event, for nobody waits for it: one is left unusable by whoever is interrupted while he sets it."""
+        """Not an Event, because no thread waits for it, and an interrupt while one is set leaves it unusable."""
         self._thread: threading.Thread | None = None
         self._old = found = recall(folder)
         age = None if found is None or found.read is None else clock.time() - found.time
@@ -63,12 +66,12 @@ class Measuring:
                 lane.write_speed.remember(found.write)
 
     def start(self) -> None:
-        """Measure in the background, if there is a need."""
+        """Measure in the background, if necessary."""
         if self._wanted:
             thread = threading.Thread(target=self._run, name="kvtide-measure", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads; then the guess stands
+            except RuntimeError:  # no more threads; the guess stays in use
                 return
             self._thread = thread
 
@@ -79,7 +82,7 @@ class Measuring:
             log.info("the disk of %s was not measured: %s", self._folder, e)
             return
         if self._stopped:
-            return  # what was cut short says little
+            return  # an aborted measurement says little
         self._tell(found)
         self._save()
 
@@ -105,7 +108,7 @@ class Measuring:
         )
 
     def close(self) -> None:
-        """End it, and keep what is known by now. Before the tier is closed. May be repeated."""
+        """Stop the measurement, and save what is known by now. Call before the tier is closed. May be repeated."""
         self._stopped = True
         if self._thread is not None:
             self._thread.join(_PATIENCE)

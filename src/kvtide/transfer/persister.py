@@ -1,21 +1,21 @@
-"""Blocks that somebody wants to be durable: written and synced in a tier that survives a restart.
+"""Makes blocks durable: written and synced in a tier that survives a restart.
 
-A request has a list of blocks and a ``Transfer`` that ends when each of them is durable, or cannot become so. Every
-block is held meanwhile, so that it is evicted from no tier, and goes through these states, in ``_advance``::
+A request has a list of blocks and a ``Transfer`` that ends when each block is durable or cannot become so. Each block
+is held meanwhile, so that no tier evicts it, and passes through these states, in ``_advance``::
 
     being stored, or read from a tier  ->  wait until it is in DRAM
     in DRAM only                       ->  write it to the first durable tier that has not refused it yet
-    being written                      ->  wait until that has ended
-    in a durable tier                  ->  sync it there, and look again whether it is still there: then it is durable
+    being written                      ->  wait until the write has ended
+    in a durable tier                  ->  sync it there, and check that it is still there: then it is durable
     in a tier that is not durable      ->  read it first
 
-Writes on request do not ask the admission, and are not refused because a queue is full: they wait for their turn
-(``Demotion.write_on_request``), while the caller does not wait at all. Budgets of writes and quotas hold for them too.
+Writes on request bypass the admission, and are not refused because a queue is full: they wait for their turn
+(``Demotion.write_on_request``), while the caller does not block. Write budgets and quotas apply to them too.
 
-A block that is dropped or expires meanwhile is not durable. If somebody stores it again, or takes over the place of a
-writer that never ended, the new one is followed.
+A block that is dropped or expires meanwhile is not durable. If a caller stores it again, or replaces a writer that
+never finished, the new row is followed.
 
-Threads: from any. ``_advance`` is called where something has ended, on a tier's threads too; it never blocks.
+Thread-safe. ``_advance`` is called when a step has ended, on the tiers' threads too; it never blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvtide.transfer.written import Unwritten
 __all__ = ["DurableRequest", "Persister"]
 
 _SLICE = 512
-"""Blocks that are looked at in one turn of the index's lock."""
+"""Blocks examined in one hold of the index lock."""
 
 
 class _Block:
@@ -54,13 +54,13 @@ class _Block:
         self.key = key
         self.identity = identity
         self.row = 0
-        """That is held, by ``lease``."""
+        """The row held by ``lease``."""
         self.lease: Lease | None = None
         self.tried: list[int] = []
-        """Tiers to which it was written on request, by number."""
+        """Numbers of the tiers to which it was written on request."""
         self.loaded = False
         self.reason: Unwritten | None = None
-        """Why it will not be durable."""
+        """Why it will not become durable."""
 
 
 class DurableRequest:
@@ -75,12 +75,13 @@ class DurableRequest:
         self.transfer = transfer
         self.blocks = [_Block(i, key, identity) for i, (key, identity) in enumerate(wanted)]
         self.go_on: Callable[[Sequence[_Block]], None] = functools.partial(advance, self)
-        """Do the next step for these blocks. One object, so that blocks that end together are told together."""
+        """Do the next step for these blocks. Always the same object, so that blocks that end together are passed to it
+        together."""
         self.closed = False
-        """Whether the store was closed before it ended."""
+        """Whether the store was closed before the request ended."""
 
     def reason(self, number: int) -> Unwritten | None:
-        """Why a block is not durable, as far as is known now; None if it is."""
+        """Why a block is not durable, as far as known now; None if it is."""
         if number in self.transfer.arrived:
             return None
         if (reason := self.blocks[number].reason) is not None:
@@ -91,7 +92,7 @@ class DurableRequest:
 
 
 class _Arriving(Transfer):
-    """Waits for blocks that others write into DRAM; each goes on when it is there, or will not come."""
+    """Waits for blocks that others write into DRAM; each continues when it is complete, or has failed."""
 
     def __init__(self, request: DurableRequest, blocks: Sequence[_Block]) -> None:
         super().__init__(request.transfer.clock)
@@ -103,18 +104,18 @@ class _Arriving(Transfer):
             here = [block for row in rows if (block := self._blocks.get(row)) is not None]
         if here:
             self._go_on(here)
-        with self._lock:  # not before: whoever is interrupted comes again
+        with self._lock:  # only now: an interrupted caller repeats the call
             for row in rows:
                 self._blocks.pop(row, None)
             self._ended = not self._blocks
 
 
 _Syncing = tuple[DurableRequest, _Block, int]
-"""A block that is to be synced, and its place."""
+"""A block to be synced, and its place."""
 
 
 class Persister:
-    """Makes blocks durable. ``counts`` is told what happened."""
+    """Makes blocks durable. Counts events in ``counts``."""
 
     def __init__(
         self,
@@ -136,15 +137,15 @@ class Persister:
         self._counts = counts
         self._open: set[DurableRequest] = set()
         self._syncs: dict[int, list[_Syncing]] = {cold.number: [] for cold in self._durable}
-        """What is to be synced when the sync that is under way has ended, by tier."""
+        """Blocks to be synced when the current sync has ended, by tier."""
         self._busy: dict[int, list[_Syncing]] = {}
-        """Tiers that are syncing, and what."""
+        """Blocks being synced, by tier."""
         self._closed = False
         self.interrupted: Callable[[], None] = lambda: None
-        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._open)
 
     def persist(self, wanted: Iterable[tuple[BlockKey, Identity]], clock: Clock) -> DurableRequest:
@@ -172,7 +173,7 @@ class Persister:
         return request
 
     def _withdraw(self, request: DurableRequest) -> None:
-        """Nobody will get this request: whoever asked for it was interrupted."""
+        """Cancel a request whose caller was interrupted and will never receive it."""
         request.transfer.cancel()
         with self._index.lock:
             self._demotion.withdraw(request.go_on)
@@ -181,7 +182,7 @@ class Persister:
         self._demotion.tell()
 
     def close(self) -> None:
-        """End what has not ended: nothing moves any more."""
+        """Cancel all open requests: no block moves any more."""
         with self._index.lock:
             self._closed = True
             requests = list(self._open)
@@ -203,13 +204,13 @@ class Persister:
             self._open.discard(request)
 
     def _let_go(self, block: _Block) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         lease, block.lease = block.lease, None
         if lease is not None:
             lease.release()
 
     def _end(self, request: DurableRequest, blocks: Sequence[_Block], reason: Unwritten | None) -> None:
-        """Blocks are durable, or there is a reason why they will not be. Outside the lock."""
+        """End blocks that are durable (``reason`` None) or will not become so. Call without the lock."""
         if not blocks:
             return
         with self._index.lock:
@@ -221,7 +222,7 @@ class Persister:
     # -- the states of a block ----------------------------------------------------------------------------
 
     def _hold_all(self, request: DurableRequest) -> None:
-        """Hold what is known before anything else is done, or the last blocks could leave meanwhile."""
+        """Hold all known blocks first; otherwise the last ones could be evicted meanwhile."""
         for first in range(0, len(request.blocks), _SLICE):
             with self._index.lock:
                 if request.transfer.ended:
@@ -234,7 +235,7 @@ class Persister:
                     raise
 
     def _follow(self, block: _Block) -> bool:
-        """Hold the row that has the block's key now; False if there is none. Under the lock."""
+        """Hold the row that has the block's key now; returns False if there is none. Call with the lock held."""
         row = int(self._index.own_rows([block.key], block.identity.fingerprint)[0])
         if row != block.row or block.lease is None:
             self._let_go(block)
@@ -245,7 +246,7 @@ class Persister:
         return bool(row)
 
     def _advance(self, request: DurableRequest, blocks: Sequence[_Block]) -> None:
-        """Do the next step for each of these blocks, and come back when that has ended."""
+        """Start the next step for each of these blocks; it is called again when that step has ended."""
         for first in range(0, len(blocks), _SLICE):
             self._step(request, blocks[first : first + _SLICE])
 
@@ -282,8 +283,8 @@ class Persister:
         writes: set[int],
         loads: list[_Block],
     ) -> None:
-        """What is to be done for each of these blocks: which have failed, which are to be synced, to which tiers there
-        is something to write, and which are to be read. Under the lock."""
+        """Decide the next step of each block: fills in the blocks that failed, the blocks to sync, the tiers to write
+        to, and the blocks to read. Call with the lock held."""
         index = self._index
         landing: list[_Block] = []
         for block in blocks:
@@ -296,7 +297,7 @@ class Persister:
                 place = int(index.place[cold.number][row])
                 syncs.setdefault(cold.number, []).append((request, block, place))
             elif any(self._demotion.watched(c, row, block) for c in self._durable):
-                pass  # who was interrupted here comes again: it waits already
+                pass  # repeated after an interrupt: the block already waits
             elif cold is not None:
                 self._demotion.watch(cold, row, request.go_on, block)
             elif index.state[DRAM][row] == PENDING:
@@ -320,7 +321,7 @@ class Persister:
                 self._promotion.join(block.row, arriving)
 
     def _where(self, block: _Block) -> ColdTier | None:
-        """The durable tier that has the block or is about to get it. Under the lock."""
+        """The durable tier that has the block or is about to get it. Call with the lock held."""
         coming = None
         for cold in self._durable:
             state = self._index.state[cold.number][block.row]
@@ -331,7 +332,7 @@ class Persister:
         return coming
 
     def _refusal(self, block: _Block) -> Unwritten:
-        """Why no tier has taken it: what the nearest said. Under the lock."""
+        """Why no tier has taken the block: the reason of the nearest tier tried. Call with the lock held."""
         if not block.tried:
             return Unwritten.REMOVED
         reasons = self._residents.unwritten.get(block.row, {})
@@ -340,7 +341,7 @@ class Persister:
     # -- syncing ------------------------------------------------------------------------------------------
 
     def _sync(self, cold: ColdTier, blocks: list[_Syncing]) -> None:
-        """Sync blocks, together with all others that come while a sync is under way."""
+        """Sync blocks, batched with all others that arrive while a sync is under way."""
         assert cold.sync is not None
         number = cold.number
         batch: list[_Syncing] = []
@@ -354,7 +355,7 @@ class Persister:
             cold.sync([(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch))
         except BaseException:
             with self._index.lock:
-                # Nobody knows whether the tier was asked, and others wait for it too: ask once more.
+                # It is unknown whether the tier received the sync, and other requests wait for it: sync once more.
                 if self._busy.get(number) is batch:
                     del self._busy[number]
                     self._syncs[number] += batch
@@ -368,7 +369,7 @@ class Persister:
         events: list[Event] = []
         with index.lock:
             if self._busy.get(number) is not batch:
-                return  # it is synced once more
+                return  # the batch is synced once more
             del self._busy[number]
             for (request, block, place), good in zip(batch, results, strict=True):
                 row = block.row
@@ -378,7 +379,7 @@ class Persister:
                 elif good:
                     ended.setdefault((request, None), []).append(block)
                 elif index.state[DRAM][row] == SEALED:
-                    # What cannot be synced may be lost though it was written: it is written again, elsewhere.
+                    # A written block that cannot be synced may be lost: it is written again, elsewhere.
                     index.remove(row, number)
                     if not cold.shared:
                         cold.tier.evict(block.key, place)

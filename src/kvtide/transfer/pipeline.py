@@ -1,23 +1,25 @@
-"""Moves blocks between tiers and keeps the index true while they move.
+"""Moves blocks between tiers and keeps the index correct while they move.
 
-Decide under the index's lock, act outside it: each verb first changes rows and collects what is to be done (reads,
-writes, events), then does it. A row on the move is held, so it cannot be evicted or forgotten meanwhile.
+Each operation decides under the index lock and acts outside it: it first changes rows and collects the work to do
+(reads, writes, events), then does that work. A row that is being moved is held, so it cannot be evicted or forgotten
+meanwhile.
 
-Up (promotion.py): a row gets a slot in DRAM and a read; equal reads are joined. Down (demotion.py): a sealed row is
-written to a colder tier while it stays readable in DRAM. Out: a drop is answered when no tier can bring the block back
-(eraser.py).
+- Promotion (promotion.py): a row gets a slot in DRAM and a read; requests for the same read share it.
+- Demotion (demotion.py): a sealed row is written to a colder tier while it stays readable in DRAM.
+- Drop (eraser.py): a drop completes when no tier can return the block any more.
 
-A caller may be interrupted anywhere: Ctrl-C, or a signal handler that raises. What it has changed under the lock is
-then half done. Before the lock is released, ``repair`` makes everything anew that can be derived: holds from the leases
-in force, slots from where the rows are, counters from both. What nobody can finish any more is given up, and whoever
-waits for it is told. Rights that the caller did not get (it was interrupted on the way out) end when the next call
-takes the lock (``reclaim``). The threads of tiers are never interrupted.
+*Interruptions.* Ctrl-C, or a signal handler that raises, may interrupt a caller anywhere and leave its changes under
+the lock half done. Before the lock is released, ``repair`` recomputes all derived state: holds from the open leases,
+slots from the places of rows, counters from both. Work that no thread can finish any more is abandoned, and its waiters
+are notified. Leases and reservations that the caller never received (it was interrupted while they were returned) end
+when the next call takes the lock (``reclaim``). The threads of tiers are never interrupted.
 
-*Two writers.* A writer may be slow, or be stopped and never end, and nobody may have to wait for it. So while a block
-is PENDING because somebody writes it, one more writer gets a row and a slot of its own for the same key, which nobody
-finds (``_hidden``). Whoever seals first has the key: if that is the second, the row of the first is doomed, so that its
-seal changes nothing and its slot comes free when it ends; if it is the first, the second copy is given up when it ends.
-When the first aborts, the second takes its place. A third writer is told that the block is pending.
+*Two writers.* A writer may be slow, or may stop and never finish, and no other writer may have to wait for it. So while
+a block is PENDING because a writer fills it, one more writer gets its own row and slot for the same key; lookups do not
+find that row (``_hidden``). The first writer to seal gets the key. If the second writer seals first, the first writer's
+row is doomed: its seal changes nothing, and its slot is freed when it ends. If the first writer seals first, the second
+copy is discarded when it ends. If the first writer aborts, the second takes its place. A third writer is told that the
+block is pending.
 """
 
 from __future__ import annotations
@@ -59,46 +61,46 @@ __all__ = ["Asker", "DropRequest", "Expiring", "Pipeline", "PipelineStatistics",
 
 
 _TAILS = 8 << 20
-"""Bytes of slots whose ends are zeroed in one hold of the lock: an end is at most 1/32 of its slot."""
+"""Bytes of slots whose unused ends are zeroed in one hold of the lock. An end is at most 1/32 of its slot."""
 _WINDOW = 1 << 12
-"""Rows that are looked at in one hold of the lock, when a tenant's are wanted."""
+"""Rows examined in one hold of the lock when searching for a tenant's rows."""
 _GRANTED = 1024
 """Blocks of a prompt that get their slots in one hold of the lock."""
 
 Erased = list[tuple[BlockKey, int]]
-"""Blocks that a tier is to erase, and where it has them."""
+"""Blocks that a tier must erase, each with its place in that tier."""
 
 Asker = Mapping[bytes, int] | None
-"""Who asks for blocks by their keys: the fingerprints of his identities, by what ends the keys; None: the store itself,
-for which no block is another's."""
+"""The identity of a caller that names blocks by key: its fingerprints by key suffix. None is the store itself, which
+may access every block."""
 
 _NONE: Rows = np.empty(0, np.int64)
 _REPAIRS = 100
-"""How often a repair is begun again when it is interrupted itself."""
+"""Maximum number of times that a repair restarts after it was interrupted itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatistics:
     leases: int = 0
-    """Rights to read that are open; a reservation has one on the prompt before it."""
+    """Open leases (rights to read); a reservation has one on the blocks before its own in the prompt."""
     reservations: int = 0
-    """Rights to write that are open."""
+    """Open reservations (rights to write)."""
     pending: int = 0
-    """Blocks that somebody waits for."""
+    """Blocks that a caller waits for."""
     doomed: int = 0
-    """Dropped blocks that somebody still holds."""
+    """Dropped blocks that a caller still holds."""
     loads: LoadStatistics = field(default_factory=LoadStatistics)
     evictors: dict[str, EvictorStatistics] = field(default_factory=dict)
     """By tier."""
     write_budgets: dict[str, WriteBudgetStatistics] = field(default_factory=dict)
-    """By tier, of those that have one."""
+    """By tier, for tiers with a write budget."""
     largest_slice: int = 0
-    """The most blocks that were dropped or expired in one hold of the index's lock."""
+    """The largest number of blocks dropped or expired in one hold of the index lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """Blocks of one group, in order, that somebody wants to store; in columns."""
+    """Blocks of one group to store, in order; one column per field."""
 
     identity: Identity
     keys: Sequence[BlockKey]
@@ -109,7 +111,7 @@ class WriteRequest:
     tokens: Sequence[bytes] = ()
 
     def parts(self) -> Iterator[WriteRequest]:
-        """The same in parts, each small enough for one hold of the lock."""
+        """Split the request into parts, each small enough for one hold of the lock."""
         if len(self.keys) <= _GRANTED:
             yield self
             return
@@ -121,7 +123,7 @@ class WriteRequest:
 
 @dataclass(slots=True)
 class _Granted:
-    """What a reservation has got so far."""
+    """The blocks granted to a reservation so far."""
 
     keys: list[BlockKey]
     rows: list[int]
@@ -129,18 +131,18 @@ class _Granted:
     depths: list[int]
     spans: list[Span]
     later: int = 0
-    """Blocks for which memory is just being taken."""
+    """Blocks without a slot yet because their memory is still being taken from the system."""
     contended: bool = False
-    """Whether somebody else was seen to write one of the blocks."""
+    """Whether another writer was found to be writing one of the blocks."""
 
 
 def _anywhere(rows: Rows) -> Mask:
-    """Which blocks may be moved within DRAM, if nobody holds them: all."""
+    """Mask of the blocks that may be moved within DRAM if they are not held: all of them."""
     return np.ones(len(rows), np.bool_)
 
 
 class Pipeline:
-    """The only place that changes where rows are. Safe from any thread."""
+    """The only class that changes the places of rows. Thread-safe."""
 
     def __init__(
         self,
@@ -154,14 +156,14 @@ class Pipeline:
         tenants: Mapping[bytes, int] = MappingProxyType({}),
         quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """``tenants`` have numbers for good, by tag, and by these numbers some have ``quotas`` of DRAM in bytes."""
+        """``tenants`` maps tenant tags to permanent numbers; ``quotas`` maps some of these numbers to bytes of DRAM."""
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
         self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
-        """What happened, by name; see ``docs/glossary.md``."""
+        """Event counts by name; see ``docs/glossary.md``."""
         self._residents = residents = Residents(index, dram, checksum, tenants)
         self._eraser = eraser = Eraser(index, colds)
         self._demotion = demotion = Demotion(index, residents, colds, policy, eraser, feed, self.counts)
@@ -173,11 +175,11 @@ class Pipeline:
         self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}
-        """The rows that open reservations are to fill, by the reservation's serial number."""
+        """Rows that open reservations will fill, by the reservation's serial number."""
         self._watches: dict[int, Watch] = {}
-        """Over these reservations."""
+        """Watches over these reservations, by serial number."""
         self._abandoned: deque[Watch] = deque()
-        """Reservations that nobody can end any more: whoever was to get them was interrupted."""
+        """Reservations that no caller can end any more, because the caller was interrupted before it received them."""
         residents.interrupted = self._promotion.interrupted = self._room.interrupted = demotion.interrupted = (
             self.repair
         )
@@ -188,13 +190,13 @@ class Pipeline:
         self.persister.interrupted = self.repair
         self.report = demotion.report
         self._longer: set[int] = set()
-        """Rows that live longer than their records say. Some may have left since."""
+        """Rows whose expiry is later than their records in colder tiers say. Some rows may have been removed since."""
         self.largest_slice = 0
-        """The most blocks that were dropped or expired in one hold of the index's lock."""
+        """The largest number of blocks dropped or expired in one hold of the index lock."""
         self._writing: set[int] = set()
-        """Rows that reservations fill."""
+        """Rows being filled by reservations."""
         self._hidden: dict[BlockKey, int] = {}
-        """Of these, those of second writers, which are not found by their keys."""
+        """Second writers' rows among ``_writing``, which lookups by key do not find."""
 
     def statistics(self) -> PipelineStatistics:
         with self._index.lock:
@@ -215,29 +217,32 @@ class Pipeline:
 
     @property
     def lost(self) -> Counter[Unwritten]:
-        """Blocks that have left DRAM and are in no tier, though one was to have them, since the store was opened."""
+        """Counts, since the store was opened, blocks that left DRAM and reached no colder tier though one should have
+        had them."""
         with self._index.lock:
             return Counter(self._demotion.lost)
 
     @property
     def blocks_doomed(self) -> int:
-        """Dropped blocks that somebody still holds."""
+        """Number of dropped blocks that a caller still holds."""
         return len(self._residents.doomed)
 
     @property
     def blocks_pending(self) -> int:
-        """Rows that somebody waits for."""
+        """Number of rows that a caller waits for."""
         return len(self._promotion)
 
     def intact(self, row: int) -> bool:
-        """Whether a row in DRAM still has the bytes that were sealed (see ``dram.checksum``). Under the lock."""
+        """Whether a row in DRAM still has the bytes that were sealed (see ``dram.checksum``). Call with the lock
+        held."""
         if self._residents.intact(row):
             return True
         self.counts["blocks changed in DRAM after they were sealed"] += 1
         return False
 
     def stored(self, rows: Rows) -> None:
-        """All blocks of a prompt that are here, head first, after some were stored. Under the index's lock."""
+        """Record a store: ``rows`` are all blocks of the prompt that are present, first block first. Call with the
+        index lock held."""
         self._uses.stored(rows)
         for cold in self._colds:
             if cold.admission.learns:
@@ -247,13 +252,14 @@ class Pipeline:
                 self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
 
     def keep(self, rows: Rows, most: int = sys.maxsize) -> Lease:
-        """Blocks of one chain, head first, are about to get children: hold those that only DRAM has, so many at most.
-        Under the lock."""
+        """Hold the blocks of one chain, first block first, that only DRAM has, because they are about to get children.
+        Holds ``most`` rows at most. Call with the lock held."""
         self._uses.touch(rows)
         return self.lease(rows[~self._demotion.saved(rows)][:most])
 
     def asked(self, rows: Rows, length: int) -> None:
-        """The first blocks of a prompt of ``length`` blocks, head first, were asked for. Under the index's lock."""
+        """Record that the first blocks of a prompt of ``length`` blocks were requested; first block first. Call with
+        the index lock held."""
         self._uses.asked(rows, length)
         for cold in self._colds:
             wanted = rows[cold.admission.on_touch(rows)]
@@ -261,8 +267,8 @@ class Pipeline:
                 self._demotion.write(cold, wanted)
 
     def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
-        """The blocks of a prompt, those of each group head first, were used, and this is known of their next use. Under
-        the index's lock."""
+        """Record that a prompt's blocks (each group's first block first) were used, with a hint about their next use.
+        Call with the index lock held."""
         for some in rows:
             self._uses.expect(some, turn, None, {})
         if returns_in is not None:
@@ -275,16 +281,16 @@ class Pipeline:
             self.counts["hints: expected back"] += 1
 
     def keep_expected(self, rows: Sequence[Rows], seconds: float) -> bool:
-        """The blocks of a prompt, those of each group head first, are expected back in so many seconds. Whether DRAM
-        keeps some of them until then. Under the index's lock."""
+        """Record that a prompt's blocks (each group's first block first) are expected back in ``seconds``. Returns
+        whether DRAM keeps some of them until then. Call with the index lock held."""
         rooms = {c.number: room(c.evictor.tier) for c in self._colds if c.evictor is not None}
         rooms[DRAM] = room(self._dram)
         kept = [self._uses.expect(some, None, seconds, rooms) for some in rows]
         return any(kept)
 
     def may_bring(self, rows: Rows, nbytes: int) -> bool:
-        """Whether there is room in DRAM for what is not there of so many bytes of blocks that are expected: without
-        taking that of a block of higher priority, or of one that is expected itself. Under the index's lock."""
+        """Whether DRAM has space for those of the expected blocks, ``nbytes`` in all, that it lacks, without evicting a
+        block of higher priority or one that is expected itself. Call with the index lock held."""
         away = rows[self._index.state[DRAM][rows] == ABSENT]
         if not len(away):
             return False
@@ -303,10 +309,8 @@ class Pipeline:
     # -- after an interruption ----------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """A change was left half done: make everything anew that can be derived. Under the lock, before it is released.
-
-        Looks at all rows.
-        """
+        """Recompute all derived state after a change was left half done. Scans all rows. Call with the lock held,
+        before it is released."""
         for left in range(_REPAIRS, -1, -1):
             try:
                 self._repair()
@@ -319,7 +323,8 @@ class Pipeline:
     def _repair(self) -> None:
         index = self._index
         for rows in self._open.values():
-            rows[:] = [row for row in rows if index.state[DRAM][row] == PENDING]  # whoever reserves has the same list
+            # In place: the reservation shares this list.
+            rows[:] = [row for row in rows if index.state[DRAM][row] == PENDING]
         self._writing = {row for rows in self._open.values() for row in rows}
         self._hidden = {key: row for key, row in self._hidden.items() if row in self._writing and index.row(key) != row}
         self._promotion.repair(self._writing)
@@ -339,7 +344,8 @@ class Pipeline:
         self.counts["interrupted calls"] += 1
 
     def reclaim(self) -> None:
-        """End the rights that nobody can give back. Under the lock; ``call_ready`` outside of it."""
+        """End the leases and reservations that no caller can release. Call with the lock held, then ``call_ready``
+        without it."""
         try:
             while self._residents.abandoned:
                 self._residents.end_lease(self._residents.abandoned[0].number)
@@ -353,26 +359,29 @@ class Pipeline:
 
     @property
     def abandoned(self) -> bool:
-        """Whether there are rights that nobody can give back."""
+        """Whether there are leases or reservations that no caller can release."""
         return bool(self._residents.abandoned or self._abandoned)
 
     def _give_up(self, serial: int) -> None:
-        """Abort a reservation, if it has not ended. Under the lock."""
+        """Abort a reservation unless it has ended. Call with the lock held."""
         if serial in self._open:
             try:
                 self._end(serial, None, [])
             except BaseException:
-                self._open.pop(serial, None)  # its rows are nobody's to fill now
+                self._open.pop(serial, None)  # no writer will fill its rows now
                 self.repair()
                 raise
         self._watches.pop(serial, None)
 
-    # -- in from callers ----------------------------------------------------------------------------------
+    # -- stores from callers ------------------------------------------------------------------------------
 
     def reserve(self, pledges: Sequence[WriteRequest], *, wait: bool = True) -> Reservation:
-        """Slots in DRAM for blocks that are not here. What is here, or finds no room, is not in the answer.
+        """Reserve slots in DRAM for blocks that the store lacks. Blocks that are present, or for which there is no
+        space, are not in the result.
 
-        Who does not ``wait`` for memory that must be taken from the system gets what there is, and ``later``."""
+        With ``wait`` False, memory that must first be taken from the system is not waited for: the result has the slots
+        available now, and ``later`` counts the rest.
+        """
         granted = _Granted([], [], [], [], [])
         serial = next(self._serials)
         reservation = Reservation(granted.keys, _NONE, granted.spans, granted.depths, (), self._finish, serial)
@@ -405,14 +414,15 @@ class Pipeline:
         return reservation
 
     def _absent(self, rows: Rows) -> Mask:
-        """Which rows are in no tier, nor on their way to one. Under the lock."""
+        """Mask of rows that are in no tier nor on their way to one. Call with the lock held."""
         absent: Mask = self._index.state[DRAM][rows] == ABSENT
         for cold in self._colds:
             absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
 
     def _being_written(self, rows: Rows) -> Mask:
-        """Which rows somebody has reserved who has not sealed them, and are nowhere else. Under the lock."""
+        """Mask of rows that a writer has reserved but not sealed and that no colder tier has. Call with the lock
+        held."""
         pending: Mask = self._index.state[DRAM][rows] == PENDING
         for cold in self._colds:
             pending &= self._index.state[cold.number][rows] != SEALED
@@ -421,7 +431,7 @@ class Pipeline:
         return pending
 
     def _reserve(self, write_request: WriteRequest, granted: _Granted, wait: bool) -> bool:
-        """False if there is no room for the rest, and so none for what follows either."""
+        """Returns False if there is no space for the remaining blocks, and therefore none for later requests."""
         done = 0
         while done < len(write_request.keys):
             events: list[Event] = []
@@ -443,7 +453,8 @@ class Pipeline:
         return True
 
     def _grant(self, write_request: WriteRequest, start: int, granted: _Granted, events: list[Event]) -> int:
-        """Give slots to blocks from ``start`` on; answers where it ended, for want of a slot that growing may give."""
+        """Give slots to blocks from ``start`` on. Returns the index at which it stopped because a slot was missing that
+        growing the memory may provide."""
         index, size = self._index, write_request.identity.geometry.footprint
         found = index.rows(write_request.keys[start:])
         new = self._absent(found)
@@ -452,7 +463,8 @@ class Pipeline:
             granted.contended = True
             second = {start + i for i in busy.tolist() if write_request.keys[start + i] not in self._hidden}
         if (others := index.others(found, write_request.identity.fingerprint)) is not None:
-            # To another, a block that is here must look like one that is not: he writes a copy that nobody finds.
+            # To another identity, a block that is present must look absent: that writer writes a copy that lookups do
+            # not find.
             named = (np.flatnonzero(others & ~new) + start).tolist()
             second.update(i for i in named if write_request.keys[i] not in self._hidden)
         if second:
@@ -468,7 +480,7 @@ class Pipeline:
                 row = index.add(write_request.keys[i], write_request.parents[i], write_request.depths[i], found=False)
                 self._hidden[write_request.keys[i]] = row
             else:
-                # A key may be known and yet nowhere: somebody holds it.
+                # A key may be in the index without being in any tier, because a caller holds its row.
                 row = index.row(write_request.keys[i]) or index.add(
                     write_request.keys[i], write_request.parents[i], write_request.depths[i]
                 )
@@ -494,7 +506,7 @@ class Pipeline:
         return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
-        """The end of a reservation. Once: whoever was interrupted here may come again, and finds that it has ended."""
+        """End a reservation, once: a caller that was interrupted here may call again, and then nothing happens."""
         events: list[Event] = []
         try:
             with self._index.lock:
@@ -510,7 +522,7 @@ class Pipeline:
         self._feed.publish(events)
 
     def _end(self, serial: int, generations: Sequence[int] | None, events: list[Event]) -> None:
-        """``generations``: of the slots of what is to be sealed; None: nothing is. Under the lock."""
+        """``generations``: those of the slots to be sealed; None to seal nothing. Call with the lock held."""
         index, rows = self._index, rows_of(self._open[serial])
         if generations is not None:
             found = [self._dram.generation(p) for p in index.place[DRAM][rows].tolist()]
@@ -536,10 +548,10 @@ class Pipeline:
         self._room.save_ahead(len(kept))
 
     def _settle(self, rows: Rows, good: Mask) -> list[int]:
-        """A reservation ends: decide whose the keys are that two are writing. Under the lock.
+        """Decide, when a reservation ends, which of two writers gets each contended key. Call with the lock held.
 
-        What is of no use any more becomes False in ``good``, which says what was sealed. Answers the rows of first
-        writers that have lost their keys.
+        Clears the entries of ``good`` (the mask of sealed rows) that are no longer useful. Returns the rows of first
+        writers that lost their keys.
         """
         index, overtaken = self._index, []
         for i, row in enumerate(rows.tolist()):
@@ -554,7 +566,7 @@ class Pipeline:
                     self._residents.doom_many(rows_of([first]))
                     overtaken.append(first)
                 elif first and any(state[first] for state in index.state):
-                    good[i] = False  # the other was sealed before
+                    good[i] = False  # the other copy was sealed first
                     self.counts["blocks written twice"] += 1
                 else:
                     index.take_key(row)
@@ -562,10 +574,10 @@ class Pipeline:
                 index.take_key(self._hidden.pop(key))
         return overtaken
 
-    # -- out ----------------------------------------------------------------------------------------------
+    # -- removal ------------------------------------------------------------------------------------------
 
     def bring_down(self) -> None:
-        """Evict what tenants have beyond their quotas: these may have been lowered since it was written."""
+        """Evict tenants' blocks beyond their quotas, which may have been lowered since the blocks were written."""
         events: list[Event] = []
         with self._index.lock:
             for cold in self._colds:
@@ -576,14 +588,14 @@ class Pipeline:
         self._feed.publish(events)
 
     def catch_up(self, name: str) -> None:
-        """A tier that would not take blocks takes them again: write those that are still here and were refused."""
+        """Write the refused blocks that are still in DRAM to a tier that accepts blocks again."""
         cold = next(c for c in self._colds if c.name == name)
         with self._index.lock:
             refused = rows_of(sorted(self._residents.refused))
             self._demotion.write(cold, refused[cold.admission.on_store(refused)])
 
     def waiting(self, name: str) -> int:
-        """Bytes of the blocks that a tier would not take and are still here, and of those that it is just given."""
+        """Bytes of the blocks that a tier refused and that are still in DRAM, plus those queued for writing to it."""
         cold = next(c for c in self._colds if c.name == name)
         with self._index.lock:
             rows = rows_of(sorted(self._residents.refused))
@@ -591,7 +603,8 @@ class Pipeline:
             return self._residents.record_bytes(rows[good]) + cold.lane.write_bytes
 
     def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
-        """Reads of these blocks from a tier hang: nobody waits for them any more, and their slots stay aside."""
+        """Fail the waiting loads of these blocks, because their reads from a tier hang. Their slots remain set
+        aside."""
         events: list[Event] = []
         with self._index.lock:
             rows = self._index.rows(keys)
@@ -603,7 +616,8 @@ class Pipeline:
         self._promotion.call_ready()
 
     def make_room(self, number: int, size: int, count: int = 1) -> bool:
-        """Evict from a tier so that up to ``count`` slots of ``size`` come free; False if nothing may leave."""
+        """Evict from a tier so that up to ``count`` slots of ``size`` become free. Returns False if nothing can be
+        evicted."""
         events: list[Event] = []
         with self._index.lock:
             if number == DRAM:
@@ -623,10 +637,10 @@ class Pipeline:
         who: Asker = None,
         told: bool = True,
     ) -> int:
-        """Remove blocks from every tier, or all but the ``shared`` ones; answers how many there were.
+        """Remove blocks from every tier, or from all but shared storage; returns how many were found.
 
-        Others who use the storage are ``told`` to do so. ``done`` gets the number not erased. Goes in slices, and rests
-        between them: hold no lock.
+        If ``told``, other users of the shared storage are notified. ``done`` gets the number of blocks not erased.
+        Works in slices and pauses between them: call without the lock.
         """
         drop = DropRequest(self, keys, done, shared, who, told)
         while drop.step():
@@ -641,8 +655,8 @@ class Pipeline:
         barrier: DropBarrier,
         erase: Sequence[Erased],
     ) -> int:
-        """Take one slice of blocks from the index; answers how many there were. What ``colds`` are to erase is added to
-        ``erase``, before anything is taken: who is interrupted here must still erase it."""
+        """Remove one slice of blocks from the index; returns how many were found. What ``colds`` must erase is added to
+        ``erase`` before anything is removed, because a caller that is interrupted here must still erase it."""
         index = self._index
         events: list[Event] = []
         try:
@@ -651,7 +665,7 @@ class Pipeline:
                 found = np.unique(rows[rows > 0])
                 try:
                     for cold, items in zip(colds, erase, strict=True):
-                        # Row 0 is nowhere; but a tier may have traces of blocks that the index knows no more.
+                        # Row 0 has no place, but a tier may have traces of blocks that the index no longer knows.
                         items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
                     self._detach_many(self._with_hidden(keys, found), "dropped", events)
                     self._eraser.await_dying(keys, barrier)
@@ -667,7 +681,7 @@ class Pipeline:
         return len(found)
 
     def _own(self, keys: Sequence[BlockKey], who: Asker) -> tuple[Sequence[BlockKey], Rows]:
-        """Those keys that are not of others' blocks, and their rows. Under the lock."""
+        """The keys that do not name other identities' blocks, and their rows. Call with the lock held."""
         index = self._index
         rows = index.rows(keys)
         if who is None:
@@ -678,13 +692,14 @@ class Pipeline:
         return [key for key, other in zip(keys, others.tolist(), strict=True) if not other], rows[~others]
 
     def _with_hidden(self, keys: Sequence[BlockKey], rows: Rows) -> Rows:
-        """These rows, and those that second writers of the same keys have. Under the lock."""
+        """``rows`` plus the rows of second writers of the same keys. Call with the lock held."""
         if not self._hidden:
             return rows
         return np.append(rows, rows_of([self._hidden[key] for key in keys if key in self._hidden]))
 
     def _detach_all(self, keys: Sequence[BlockKey]) -> None:
-        """Take those that are still there from the index, however often that is interrupted. Under the lock."""
+        """Remove from the index those blocks that are still there, however often this is interrupted. Call with the
+        lock held."""
         for _ in range(_REPAIRS):
             try:
                 rows = self._index.rows(keys)
@@ -695,14 +710,14 @@ class Pipeline:
                 return
 
     def when_zeroed(self, call: Callable[[], None]) -> None:
-        """Call when the slots of what was dropped are zeroed, but for those that somebody holds."""
+        """Call ``call`` when the slots of dropped blocks are zeroed, except slots that a caller holds."""
         self._dram.when_zeroed(call)
 
     def zero_traces(self, tenant: bytes) -> int:
-        """Zero what memory still has of a tenant's blocks, which were dropped; answers how many slots are zeroed later,
-        because somebody holds them or they could not be zeroed.
+        """Zero what memory still contains of a tenant's dropped blocks. Returns the number of slots that are zeroed
+        later, because a caller holds them or zeroing failed.
 
-        Takes the lock for a few slots at a time, and as long as zeroing does: hold none.
+        Takes the lock for a few slots at a time, and lasts as long as the zeroing: call without the lock.
         """
         with self._index.lock:
             self._residents.zero_unfilled()
@@ -710,7 +725,7 @@ class Pipeline:
             self._dram.zero_free(tenant)
         except BaseException:
             with self._index.lock:
-                self.repair()  # else slots that were chosen, and are not being zeroed, would be nobody's for ever
+                self.repair()  # otherwise slots chosen but not being zeroed would be lost forever
             raise
         for segment in self._dram.mixed:
             slots = np.arange(segment.slots)
@@ -724,7 +739,8 @@ class Pipeline:
             return self._residents.held_of(tenant) + self._dram.unzeroed
 
     def keys_of(self, tenant: bytes) -> list[BlockKey]:
-        """A tenant's blocks in DRAM that are not dropped yet. Takes the lock for some rows at a time: hold none."""
+        """Keys of a tenant's blocks in DRAM that are not dropped yet. Takes the lock for a range of rows at a time:
+        call without it."""
         index, keys, start = self._index, list[BlockKey](), 0
         while start < index.size:
             with index.lock:
@@ -736,7 +752,8 @@ class Pipeline:
 
     @contextmanager
     def forgetting(self, tenant: bytes) -> Iterator[None]:
-        """Let no block of a tenant into DRAM meanwhile, neither from a caller nor from a colder tier. Hold no lock."""
+        """Meanwhile, let no block of the tenant into DRAM, neither from a caller nor from a colder tier. Enter without
+        the lock."""
         forgotten = self._residents.forgotten
         with self._index.lock:
             forgotten[tenant] += 1
@@ -749,7 +766,8 @@ class Pipeline:
                     del forgotten[tenant]
 
     def _detach_many(self, rows: Rows, reason: str, events: list[Event]) -> None:
-        """Take distinct rows from the index, so that nobody finds them; their slots follow when nobody holds them."""
+        """Remove distinct rows from the index, so that lookups miss them. Their slots are freed when no caller holds
+        them."""
         index = self._index
         if not len(rows):
             return
@@ -780,14 +798,14 @@ class Pipeline:
             events.append(BlockRemoved(tier, self._index.keys(rows), reason, self._index.identities(rows)))
 
     def expire(self, rows: Rows) -> list[Event]:
-        """Remove blocks whose time is over. Under the lock; answers what is to be published."""
+        """Remove expired blocks; returns the events to publish. Call with the lock held."""
         events: list[Event] = []
         try:
             for cold in self._colds:
                 sealed = rows[self._index.state[cold.number][rows] == SEALED]
                 if len(sealed):
                     self._tell(cold.name, sealed, "expired", events)
-                    # In this order: a place that is given back twice would be another's.
+                    # In this order: a place released twice could free a slot that was given to another block.
                     places = self._index.remove_many(sealed, cold.number).tolist()
                     for key, place in zip(self._index.keys(sealed), places, strict=True):
                         cold.tier.evict(key, place)
@@ -798,10 +816,10 @@ class Pipeline:
         self.counts["blocks expired"] += len(rows)
         return events
 
-    # -- how long blocks live -----------------------------------------------------------------------------
+    # -- expiry -------------------------------------------------------------------------------------------
 
     def extend(self, rows: Rows, when: float) -> None:
-        """Let distinct rows live until ``when`` at least. Under the lock."""
+        """Let distinct rows expire at ``when`` at the earliest. Call with the lock held."""
         longer = self._index.extend(rows, when)
         if len(longer):
             for cold in self._colds:
@@ -811,9 +829,9 @@ class Pipeline:
     def expire_some(
         self, keys: Sequence[BlockKey], who: Asker, when: float, now: float, shorten: bool
     ) -> tuple[int, list[tuple[ColdTier, list[Renewal]]]]:
-        """Let one slice of blocks live until ``when``: not longer either, if ``shorten``.
+        """Extend the expiry of one slice of blocks to ``when``; with ``shorten``, also lower later expiries to it.
 
-        Answers how many there were, and which records in colder tiers say that they live longer.
+        Returns how many blocks were found, and the records in colder tiers whose expiry is later.
         """
         index = self._index
         with index.lock:
@@ -826,21 +844,23 @@ class Pipeline:
             renew = []
             for cold in self._colds:
                 there = index.state[cold.number][rows] == SEALED
-                # Where a tier has no record of a block any more there may be traces of one, which must not come back.
+                # A tier without a record of a block may have traces of one, which must not reappear.
                 some = shorter & there if cold.shared else shorter | ~there
                 places = np.where(there, index.place[cold.number][rows], NOWHERE)
                 renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
         return len(found), renew
 
     def renew(self, cold: ColdTier, items: Sequence[Renewal], done: Callable[[Sequence[bool]], None]) -> None:
-        """Let records say when their blocks expire now. Those that cannot are erased: they must not outlive that.
+        """Rewrite the expiry in records. A record that cannot be rewritten is erased, because it must not outlive the
+        new expiry.
 
-        ``done`` gets False for those that could not be erased either.
+        ``done`` gets False for each record that could not be erased either.
         """
         self._demotion.renew(cold, items, done)
 
     def note_expiries(self) -> None:
-        """Write down that blocks in colder tiers live longer than their records say. Nothing may be under way."""
+        """Persist the expiries that were extended beyond what records in colder tiers say. No operation may be under
+        way."""
         index = self._index
         for cold in self._colds:
             if not isinstance(cold.tier, Renewing):
@@ -863,7 +883,7 @@ class Pipeline:
 
 
 class Expiring:
-    """A change of blocks' expiry under way. Call ``step`` until it is False; the tiers do the rest."""
+    """A change of blocks' expiry in progress. Call ``step`` until it returns False; the tiers finish the rest."""
 
     def __init__(
         self,
@@ -875,7 +895,8 @@ class Expiring:
         done: Callable[[int], None],
         who: Asker = None,
     ) -> None:
-        """``heads`` must live as long. ``done`` gets the number of blocks whose records may say otherwise."""
+        """``heads`` must live at least as long. ``done`` gets the number of blocks whose records may still have a later
+        expiry."""
         self._pipeline = pipeline
         self._keys = [*heads, *keys]
         self._heads = len(heads)
@@ -885,10 +906,10 @@ class Expiring:
         self._barrier = DropBarrier(1, done)
         self._at = 0
         self.found = 0
-        """Blocks that there were, so far."""
+        """Blocks found so far."""
 
     def step(self) -> bool:
-        """Change the next slice; answers whether there is another."""
+        """Change the next slice; returns whether another remains."""
         shorten = self._at >= self._heads
         stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
         found, renew = self._pipeline.expire_some(
@@ -907,7 +928,7 @@ class Expiring:
 
 
 class DropRequest:
-    """A drop under way. Call ``step`` until it is False; then all that remains is done by the tiers."""
+    """A drop in progress. Call ``step`` until it returns False; the tiers finish the rest."""
 
     def __init__(
         self,
@@ -918,7 +939,7 @@ class DropRequest:
         who: Asker = None,
         told: bool = True,
     ) -> None:
-        """``shared``: in storage that others use as well, and these are ``told``.
+        """``shared``: also drop from shared storage; ``told``: and notify its other users.
 
         ``done`` gets the number of blocks that were not erased.
         """
@@ -931,10 +952,10 @@ class DropRequest:
         self._erase: list[Erased] = [[] for _ in self._colds]
         self._at = 0
         self.found = 0
-        """Blocks that there were, so far."""
+        """Blocks found so far."""
 
     def step(self) -> bool:
-        """Drop the next slice; answers whether there is another."""
+        """Drop the next slice; returns whether another remains."""
         keys = self._keys[self._at : self._at + slices.SLICE]
         self._at += len(keys)
         if keys:

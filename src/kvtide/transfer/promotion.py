@@ -1,15 +1,18 @@
-"""Blocks on their way up: from colder tiers to DRAM.
+"""Promotion: reads blocks from colder tiers into DRAM.
 
-A row in a colder tier gets a slot in DRAM, PENDING there, and a read. Whoever asks for it meanwhile joins: ``_flights``
-has, for each pending row, the transfers that wait for it. When the read is verified the row is SEALED in DRAM; if it
-fails, the row is a miss.
+A row in a colder tier gets a slot in DRAM, PENDING there, and a read. Later requests for it join: ``_flights`` has, for
+each pending row, the transfers that wait for it. When the read is verified, the row is SEALED in DRAM; if it fails, the
+row is a miss.
 
-Why it failed decides what becomes of the copy in the colder tier. A copy that is damaged, or not there, is dropped. One
-that is not for this asker (another tenant, model or layout; a key that cannot be had now) stays for those whose it is.
-One that the medium did not read this time stays too, until that has happened ``_TRIES`` times in a row.
+The reason for a failure decides what happens to the copy in the colder tier:
 
-Who asks for a row that is on its way for another identity does not join: what comes, or fails, is not his. He waits
-(``_parked``) until it has landed, and then begins anew.
+- A copy that is damaged or missing is dropped.
+- A copy that is not for this caller (another tenant, model or layout; a key that is unavailable now) stays for its
+  owners.
+- A copy that the medium failed to read stays too, until that has happened ``_TRIES`` times in a row.
+
+A request for a row that is being read for another identity does not join, because neither the data nor the failure
+concerns it. It waits (``_parked``) until that read has ended, and then starts its own.
 """
 
 from __future__ import annotations
@@ -42,21 +45,21 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["LoadStatistics", "Promotion"]
 
 _CHUNK = 64 << 20
-"""A read is cut into jobs of this many bytes, so that deadlines and cancellation bite."""
+"""A read is split into jobs of this many bytes, so that deadlines and cancellation take effect in between."""
 
 _TRIES = 3
-"""Reads of a block that may fail one after another before its copy is given up: one error of a disk, or a moment
-without memory, must not cost a good record."""
+"""Consecutive failed reads of a block before its copy is dropped: one disk error, or a moment without memory, must not
+cost a good record."""
 _REMEMBERED = 10_000
-"""Blocks whose failed reads are counted."""
+"""Maximum number of blocks whose failed reads are counted."""
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Seconds of a load that are told apart."""
+"""Histogram bounds for the duration of loads, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadStatistics:
-    """Loads that had to wait for a colder tier, or for somebody who was just writing."""
+    """Statistics of loads that had to wait for a colder tier or for a writer."""
 
     under_way: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -65,20 +68,20 @@ class LoadStatistics:
 
 
 class _Job(NamedTuple):
-    """Reads of one tier that are made together."""
+    """Reads from one tier that are submitted together."""
 
     cold: ColdTier
     rows: Rows
     reads: list[Read]
     tenants: npt.NDArray[np.uint16]
-    """Whose the rows were before."""
+    """The tenants of the rows before the read."""
 
 
 _NONE: Rows = np.empty(0, np.int64)
 
 
 def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, Rows]:
-    """Rows that are in ``state``, and the others."""
+    """Split rows into those in ``state`` and the others."""
     found = states[at(rows)].tobytes()
     if found.count(state) == len(rows):
         return rows, _NONE
@@ -87,7 +90,7 @@ def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, 
 
 
 class Promotion:
-    """Brings rows to DRAM. ``counts`` is told what happened."""
+    """Loads rows into DRAM. Counts events in ``counts``."""
 
     def __init__(
         self,
@@ -110,31 +113,33 @@ class Promotion:
         self._counts = counts
         self._flights: dict[int, tuple[Transfer, ...]] = {}
         self._jobs: dict[int, _Job] = {}
-        """Reads that have not ended, by the identity of the batch that the lane was given."""
+        """Unfinished reads, by the ``id`` of the batch that the lane was given."""
         self._ready: dict[Callable[[], None], None] = {}
-        """What is to be called outside the lock, for those who wait for rows."""
+        """Callbacks for waiters on rows, to be called without the lock."""
         self._landing: list[Callable[[], None]] = []
-        """The same while it is made, under the lock: if that is interrupted, ``repair`` finds it here."""
+        """Such callbacks while they are being prepared under the lock: if that is interrupted, ``repair`` finds them
+        here."""
         self.interrupted: Callable[[], None] = lambda: None
-        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
         self._parked: dict[int, list[tuple[Lease, Identity, Transfer]]] = {}
-        """By row: who waits until it has landed for another identity, with a lease of that row."""
+        """By row: requests that wait until its read for another identity has ended, each with a lease on the row."""
         self._failures: dict[tuple[int, BlockKey], int] = {}
-        """By tier and block: reads that failed since the last good one."""
+        """Failed reads since the last good one, by tier and block."""
         self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
         self._seconds = Histogram(_LATENCIES)
 
     def __len__(self) -> int:
-        """Rows that somebody waits for."""
+        """Number of rows that a caller waits for."""
         return len(self._flights)
 
     def statistics(self) -> LoadStatistics:
-        """Under the index's lock."""
+        """Call with the index lock held."""
         under_way = {t for waiting in self._flights.values() for t in waiting if not t.ended}
         return LoadStatistics(len(under_way), dict(self._outcomes), self._seconds.statistics())
 
     def join(self, row: int, transfer: Transfer) -> None:
-        """Tell ``transfer`` when a row that is PENDING in DRAM is there, or will not come. Under the lock."""
+        """Tell ``transfer`` when a row that is PENDING in DRAM is complete, or that it failed. Call with the lock
+        held."""
         self._flights[row] = (*self._flights.get(row, ()), transfer)
 
     def _ended(self, transfer: Transfer) -> None:
@@ -143,15 +148,16 @@ class Promotion:
             self._outcomes[transfer.outcome] += 1
 
     def load(self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer) -> None:
-        """Bring rows to DRAM for ``transfer``. They are distinct, and the caller holds them."""
+        """Load rows into DRAM for ``transfer``. They are distinct, and the caller holds them."""
         for _ in self.load_in_slices(wanted, transfer, sys.maxsize, wait=True):
             pass
 
     def load_in_slices(
         self, wanted: Sequence[tuple[Rows, Identity]], transfer: Transfer, blocks: int, *, wait: bool
     ) -> Iterator[int]:
-        """The same, begun by whoever iterates over it: in slices of so many blocks, which say how many they were. Who
-        does not ``wait`` for memory is told 0 while it is taken from the system: go on a little later."""
+        """As ``load``, but begun by the iterating caller in slices of ``blocks`` blocks; yields the size of each. With
+        ``wait`` False it yields 0 while memory is being taken from the system; the caller then continues a little
+        later."""
         transfer.on_end(lambda: self._ended(transfer))
         for rows, _ in wanted:
             transfer.expect(rows.tolist())
@@ -168,7 +174,7 @@ class Promotion:
         transfer.started()
 
     def _bring(self, rows: Rows, identity: Identity, transfer: Transfer, wait: bool) -> Rows:
-        """Answers those for which memory is just being taken."""
+        """Returns the rows for which memory is still being taken."""
         left = rows
         while len(left):
             left = self._start(left, identity, transfer)
@@ -187,11 +193,11 @@ class Promotion:
         try:
             return self._room.grow(identity, wait=wait)
         except BaseException:
-            self.call_ready()  # what was left half done is repaired: some may have waited for it
+            self.call_ready()  # the change was repaired, and callers may have waited for its rows
             raise
 
     def _start(self, rows: Rows, identity: Identity, transfer: Transfer) -> Rows:
-        """Start or join a read for each row. Answers those for which DRAM must grow first."""
+        """Start or join a read for each row. Returns the rows for which DRAM must grow first."""
         events: list[Event] = []
         try:
             with self._index.lock:
@@ -215,15 +221,15 @@ class Promotion:
     def _begin(
         self, rows: Rows, identity: Identity, transfer: Transfer, events: list[Event]
     ) -> tuple[Rows, Rows, Rows, Rows]:
-        """Start or join reads. Answers which rows are here, which are others', which will not come, and for which DRAM
-        must grow first."""
+        """Start or join reads. Returns the rows that are present, those of other identities, those that will not be
+        loaded, and those for which DRAM must grow first."""
         index = self._index
         left = refused = _NONE
         away, here = _part(rows, index.state[DRAM], ABSENT)
         if len(here):
             here, refused = self._of_others(here, identity, transfer)
             here, coming = _part(here, index.state[DRAM], SEALED)
-            if self._residents.doomed:  # they will not come, or nobody knows when
+            if self._residents.doomed:  # they will not arrive, or only at an unknown time
                 lost = self._residents.are_doomed(coming)
                 away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
             for row in coming.tolist():
@@ -247,9 +253,9 @@ class Promotion:
         return here, refused, away, left
 
     def _of_others(self, rows: Rows, identity: Identity, transfer: Transfer) -> tuple[Rows, Rows]:
-        """Of rows in DRAM, those of this identity, and those that others have. Under the lock.
+        """Of rows in DRAM, those of this identity, and those of other identities. Call with the lock held.
 
-        What is on its way for others is neither: ``transfer`` waits for that.
+        Rows that are being read for other identities are in neither: ``transfer`` waits for these.
         """
         others = self._index.others(rows, identity.fingerprint)
         refused = _NONE
@@ -267,9 +273,9 @@ class Promotion:
         return rows, refused
 
     def _fly(self, cold: ColdTier, rows: Rows, places: list[int], identity: Identity, transfer: Transfer) -> None:
-        """Give rows their slots, and the lane the reads that fill them.
+        """Assign slots to rows, and queue the reads that fill them.
 
-        Under the lock: whoever repairs what an interrupted caller left must know each row that is being read.
+        Under the lock, because a repair after an interrupted caller must know each row that is being read.
         """
         index, size = self._index, identity.geometry.footprint
         tenants = index.tenant[rows]
@@ -285,11 +291,11 @@ class Promotion:
             cold.lane.read(job.reads, functools.partial(self._read_done, job), functools.partial(self._unwanted, job))
 
     def _unwanted(self, job: _Job) -> bool:
-        """Whether a read that is about to start is wanted by nobody any more; then it has ended."""
+        """Whether no transfer wants a read that is about to start; if so, the read is ended."""
         with self._index.lock:
             if any(t.wanted for row in job.rows.tolist() for t in self._flights.get(row, ())):
                 return False
-            # Under the same lock: nobody may join a read that will not be made.
+            # Under the same lock, so that no transfer joins a read that will not be made.
             ready = self._land(job, None)
         self._call(ready)
         return True
@@ -300,25 +306,26 @@ class Promotion:
         self._call(ready)
 
     def _call(self, ready: Callable[[], None]) -> None:
-        """Tell those who wait for rows; a tier that answers at once does so under the lock: then later."""
+        """Notify waiters on rows; later, if this thread has the lock because the tier completed immediately."""
         if self._index.lock_is_mine():
             self.later(ready)
         else:
             ready()
 
     def later(self, ready: Callable[[], None]) -> None:
-        """Let ``ready`` be called by the next ``call_ready``, perhaps twice."""
+        """Let the next ``call_ready`` call ``ready``, perhaps twice."""
         self._ready[ready] = None
 
     @property
     def ready(self) -> Collection[Callable[[], None]]:
-        """What ``call_ready`` has to call. One object for good, so that whoever is in a hurry looks here first."""
+        """The callbacks that ``call_ready`` would call. Always the same object, so that hot paths can check it
+        cheaply."""
         return self._ready
 
     def call_ready(self) -> None:
-        """Call what was left for when nobody on this thread has the lock."""
+        """Call the postponed callbacks, unless this thread has the lock."""
         if self._ready and not self._index.lock_is_mine():
-            to_the_end(self._call_all)  # others wait for it
+            to_the_end(self._call_all)  # other threads wait for it
 
     def _call_all(self) -> None:
         for ready in list(self._ready):
@@ -326,8 +333,8 @@ class Promotion:
             self._ready.pop(ready, None)
 
     def repair(self, written: set[int]) -> None:
-        """Rows that are on their way to DRAM though nobody brings them will not come; ``written`` are somebody's to
-        fill. Their slots are in the book until it is made anew. Under the lock."""
+        """Fail rows that are PENDING in DRAM though no read or writer will fill them; ``written`` rows have a writer.
+        Their slots remain allocated until the slot bookkeeping is rebuilt. Call with the lock held."""
         index, brought = self._index, set(written)
         self._leave_landing()
         for number, job in list(self._jobs.items()):
@@ -344,7 +351,8 @@ class Promotion:
             self.land_later(over, [bool(state[row] == SEALED) for row in over])
 
     def _land(self, job: _Job, results: Sequence[ReadResult] | None) -> Callable[[], None]:
-        """Reads ended: well, badly, or (``results`` None) before they began. Call the answer outside the lock."""
+        """Handle the end of reads: good, bad, or (``results`` None) cancelled before they began. Call the returned
+        function without the lock."""
         index, doomed = self._index, self._residents.doomed
         cold, rows, reads = job.cold, job.rows, job.reads
         self._jobs.pop(id(reads), None)
@@ -355,14 +363,14 @@ class Promotion:
         if doomed:
             good = [fine and row not in doomed for row, fine in zip(numbers, good, strict=True)]
         arrived = rows if False not in good else rows[good]
-        index.identity[at(arrived)] = reads[0].identity.fingerprint  # it was verified
+        index.identity[at(arrived)] = reads[0].identity.fingerprint  # the read verified it
         self._residents.seal(arrived)
         if len(arrived) < len(rows):
             for i, row in enumerate(numbers):
                 if good[i]:
                     continue
                 self._residents.give_up(rows[i : i + 1])
-                index.tenant[row] = job.tenants[i]  # who asked in vain need not be whose it is
+                index.tenant[row] = job.tenants[i]  # the failed request's tenant need not be the owner
                 same = index.place[cold.number][row] == reads[i].place
                 if results is None or results[i] or not same or row in doomed:
                     continue
@@ -383,7 +391,7 @@ class Promotion:
             self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable", tuple(whose)))
             if cold.shared:
-                bad = []  # others may be able to read it; the tier removes what nobody can
+                bad = []  # others may be able to read it; the tier removes what none can
             for key, _ in bad:
                 self._eraser.dies(cold, key)
         if not events:
@@ -400,7 +408,7 @@ class Promotion:
         return ready
 
     def _lost(self, cold: ColdTier, key: BlockKey, result: ReadResult) -> bool:
-        """Whether a block that could not be read from a tier is to be dropped there. Under the lock."""
+        """Whether a block that could not be read from a tier must be dropped there. Call with the lock held."""
         if result is Miss.REFUSED:
             self._counts[f"loads dropped: the block in {cold.name} is not the asker's"] += 1
             return False
@@ -415,9 +423,9 @@ class Promotion:
         return True
 
     def land_later(self, rows: Sequence[int], good: Sequence[bool]) -> None:
-        """Let those who wait for rows be told by the next ``call_ready``. Under the lock.
+        """Let the next ``call_ready`` notify those who wait for rows. Call with the lock held.
 
-        If this is interrupted, and ``repair`` is called, they are told all the same.
+        If this is interrupted, ``repair`` makes sure that they are notified all the same.
         """
         self.landed(rows, good)
         self._leave_landing()
@@ -428,7 +436,8 @@ class Promotion:
         self._landing.clear()
 
     def landed(self, rows: Sequence[int], good: Sequence[bool]) -> Callable[[], None]:
-        """What to call, outside the lock, for those who wait for rows. It stays in ``_landing``."""
+        """Returns the function that notifies those who wait for rows, to be called without the lock. It stays in
+        ``_landing``."""
         waiting: set[Transfer] = set()
         parked: deque[tuple[Lease, Identity, Transfer]] = deque()
 
@@ -438,17 +447,17 @@ class Promotion:
             while parked:
                 try:
                     waits = lease, identity, transfer = parked.pop()
-                except IndexError:  # another thread was sooner
+                except IndexError:  # another thread took it
                     return
                 try:
                     if transfer.wanted:
                         self._bring(lease.rows, identity, transfer, wait=True)
                 except BaseException:
-                    parked.append(waits)  # whoever calls this again brings it
+                    parked.append(waits)  # the next call of this function retries it
                     raise
                 lease.release()
 
-        # Known before they are taken out, and in single steps: whoever is interrupted in between forgets none.
+        # Recorded before the entries are removed, and in atomic steps: an interrupt in between loses none.
         self._landing.append(tell)
         # Each transfer is told of all the rows; it knows which of them it waits for.
         waiting.update(chain.from_iterable(set(map(self._flights.get, rows, repeat(())))))

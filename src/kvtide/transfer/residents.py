@@ -1,9 +1,10 @@
-"""The blocks in DRAM: who holds them, what they are, and when their slots may go.
+"""The blocks in DRAM: their holders, their identities, and when their slots may be freed.
 
-A row in DRAM is held by leases, by reservations and by moves. A block that is dropped while somebody holds it is
-*doomed*: its key is gone from the index, so nobody finds it any more; its slot follows when the last holder lets go.
+Leases, reservations and moves hold a row in DRAM. A block that is dropped while it is held is *doomed*: its key is
+removed from the index, so lookups miss it, and its slot is freed when the last holder releases it.
 
-What was dropped is zeroed before its slot is given back, what was evicted or has expired is not (``tiers.zeroing``).
+Slots of dropped blocks are zeroed before they are freed; those of evicted or expired blocks are not
+(``tiers.zeroing``).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from kvtide.transfer.written import Unwritten
 __all__ = ["Moving", "Residents"]
 
 _TENANTS = 65_535
-"""That are told apart when room is short; any more have one share together."""
+"""Tenants that are distinguished when space is short; any beyond these share one number."""
 _NO_SPACE = 0xFFFFFFFF
 """The number of an identity that has no block in DRAM."""
 _NEWCOMERS = 64
-"""Tenants after which it is worth a look who has gone, at least."""
+"""Minimum number of new tenants before departed ones are searched for."""
 
 
 class Moving(NamedTuple):
-    """Rows on their way to other places in DRAM, so that segments become empty."""
+    """Rows being moved to other places in DRAM, so that segments become empty."""
 
     rows: Rows
     places: Rows
@@ -44,58 +45,58 @@ class Moving(NamedTuple):
 
 
 class Residents:
-    """Changes what is in DRAM. All calls under the index's lock, but for the release of a lease, which takes it."""
+    """Changes what is in DRAM. All calls need the index lock, except releasing a lease, which takes it."""
 
     def __init__(self, index: Index, dram: Dram, checksum: bool, tenants: Mapping[bytes, int]) -> None:
-        """``tenants`` have numbers already, from 1 on, and keep them."""
+        """``tenants`` have permanent numbers, from 1 on."""
         self._index = index
         self._dram = dram
         self.interrupted: Callable[[], None] = lambda: None
-        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
         self.repaired: Callable[[], None] = lambda: None
-        """Called after that, outside the lock: some may have waited for what was left."""
+        """Called after ``interrupted``, without the lock, because callers may have waited for what was left half
+        done."""
         self._identities: list[Identity] = []
-        """What a colder tier must know of a row; ``Index.space`` points here."""
+        """What a colder tier must know of a row; ``Index.space`` has positions in this list."""
         self._footprints: list[int] = []
-        """Of each identity."""
+        """Bytes of a block of each identity."""
         self._spaces: dict[Identity, int] = {}
         self._rows: list[int] = []
-        """How many rows each identity has; one that has none any more gives its place to another."""
+        """Number of rows of each identity; the position of an identity without rows is reused."""
         self._vacant: list[int] = []
         self._tenants = dict(tenants)
         self._settled = index.tenants = len(tenants)
         self._patience = _NEWCOMERS
-        """New tenants to come before it is looked which of the old ones are still here."""
+        """New tenants to arrive before the departed ones are searched for."""
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
-        """Token ids of rows, where a tier keeps them."""
+        """Token ids of rows, if a tier keeps them."""
         self._numbers = itertools.count(1)
         self.abandoned: deque[Watch] = deque()
-        """Leases that nobody can release any more: whoever was to get them was interrupted."""
+        """Leases that no caller can release any more, because the caller was interrupted before it received them."""
         self._watches: dict[int, Watch] = {}
-        """Over leases in force, by number."""
+        """Watches over open leases, by number."""
         self.doomed: set[int] = set()
         self._zeroed: set[int] = set()
-        """Rows in DRAM whose slots are to be zeroed when they leave."""
+        """Rows in DRAM whose slots must be zeroed when they leave."""
         self._leaving: Rows = np.zeros(0, np.int64)
-        """Slots of such rows that are just leaving: whoever is interrupted in between must not give them back as they
-        are."""
+        """Slots of such rows that are being freed: after an interrupt they must not be freed without zeroing."""
         self._over: set[int] = set()
-        """Rows that are being filled, in whose slots there are bytes of others."""
+        """Rows being filled whose slots still have bytes of other tenants."""
         self.forgotten: Counter[bytes] = Counter()
-        """Tenants that are being forgotten, by tag: how many times at once. None of their blocks may enter."""
+        """Tenants being forgotten, by tag, with the number of concurrent requests. None of their blocks may enter."""
         self.refused: set[int] = set()
-        """Rows that a colder tier would not take: a disk that fails must not fill DRAM with what waits for it."""
+        """Rows that a colder tier refused: a failing disk must not fill DRAM with blocks that wait for it."""
         self.unwritten: dict[int, dict[int, Unwritten]] = {}
-        """Why rows are not in colder tiers that were to have them, by the number of the tier."""
+        """Why rows are not in colder tiers that should have them, by row and tier number."""
 
-    # -- holding ------------------------------------------------------------------------------------------
+    # -- holds --------------------------------------------------------------------------------------------
 
     def lease(self, rows: Rows) -> Lease:
-        """Hold distinct rows until the lease is released. Under the index's lock."""
+        """Hold distinct rows until the lease is released. Call with the index lock held."""
         if not len(rows):
             return Lease(self._release, 0, rows)
-        # First the handle and then the hold, in one step: whoever is interrupted in between leaves nothing behind.
+        # First the handle, then the hold, which is one step: an interrupt in between leaves no hold behind.
         number = next(self._numbers)
         lease = Lease(self._release, number, rows)
         self._watches[number] = Watch.over(lease, number, self.abandoned)
@@ -115,23 +116,23 @@ class Residents:
             raise
 
     def end_lease(self, number: int) -> None:
-        """End a lease, if it has not ended. Under the index's lock."""
+        """End a lease unless it has ended. Call with the index lock held."""
         rows = self._index.leased(number)
         if rows is not None:
             last = self._last_holds(rows) if self.doomed else None
             self._index.end_lease(number, rows)
             if last is not None:
                 self._vacate_doomed(last)
-        self._watches.pop(number, None)  # at last: whoever was interrupted before may forget the lease
+        self._watches.pop(number, None)  # last: until here, an interrupted caller may drop the lease without ending it
 
     def unhold(self, rows: Rows) -> None:
-        """End a hold on distinct rows."""
+        """Release a hold on distinct rows."""
         last = self._last_holds(rows)
         self._index.unhold(rows)
         self._vacate_doomed(last)
 
     def _last_holds(self, rows: Rows) -> Rows:
-        """The rows that were dropped and are held once."""
+        """The doomed rows with exactly one hold."""
         return rows[self.are_doomed(rows) & (self._index.holds[rows] == 1)] if self.doomed else rows[:0]
 
     def _vacate_doomed(self, rows: Rows) -> None:
@@ -140,22 +141,22 @@ class Residents:
             self.doomed.difference_update(rows.tolist())
 
     def doom_many(self, rows: Rows) -> None:
-        """Distinct rows were detached from their keys: their slots go now, or when nobody holds them."""
+        """Free the slots of distinct rows that were detached from their keys: now, or when they are no longer held."""
         held = self._index.holds[rows] > 0
         self.doomed.update(rows[held].tolist())
         self.vacate_many(rows[~held])
 
     def vacate_many(self, rows: Rows) -> None:
-        """Give back the slots of distinct detached rows, and the rows."""
+        """Free the slots of distinct detached rows, and the rows."""
         self.leave_many(rows[self._index.state[DRAM][rows] == SEALED])
         self._index.retire_many(rows)
 
-    # -- coming and going ---------------------------------------------------------------------------------
+    # -- entering and leaving -----------------------------------------------------------------------------
 
     def enter(self, rows: Rows, places: Sequence[int], identity: Identity) -> None:
-        """Rows get slots, PENDING and held, for somebody to fill."""
+        """Assign slots to rows, PENDING and held, for a writer or a read to fill."""
         index, these = self._index, at(rows)
-        # First the place: an interrupt in between leaves rows that are nowhere, and none that are pending without one.
+        # The place first: an interrupt in between leaves absent rows, and no pending row without a place.
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
         if self._dram.written_by(places, identity.tenant, identity.geometry.footprint):
             self._over.update(rows.tolist())
@@ -168,7 +169,7 @@ class Residents:
             account.enter(rows, ladder(identity.geometry.footprint))
 
     def seal(self, rows: Rows) -> None:
-        """Pending rows are whole."""
+        """Mark pending rows as complete."""
         self._index.state[DRAM][at(rows)] = SEALED
         self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
         if self._over:
@@ -181,7 +182,8 @@ class Residents:
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
 
     def clear_padding(self, rows: Rows) -> None:
-        """Rows were filled by a caller: what their slots held before must not go to disk with them."""
+        """Zero the padding of rows filled by a caller: earlier contents of their slots must not be written to disk with
+        them."""
         for space in set(self._index.space[rows].tolist()):
             geometry = self._identities[space].geometry
             if geometry.stride != geometry.section:
@@ -190,7 +192,7 @@ class Residents:
                     sections[:, geometry.section :] = 0
 
     def leave(self, row: int) -> None:
-        """Take a row out of DRAM. The row itself may live on in colder tiers."""
+        """Remove a row from DRAM. The row itself may remain in colder tiers."""
         if self._zeroed:
             self.leave_many(rows_of([row]))
             return
@@ -210,7 +212,7 @@ class Residents:
             self.unwritten.pop(row, None)
 
     def give_up(self, rows: Rows) -> None:
-        """Distinct rows that were to be filled leave DRAM unfilled: their slots may have bytes of anybody."""
+        """Remove distinct rows from DRAM that were not filled: their slots may have bytes of any tenant."""
         if not len(rows):
             return
         for place in self._index.place[DRAM][rows].tolist():
@@ -219,15 +221,16 @@ class Residents:
         self._over.difference_update(rows.tolist())
 
     def zero_when_left(self, rows: Rows) -> None:
-        """Zero the slots of those of these rows that are in DRAM, when they leave it."""
+        """Zero the slots of these rows, if they are in DRAM, when they leave it."""
         self._zeroed.update(rows[self._index.state[DRAM][rows] != ABSENT].tolist())
 
     def zero_unfilled(self) -> None:
-        """The same for all rows in whose slots there are bytes of others still, unless those are overwritten."""
+        """Zero, when they leave DRAM, the slots of all rows being filled that still have other tenants' bytes, unless
+        these are overwritten."""
         self._zeroed |= self._over
 
     def zero_tails(self, segment: Segment, slots: Rows) -> None:
-        """Zero what is behind the blocks in these slots of a segment, as far as they are in use."""
+        """Zero the bytes after the blocks in these slots of a segment, for slots in use."""
         owner = segment.owner
         slots = slots[slots < len(owner)]
         slots = slots[owner[slots] > EMPTY]
@@ -237,26 +240,26 @@ class Residents:
             self._dram.zero_tail(place, self.identity(row).geometry.footprint)
 
     def held_of(self, tenant: bytes) -> int:
-        """In how many slots there may be bytes of a tenant whose blocks were dropped, because somebody holds them."""
+        """Number of slots that may have bytes of a tenant whose blocks were dropped, because they are still held."""
         mine = (row for row in self.doomed if self._index.state[DRAM][row] != ABSENT)
         return len(self._over) + sum(self.identity(row).tenant == tenant for row in mine if row not in self._over)
 
     def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
-        """A colder tier was to have these rows and does not take them."""
+        """Record why a colder tier that should have these rows does not take them."""
         for row in rows:
             self.unwritten.setdefault(row, {})[tier] = reason
 
     def note_written(self, row: int, tier: int) -> None:
-        """It has taken a row after all."""
+        """Record that a colder tier has taken a row after all."""
         if (reasons := self.unwritten.get(row)) is not None:
             reasons.pop(tier, None)
             if not reasons:
                 del self.unwritten[row]
 
     def repair(self, moving: Moving, hidden: set[int]) -> None:
-        """Make everything anew that follows from where the rows are. Under the lock.
+        """Recompute everything that follows from the places of rows. Call with the lock held.
 
-        ``hidden`` rows are rightly not found by their keys.
+        ``hidden`` rows are correctly not found by their keys.
         """
         index, size = self._index, self._index.size
         here = np.flatnonzero(index.state[DRAM][:size] != ABSENT)
@@ -284,7 +287,7 @@ class Residents:
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
 
     def leave_many(self, rows: Rows) -> None:
-        """``leave`` of distinct rows."""
+        """``leave`` for distinct rows."""
         if not len(rows):
             return
         zeroed = self._zeroed.intersection(rows.tolist()) if self._zeroed else None
@@ -311,24 +314,23 @@ class Residents:
                 if self._checks:
                     self._checks.pop(row, None)
 
-    # -- questions ----------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
 
     def identity(self, row: int) -> Identity:
-        """What a row in DRAM is."""
+        """The identity of a row in DRAM."""
         return self._identities[int(self._index.space[row])]
 
     def record_bytes(self, rows: Rows) -> int:
-        """The bytes of the records of rows in DRAM, as they are written without compression and token ids."""
+        """Bytes of the records of rows in DRAM, as written without compression and token ids."""
         counts = np.bincount(self._index.space[rows]).tolist() if len(rows) else []
         geometries = ((self._identities[space].geometry, count) for space, count in enumerate(counts) if count)
         return sum(count * (header_bytes(geometry.sections) + geometry.footprint) for geometry, count in geometries)
 
     def span(self, row: int) -> Span:
-        """The bytes of a row in DRAM."""
         return self._dram.span(int(self._index.place[DRAM][row]), self.identity(row).geometry.footprint)
 
     def of_tenant(self, tenant: bytes, start: int, stop: int) -> Rows:
-        """Of the rows from ``start`` to ``stop``, those that have, or are about to get, a block of a tenant's."""
+        """Of the rows from ``start`` to ``stop``, those that have, or will get, a block of the tenant."""
         index = self._index
         mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
         here = index.state[DRAM][start:stop] != ABSENT
@@ -336,18 +338,18 @@ class Residents:
         return rows[~self.are_doomed(rows)]
 
     def coming_to_others(self, rows: Rows, identity: Identity) -> Mask | None:
-        """Which rows are on their way to DRAM for another identity; None: none, as usual.
+        """Mask of rows being read into DRAM for another identity; None if there are none, the common case.
 
-        Whose they are is not known before they are read (``Index.others`` knows the rest).
+        The identity of such a block is not known before it is read (``Index.others`` covers the rest).
         """
         other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
         if b"\1" not in other.tobytes():
             return None
-        other &= self._index.state[DRAM][rows] == PENDING  # else it says nothing: nobody clears it
+        other &= self._index.state[DRAM][rows] == PENDING  # other states leave a stale value there
         return other if b"\1" in other.tobytes() else None
 
     def are_doomed(self, rows: Rows) -> Mask:
-        """Which rows were dropped while somebody held them."""
+        """Mask of rows that were dropped while held."""
         if not self.doomed:
             return np.zeros(len(rows), np.bool_)
         return np.array([row in self.doomed for row in rows.tolist()], np.bool_)
@@ -376,7 +378,7 @@ class Residents:
         return space
 
     def _number(self, tenant: bytes) -> None:
-        """Tell a tenant apart from the others, if there are not too many."""
+        """Assign a number to a tenant, unless there are too many."""
         if not self._patience:
             self._forget_tenants()
             self._patience = max(_NEWCOMERS, len(self._tenants))
@@ -385,7 +387,7 @@ class Residents:
             self._tenants[tenant] = self._index.tenants = len(self._tenants) + 1
 
     def _forget_tenants(self) -> None:
-        """Number those anew that still have a block in some tier."""
+        """Renumber the tenants that still have a block in some tier."""
         index, size = self._index, self._index.size
         numbers = index.tenant[:size]
         numbers[np.logical_and.reduce([state[:size] == ABSENT for state in index.state])] = 0

@@ -1,14 +1,14 @@
-"""Prompts that their callers expect back: what has left DRAM by then is brought back shortly before.
+"""Prefetches prompts that their callers expect back: blocks that have left DRAM are loaded shortly before the return.
 
-For each there is one moment to look: so long before its return as reading all of it takes, by the measured speed of the
-slowest tier, twice that and half a second at least. What is in DRAM then needs nothing. Otherwise one load is begun, in
-the background and only into room that there is, or that colder blocks give (``Pipeline.may_bring``); if there is none
-nothing is said. A prompt that is used before, or whose session ends, is forgotten, and of blocks that were dropped
-meanwhile nothing is found.
+Each prompt is checked once. The lead time is twice the time to read all of it at the measured speed of the slowest
+tier, but at least half a second. Blocks that are in DRAM then need nothing. Otherwise one load begins, in the
+background, and only into space that is free or that colder blocks release (``Pipeline.may_bring``); if there is none,
+nothing is loaded and no error is reported. A prompt that is used earlier, or whose session ends, is forgotten. Blocks
+that were dropped meanwhile are not found.
 
-All of it is bounded: so many prompts, of so many blocks together (of the session that has most, the one that is due
-last gives way), and few loads at a time; and while there is no room, it is looked for once a second, because that looks
-at all of DRAM. The store's housekeeping thread does the work (store/housekeeping.py).
+All of it is bounded: the number of prompts, their total blocks (the session with the most prompts loses the one due
+last), and the loads under way. When there is no space, the next check waits a second, because it scans all of DRAM. The
+store's housekeeping thread does the work (store/housekeeping.py).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["PrefetchBackend", "Returns"]
 
 _PROMPTS, _BLOCKS = 4096, 1 << 20
-"""That are remembered, at most."""
+"""The most prompts, and blocks of all prompts together, that are remembered."""
 _LEAST, _LONGEST = 0.5, 60.0
-"""Seconds before its return at which a prompt is looked at, at least and at most."""
+"""Minimum and maximum lead time, in seconds before the return, at which a prompt is checked."""
 _AT_ONCE = 2
-"""Loads under way."""
+"""Maximum number of loads under way."""
 _PAUSE = 1.0
-"""Seconds until room is looked for again, after there was none."""
+"""Seconds until the next check after there was no space."""
 _DIGEST = 32
 
 
 class PrefetchBackend(Protocol):
-    """Whoever expects a prompt, by the digests of its blocks."""
+    """The interface to a session's backend, which loads a prompt by the digests of its blocks."""
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
-        """Begin to bring what has left DRAM of a prompt that is back in so many seconds; None if there is nothing to
-        bring, or no room for it."""
+        """Begin to load the blocks that have left DRAM of a prompt that returns in ``seconds``; None if nothing is
+        missing, or there is no space for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +52,10 @@ class _Expected:
     backend: PrefetchBackend
     joined: bytes
     back: float
-    """When, on the monotonic clock."""
+    """Expected time of the return, on the monotonic clock."""
     place: tuple[float, int]
-    """When to look, and a number of its own: its place among the others."""
+    """Time of the check and a unique number: the sort key."""
     ended: bool = False
-    """Whether its session has ended."""
 
     @property
     def blocks(self) -> int:
@@ -64,35 +63,36 @@ class _Expected:
 
     @property
     def last(self) -> bytes:
-        """The digest of its last block, which names all of it."""
+        """The digest of the last block, which identifies the whole prompt."""
         return self.joined[-_DIGEST:]
 
 
 class Returns:
-    """Of one store. Safe from any thread; nobody waits for it."""
+    """The expected prompts of one store. Thread-safe; no caller waits for it."""
 
     def __init__(
         self, clock: Clock, index: Index, counts: Counter[str], speeds: Sequence[Speed], wake: Callable[[], None]
     ) -> None:
-        """``speeds`` of the tiers below DRAM; ``wake`` whoever calls ``step`` when something is ``due``."""
+        """``speeds``: of the tiers below DRAM; ``wake`` wakes the thread that calls ``step`` when a check is
+        ``due``."""
         self._clock = clock
         self._index = index
         self._counts = counts
         self._speeds = speeds
         self._wake = wake
         self._lock = threading.Lock()
-        """Whoever has it takes no other."""
+        """A thread that has this lock takes no other lock."""
         self._numbers = itertools.count()
         self._places: list[tuple[float, int]] = []
         self._waiting: dict[tuple[float, int], _Expected] = {}
-        """Those to be looked at, by their place; and the places in order."""
+        """Prompts to be checked, by sort key; ``_places`` has the sorted keys."""
         self._known: dict[PrefetchBackend, dict[int, dict[bytes, _Expected]]] = {}
-        """Those, and the ones that were brought lately, by desk, number of blocks and last digest."""
+        """Prompts to be checked and prompts loaded lately, by backend, number of blocks and last digest."""
         self._brought: deque[_Expected] = deque()
         self._under_way: dict[_Expected, Transfer | None] = {}
         self._blocks = 0
         self._next = 0.0
-        """Before this there is no use in looking for room."""
+        """Time before which a search for space is useless."""
 
     def __repr__(self) -> str:
         return f"<Returns {len(self._waiting)} expected, {len(self._under_way)} under way>"
@@ -106,7 +106,7 @@ class Returns:
         return bool(self._known)
 
     def expect(self, backend: PrefetchBackend, joined: bytes, nbytes: int, returns_in: float) -> None:
-        """A prompt of so many bytes is expected back in so many seconds."""
+        """Record that a prompt of ``nbytes`` bytes is expected back in ``returns_in`` seconds."""
         if not self._speeds:
             return
         now = self._clock.monotonic()
@@ -126,7 +126,7 @@ class Returns:
         self._wake()
 
     def _one_too_many(self) -> _Expected:
-        """Of the session that has most of them, the one that is due last. Under the lock."""
+        """The prompt due last among those of the session with the most. Call with the lock held."""
         count = Counter(expected.backend for expected in self._waiting.values())
         most = max(count.values())
         return next(
@@ -134,7 +134,8 @@ class Returns:
         )
 
     def used(self, backend: PrefetchBackend, blocks: int, parent: Callable[[int], bytes]) -> None:
-        """A prompt was asked for; ``parent`` is the digest before a block. What it extends is back."""
+        """Record that a prompt was requested; ``parent`` returns the digest before a block. Expected prompts that it
+        extends have returned."""
         in_time = 0
         with self._lock:
             for length, some in list(self._known.get(backend, {}).items()):
@@ -146,7 +147,7 @@ class Returns:
                 self._counts["prompts brought back in time"] += in_time
 
     def forget(self, backend: PrefetchBackend) -> None:
-        """Its session has ended."""
+        """Forget the prompts of a session that has ended."""
         with self._lock:
             for some in list(self._known.get(backend, {}).values()):
                 for found in list(some.values()):
@@ -159,7 +160,7 @@ class Returns:
             transfer.cancel()
 
     def _strike(self, found: _Expected) -> None:
-        """Forget a prompt. Under the lock."""
+        """Forget a prompt. Call with the lock held."""
         self._take(found)
         if found in self._brought:
             self._brought.remove(found)
@@ -172,9 +173,9 @@ class Returns:
             self._known.pop(found.backend, None)
 
     def _take(self, found: _Expected) -> None:
-        """It is not to be looked at any more. Under the lock.
+        """Remove a prompt from those to be checked. Call with the lock held.
 
-        Its place goes first, and comes last: whoever is interrupted leaves no place without a prompt.
+        Its sort key is removed first and added last, so that an interrupt leaves no key without a prompt.
         """
         at = bisect_left(self._places, found.place)
         if at < len(self._places) and self._places[at] == found.place:
@@ -185,14 +186,14 @@ class Returns:
     # -- for the housekeeping thread ----------------------------------------------------------------------
 
     def due(self) -> float:
-        """In how many seconds there is something to do; infinity: not before it wakes somebody."""
+        """Seconds until there is work; infinity: none until ``wake`` is called."""
         with self._lock:
             if not self._places or len(self._under_way) >= _AT_ONCE:
                 return float("inf")
             return max(0.0, max(self._places[0][0], self._next) - self._clock.monotonic())
 
     def step(self) -> None:
-        """Look at one prompt that is due, and begin to bring it."""
+        """Check one prompt that is due, and begin to load it."""
         with self._lock:
             now = self._clock.monotonic()
             if not self._places or len(self._under_way) >= _AT_ONCE:
@@ -204,7 +205,7 @@ class Returns:
             self._under_way[found] = None
         transfer = None
         try:
-            if now < found.back:  # else whoever looks was late, and there is nothing to be in time for
+            if now < found.back:  # otherwise the check came too late to be useful
                 transfer = found.backend.bring_back(found.joined, found.back - now)
         finally:
             if transfer is None:
@@ -220,7 +221,7 @@ class Returns:
             self._under_way[found] = begun
             over = found.ended
         transfer.on_end(lambda: self._ended(found, brought=not begun.failed))
-        if over:  # its session has ended meanwhile
+        if over:  # the session has ended meanwhile
             transfer.cancel()
 
     def _ended(self, found: _Expected, *, brought: bool) -> None:

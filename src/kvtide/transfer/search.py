@@ -1,15 +1,16 @@
-"""What of a prompt is on its way: being written here, or perhaps in storage where others wrote it.
+"""Finds blocks of a prompt that may soon be available: being written here, or written to shared storage by others.
 
-The index knows what this process has written or found, not what others did. A prompt that goes on behind what is known
-is looked for in the shared tiers, in the background, and whoever asked is told to ask again; what is found is entered
-into the index, and from then on it is like any block in a colder tier.
+The index knows what this process has written or found, not what others wrote. When a prompt continues beyond the known
+blocks, the rest is searched for in the shared tiers, in the background, and the caller is told to ask again. Blocks
+that are found are entered into the index, and are then like any block in a colder tier.
 
-A cold prompt must cost nearly nothing. So it is looked for a few blocks at a time, because without the first the others
-are of no use; equal searches are one; and a tier remembers for a moment what it has not (``Shared.absent``).
+A prompt that is stored nowhere must cost almost nothing. So only a few blocks are searched for at a time, because
+without the first ones the others are useless; equal searches are merged; and a tier remembers for a moment which blocks
+it lacks (``Shared.absent``).
 
-What is known of shared storage may be forgotten at any time, for it can be found again. That keeps the index small,
-however large the storage is. What was removed there is forgotten as soon as this process hears of it: nobody need try
-to read it, and whoever follows events knows.
+Entries for shared storage may be dropped from the index at any time, because they can be found again. That keeps the
+index small, however large the storage is. Entries for blobs that were removed are dropped as soon as this process is
+notified: no caller then tries to read them, and followers of events learn of it.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from kvtide.transfer.cold_tier import ColdTier
 __all__ = ["Search"]
 
 _STEP = 32
-"""Blocks of a prompt that are looked for at a time."""
+"""Blocks of a prompt that are searched for at a time."""
 _KNOWN = 1 << 18
-"""Blocks in the index above which it is worth to forget those that can be found again."""
+"""Number of blocks in the index above which those that can be found again are dropped from it."""
 
 Keys = Callable[[bytes], list[BlockKey]]
-"""The keys of a prompt's blocks in a group, by what ends them."""
+"""Returns the keys of a prompt's blocks in a group, given the group's key suffix."""
 
 
 class Search:
-    """For the desks. What says so is called under the index's lock."""
+    """Used by backends. Methods that say so need the index lock."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Search:
         self._feed = feed
         self._counts = counts
         self._under_way: set[BlockKey] = set()
-        """Searches, by the keys from which they look."""
+        """Searches under way, by the keys at which they begin."""
         self._known = _KNOWN
 
     def pending(
@@ -70,9 +71,9 @@ class Search:
         usable: Mask,
         blocks: int,
     ) -> bool:
-        """Whether there may soon be more of a prompt than its first ``blocks`` blocks. Under the lock.
+        """Whether more of a prompt than its first ``blocks`` blocks may soon be available. Call with the lock held.
 
-        ``whole`` says what is here of each group, and ``usable`` which lengths are.
+        ``whole`` has the mask of present blocks of each group, and ``usable`` the mask of usable prefix lengths.
         """
         lacking = [g.name for g in layout.groups if g.required and not whole[g.name][blocks]]
         if not lacking:
@@ -88,7 +89,7 @@ class Search:
                 self._under_way.add(first)
                 self._seek({first}, options, blocks)
             except BaseException:
-                # Nobody may look for it: to those who ask next it must not seem to be looked for already.
+                # The search may not be running: later callers must not believe that it is.
                 self._under_way.discard(first)
                 raise
         return first in self._under_way
@@ -96,16 +97,16 @@ class Search:
     def _seek(
         self, begun: set[BlockKey], prompt: dict[str, tuple[Kind, Identity, list[BlockKey], Mask]], start: int
     ) -> None:
-        """Look for the blocks from ``start`` on, in one tier after another, and for more if they are there.
+        """Search for the blocks from ``start`` on, in one tier after another, and for more if they are found.
 
-        ``begun`` are the keys from which nobody else need begin.
+        ``begun`` are the keys at which no other search need begin.
         """
         options: list[Wish] = []
         needed: set[BlockKey] = set()
-        """Without which it is no use to look further."""
+        """Blocks without which it is useless to search further."""
         shortest = min(len(keys) for _, _, keys, _ in prompt.values())
         while start < shortest and all(whole[start : start + _STEP].all() for _, _, _, whole in prompt.values()):
-            start += _STEP  # all of it is here already
+            start += _STEP  # all of it is present already
         for kind, who, keys, whole in prompt.values():
             mine = [key for key, here in zip(keys[start:][:_STEP], whole[start:].tolist(), strict=False) if not here]
             options += [(key, who) for key in mine]
@@ -118,7 +119,7 @@ class Search:
 
             def found(entries: Sequence[BlobEntry | None]) -> None:
                 here = {w: e for w, e in zip(left, entries, strict=True) if e is not None}
-                with self._index.lock:  # who asks when these are entered begins behind them
+                with self._index.lock:  # a caller that asks after these are entered begins behind them
                     begun.update(keys[start + _STEP] for _, _, keys, _ in prompt.values() if start + _STEP < len(keys))
                     self._under_way |= begun
                 self._enter(cold, here)
@@ -137,7 +138,7 @@ class Search:
         ask(0, options)
 
     def _enter(self, cold: ColdTier, found: Mapping[Wish, BlobEntry]) -> None:
-        """Blocks are in a tier: let the index know."""
+        """Enter blocks found in a tier into the index."""
         index, now = self._index, self._clock.time()
         new, whose = list[BlockKey](), list[int]()
         with index.lock:
@@ -146,21 +147,21 @@ class Search:
                 if entry.expiry <= now or (row and index.state[cold.number][row] != ABSENT):
                     continue
                 if row and index.identity[row] not in (0, mine):
-                    continue  # here the key is another's
+                    continue  # here the key belongs to another identity
                 if not row:
                     row = index.add(key, entry.parent, entry.depth)
                     index.mark[row] = marks([key])[0]
                     index.tenant[row] = 0
                     index.priority[row] = entry.priority
                     index.expire_at([row], entry.expiry)
-                index.identity[row] = mine  # the tier has compared it
+                index.identity[row] = mine  # the tier has verified it
                 index.put(row, cold.number, SEALED, entry.place)
                 new.append(key)
                 whose.append(mine)
             self._counts[f"blocks found in {cold.name}"] += len(new)
             many = len(index) > self._known
             if many:
-                self._known = sys.maxsize  # one is enough to forget
+                self._known = sys.maxsize  # one thread is enough for dropping entries
         if new:
             self._feed.publish([BlockStored(cold.name, tuple(new), tuple(whose))])
         if many:
@@ -170,7 +171,7 @@ class Search:
                 self._known = max(_KNOWN, 2 * len(index))
 
     def _only_shared(self, rows: Rows) -> Mask:
-        """Which rows are nowhere but in shared storage."""
+        """Mask of rows that are only in shared storage."""
         numbers = [cold.number for cold, _ in self._tiers]
         here = np.zeros(len(rows), np.bool_)
         for number, state in enumerate(self._index.state):
@@ -182,10 +183,11 @@ class Search:
         return here
 
     def _forget(self) -> None:
-        """Forget what is nowhere but in shared storage, and was not asked for lately. In slices: hold no lock."""
+        """Drop index entries of blocks that are only in shared storage and were not requested lately. Works in slices:
+        call without the lock."""
         index = self._index
         rows = np.arange(index.size)
-        rows = rows[self._only_shared(rows)]  # in no lock: each is looked at again
+        rows = rows[self._only_shared(rows)]  # without the lock: each row is checked again
         rows = rows[np.argsort(index.used[rows])][: -(-len(rows) // 2)]
         for some in slices(rows):
             with index.lock:
@@ -194,11 +196,11 @@ class Search:
             self._feed.publish([*events])
 
     def removed(self, tier: str, names: Sequence[str] | None) -> None:
-        """Somebody has removed blobs of these names from a tier's storage; None: nobody knows which."""
+        """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown."""
         index = self._index
         cold = next(cold for cold, _ in self._tiers if cold.name == tier)
         gone = None if names is None else np.array([place_of(name) for name in names], np.int64)
-        # A long search, and so in no lock: whoever is found is looked at again.
+        # A long search, so without the lock: rows that are found are checked again.
         rows = np.flatnonzero(_among(index.place[cold.number][: index.size], gone))
         for some in slices(rows):
             with index.lock:
@@ -209,7 +211,7 @@ class Search:
             self._feed.publish([*events])
 
     def _strike(self, cold: ColdTier, rows: Rows, reason: str) -> list[BlockRemoved]:
-        """Forget that a tier has these rows; those that are nowhere else, altogether. Under the lock."""
+        """Record that a tier no longer has these rows; rows in no other tier are removed. Call with the lock held."""
         index = self._index
         rows = rows[index.state[cold.number][rows] == SEALED]
         events = [BlockRemoved(cold.name, index.keys(rows), reason, index.identities(rows))] if len(rows) else []
@@ -220,5 +222,5 @@ class Search:
 
 
 def _among(places: Rows, gone: Rows | None) -> Mask:
-    """Which places are gone; if nobody knows which are, all."""
+    """Mask of places that were removed; all, if it is unknown which."""
     return np.ones(len(places), np.bool_) if gone is None else np.isin(places, gone)

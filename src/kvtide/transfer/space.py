@@ -1,12 +1,12 @@
-"""Room: who must leave so that others can come.
+"""Makes space in tiers: chooses the blocks to evict or move.
 
-A tier makes room when it is full, by its policy. A tenant that has a quota makes room among its own blocks when that is
-used up, however empty the tier is; only then may it take what the tier has. In both cases it is decided first whether
-what may leave makes the room that is wanted; if not, nothing leaves.
+A full tier makes space by its policy. A tenant that has used up its quota makes space among its own blocks, however
+empty the tier is; only then may it take the tier's free space. In both cases it is decided first whether the evictable
+blocks would make the space that is needed; if not, nothing is evicted.
 
-A block in DRAM that must not leave, and stands in the way of another slot size, is moved: under the lock it gets its
-new slot and is held, without it the bytes are copied, and under it again the row changes its place. Until then whoever
-asks for the block reads it where it was; if somebody does so at that moment, it stays there.
+A block in DRAM that must not be evicted, and occupies a segment needed for another slot size, is moved. Under the lock
+it gets its new slot and is held; without the lock its bytes are copied; under the lock again the row changes its place.
+Until then, readers use the old place; if one is reading it at that moment, the block stays there.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ __all__ = ["SpaceMaker"]
 
 
 _FEW = 12
-"""Rows up to which one after the other is faster than all at once."""
+"""Up to this many rows, removing them one by one is faster than in one batch."""
 _TRIES = 4
-"""How often others are chosen when blocks that were to be moved were asked for meanwhile."""
+"""How often other blocks are chosen after the ones to be moved were requested meanwhile."""
 
 
 class _Move(NamedTuple):
-    """Blocks on their way to other slots of their kind, so that segments become empty."""
+    """Blocks being moved to other slots of their kind, so that segments become empty."""
 
     rows: Rows
-    """Which are held by it."""
+    """Rows held by this move."""
     slots: list[tuple[int, int, int, int]]
-    """Of each the row, its old place, its new one, and its bytes."""
+    """The row, old place, new place and size in bytes of each block."""
     drained: list[Segment]
 
 
 class SpaceMaker:
-    """All calls under the index's lock. ``tenants`` has the numbers of those with quotas, by tag."""
+    """All calls need the index lock unless stated otherwise. ``tenants`` maps the tags of tenants with quotas to their
+    numbers."""
 
     def __init__(
         self,
@@ -76,15 +77,15 @@ class SpaceMaker:
         self._counts = counts
         self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
         self._ahead = 0
-        """Blocks that may be stored before more must be written down."""
+        """Blocks that may be stored before more must be written to colder tiers in advance."""
         self._moves: list[_Move] = []
-        """Decided, and not done."""
+        """Moves that are decided but not done."""
         self._moving = threading.Lock()
         self.interrupted: Callable[[], None] = lambda: None
-        """Called, under the lock, when a change here was left half done: see ``Pipeline.repair``."""
+        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
-        """Slots in DRAM for as many as can be had, by evicting too, but not by growing."""
+        """Take up to ``count`` slots in DRAM, evicting if necessary, but without growing."""
         size, domain = what.geometry.footprint, what.domain
         places = self._dram.take_many(size, count, owners, domain)
         while (left := count - len(places)) and not self.growable(what):
@@ -94,15 +95,15 @@ class SpaceMaker:
         return places
 
     def growable(self, what: Identity) -> bool:
-        """Whether ``grow`` could make room for such a block, or is just about to."""
+        """Whether ``grow`` could make space for such a block, or is already needed to finish a move."""
         return bool(self._moves) or self._dram.growable(what.geometry.footprint, what.domain)
 
     def grow(self, what: Identity, *, wait: bool = True) -> bool | None:
-        """Move blocks that stand in the way, and take memory for such a block. Not under the lock. Who does not
-        ``wait`` is told None while memory is taken: see ``Dram.grow``.
+        """Move blocks that occupy needed segments, and take memory for such a block. Call without the lock. With
+        ``wait`` False it returns None while memory is being taken: see ``Dram.grow``.
 
-        Where the system has no memory though the budget does, evict: but only what makes room without it. If somebody
-        asked for blocks while they were moved, so that they stay, others are chosen, a few times at most.
+        If the system has no memory though the budget does, it evicts, but only blocks whose slots can be used as they
+        are. If blocks were requested while they were moved, so that they stay, others are chosen, a few times at most.
         """
         size, domain = what.geometry.footprint, what.domain
         for left in range(_TRIES, -1, -1):
@@ -127,7 +128,7 @@ class SpaceMaker:
         return False
 
     def allow(self, what: Identity, count: int, events: list[Event]) -> int:
-        """How many of ``count`` blocks their tenant may have in DRAM, after its own have made room where they may."""
+        """How many of ``count`` blocks their tenant may have in DRAM, after evicting its own blocks where possible."""
         if what.tenant in self._residents.forgotten:
             return 0
         quota, tenant = self._quota, self._tenants.get(what.tenant, 0)
@@ -136,7 +137,7 @@ class SpaceMaker:
         kind, size = ladder(what.geometry.footprint) | what.domain, ladder(what.geometry.footprint)
         allowed, rows = quota.allow(tenant, count, size)
         if rows and not self._all_of(rows, kind):
-            # Slots of other kinds make the quota, but no place: is there one to be had?
+            # Evicting slots of other kinds frees quota, but no usable slot: check whether slots are available.
             reach = self._evictor.reach(kind, allowed)
             if reach < allowed:
                 allowed, rows = quota.allow(tenant, reach, size)
@@ -146,12 +147,11 @@ class SpaceMaker:
         return allowed
 
     def _all_of(self, rows: list[int], kind: int) -> bool:
-        """Whether all rows are in slots of that kind."""
         segments = self._dram.segments
         return all(segments[segment_of(place)].kind == kind for place in self._index.place[DRAM][rows].tolist())
 
     def refuse(self, what: Identity, verb: str, count: int) -> None:
-        """So many blocks are more than their tenant may have."""
+        """Count blocks refused because of their tenant's quota, or because the tenant is being forgotten."""
         if count and what.tenant in self._residents.forgotten:
             if verb == "load":
                 self._counts["loads dropped: their tenant is being forgotten"] += count
@@ -161,15 +161,15 @@ class SpaceMaker:
             self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
 
     def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
-        """Evict from DRAM so that up to ``count`` slots of a kind come free, at once or when ``grow`` is called.
+        """Evict from DRAM so that up to ``count`` slots of a kind become free, at once or when ``grow`` is called.
 
-        If nothing that may leave would lead to a slot, nothing does, and the answer is False.
+        If no evictable block would lead to a free slot, nothing is evicted and the result is False.
         """
         eviction = self._evictor.victims(kind, count, in_place=in_place)
         if not eviction and self._keep_leaving:
             before = self._index.changes
             self._save_coldest(kind)
-            if self._index.changes != before:  # a tier that answers at once has them now
+            if self._index.changes != before:  # a tier that completes immediately has them now
                 eviction = self._evictor.victims(kind, count, in_place=in_place)
         self._evict(eviction.leave, events)
         if eviction.move:
@@ -192,29 +192,30 @@ class SpaceMaker:
         self._counts["blocks evicted from dram"] += len(rows)
 
     def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event]) -> bool:
-        """Evict from a colder tier so that up to ``count`` slots of ``size`` come free."""
+        """Evict from a colder tier so that up to ``count`` slots of ``size`` become free."""
         assert cold.evictor is not None
         eviction = cold.evictor.victims(size, count)
         moving = [row for rows in eviction.move.values() for row in rows]
         made = self._demotion.evict(cold, eviction.leave, events)
         if moving:
-            # They must not leave the tier, but are in DRAM too: they are written again from there.
+            # They must stay in the tier, but are in DRAM too: they are written again from there.
             made |= self._demotion.evict(cold, moving, events)
             self._demotion.write(cold, rows_of(moving))
         return made
 
     def save_ahead(self, stored: int) -> None:
-        """So many blocks were stored: write the coldest down before they must leave, so that they can at once."""
+        """Account for ``stored`` new blocks: write the coldest blocks to colder tiers in advance, so that they can be
+        evicted at once."""
         self._ahead -= stored
         segments = self._dram.segments
         if self._keep_leaving and self._ahead <= 0 and segments.used * 2 >= segments.budget:
             self._save_coldest()
 
     def _save_coldest(self, kind: int | None = None) -> None:
-        """Write down those that would leave next.
+        """Write the blocks that would be evicted next to colder tiers.
 
-        If a slot of ``kind`` is wanted and none can be had: those in such slots too, and so many of all that a segment
-        can be emptied for it.
+        If a slot of ``kind`` is needed and none is available, this includes blocks in such slots, and enough blocks
+        overall that a segment can be emptied for it.
         """
         with self._dram.book_lock:
             count = max(8, self._dram.blocks // 8)
@@ -229,7 +230,7 @@ class SpaceMaker:
     # -- moving -------------------------------------------------------------------------------------------
 
     def _begin(self, eviction: Eviction) -> None:
-        """Give rows that must come out of segments their new slots. Under the lock; ``_move`` does the rest."""
+        """Assign new slots to rows that must leave their segments. Call with the lock held; ``_move`` does the rest."""
         moves: list[tuple[int, int, int, int]] = []
         index, identity = self._index, self._residents.identity
         for kind, rows in eviction.move.items():
@@ -245,23 +246,23 @@ class SpaceMaker:
         self._moves.append(_Move(held, moves, eviction.drained))
 
     def moving(self) -> Moving:
-        """What is under way. Under the lock."""
+        """The moves under way. Call with the lock held."""
         slots = [slot for move in self._moves for slot in move.slots]
         rows, places = rows_of([row for row, *_ in slots]), rows_of([new for _, _, new, _ in slots])
         return Moving(rows, places, [segment for move in self._moves for segment in move.drained])
 
     def _move(self) -> bool | None:
-        """Copy blocks to their new slots, and let go of the old ones; answers whether a segment became empty, None if
-        there was nothing to move.
+        """Copy blocks to their new slots and free the old ones. Returns whether a segment became empty; None if there
+        was nothing to move.
 
-        Sealed blocks do not change, so they may be read meanwhile. One that somebody holds when it is copied stays
-        where it is, and so does its segment; who wants room chooses again. Not under the lock.
+        Sealed blocks do not change, so they may be read meanwhile. A block that is held by others when it is copied
+        stays where it is, and so does its segment; the caller then chooses again. Call without the lock.
         """
         if not self._moves:
             return None
         emptied: bool | None = None
         events: list[Event] = []
-        with self._moving:  # who comes second needs what the first one makes
+        with self._moving:  # a second caller needs the space that the first one makes
             while self._moves:
                 move = self._moves[0]
                 copied = 0
@@ -269,7 +270,7 @@ class SpaceMaker:
                     for _, old, new, size in move.slots:
                         copy(self._dram.span(new, size), self._dram.span(old, size))
                         if self._dram.is_mixed(new):
-                            self._dram.zero_tail(new, size)  # a tenant may just be forgotten whose bytes are there
+                            self._dram.zero_tail(new, size)  # it may have bytes of a tenant that is being forgotten
                         copied += 1
                 finally:
                     with self._index.lock:
@@ -283,7 +284,8 @@ class SpaceMaker:
         return emptied
 
     def _moved(self, move: _Move, copied: int, events: list[Event]) -> bool:
-        """So many of these blocks were copied: if nothing stays in their segments, the rest leaves. Under the lock."""
+        """Finish a move of which ``copied`` blocks were copied: if none of the held blocks stays in their segments, the
+        rest is evicted. Call with the lock held."""
         index, doomed = self._index, self._residents.doomed
         for i, (row, old, new, _) in enumerate(move.slots):
             alone = index.holds[row] == 1 and row not in doomed and index.place[DRAM][row] == old
@@ -293,7 +295,7 @@ class SpaceMaker:
                 self._dram.release(old)
                 self._counts["blocks moved in dram"] += 1
             elif row in doomed:
-                self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and there is a copy of it
+                self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and this is a copy of it
             else:
                 self._dram.release(new)
         self._residents.unhold(move.rows)

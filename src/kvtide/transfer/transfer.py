@@ -1,4 +1,4 @@
-"""A move of blocks under way: wait for it, await it, or cancel it."""
+"""A transfer of blocks in progress: wait for it, await it, or cancel it."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ log = logging.getLogger("kvtide.transfer")
 
 
 class Transfer:
-    """Counts blocks as they arrive. One submit serves all faces: ``wait`` for threads, ``await`` for asyncio.
+    """Counts blocks as they arrive. The same object serves threads (``wait``) and asyncio (``await``).
 
-    It ends when every block has arrived or failed, when its deadline passes, or when it is cancelled, whichever
-    is first; blocks that come later are kept in the store, but this transfer no longer knows of them.
+    It ends when every block has arrived or failed, when its deadline passes, or when it is cancelled, whichever is
+    first. Blocks that arrive later are kept in the store, but this transfer ignores them.
     """
 
     def __init__(
         self, clock: Clock, deadline: float | None = None, run: Callable[[Callable[[], None]], None] | None = None
     ) -> None:
-        """``run`` calls callbacks; without it, the thread that ends the transfer does."""
+        """``run`` calls callbacks; without it, the thread that ends the transfer calls them."""
         self._clock = clock
         self._run = run
         self._origin = forks.here
         self._began = clock.monotonic()
         self.deadline = deadline
-        """On the monotonic clock; None: whenever."""
+        """On the monotonic clock; None: no deadline."""
         self.arrived: set[int] = set()
-        """Rows that are in DRAM, whole and verified."""
+        """Rows that are in DRAM, complete and verified."""
         self.failed: set[int] = set()
         self.report: object = None
-        """What a node said at its end, if it is a node that moves the blocks."""
+        """The report of the node at the end, if a node moves the blocks."""
         self._waiting: set[int] = set()
         self._left = False
-        """Whether it ended while something was under way."""
+        """Whether it ended while blocks were under way."""
         self._ended = False
         self._lock = threading.Lock()
         self._waiters: list[threading.Lock] = []
-        """One for each thread that waits, taken until the end. An Event may be left unusable by an interruption."""
+        """One lock for each waiting thread, released at the end. Not an Event, which an interruption may leave
+        unusable."""
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
@@ -57,7 +58,7 @@ class Transfer:
         usual: float,
         run: Callable[[Callable[[], None]], None] | None = None,
     ) -> Transfer:
-        """With a deadline so many seconds from now; None: the ``usual`` ones, of which 0 means whenever."""
+        """With a deadline ``seconds`` from now; None: the ``usual`` number of seconds, of which 0 means no deadline."""
         if seconds is None:
             seconds = usual or None
         return cls(clock, None if seconds is None else clock.monotonic() + seconds, run)
@@ -68,7 +69,7 @@ class Transfer:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody still waits for it."""
+        """Whether it is still waited for: neither ended nor past its deadline."""
         if self._ended:
             return False
         return self.deadline is None or self._clock.monotonic() < self.deadline
@@ -88,7 +89,7 @@ class Transfer:
 
     @property
     def outcome(self) -> str:
-        """How it ended: ``whole``, ``partial`` (some blocks could not be had), by its ``deadline``, ``cancelled``."""
+        """How it ended: ``whole``, ``partial`` (some blocks were unavailable), ``deadline`` or ``cancelled``."""
         if self._left and self.deadline is not None and self._clock.monotonic() >= self.deadline:
             return "deadline"
         return "cancelled" if self._left else "partial" if self.failed else "whole"
@@ -99,7 +100,7 @@ class Transfer:
         self._waiting.update(rows)
 
     def finish(self, rows: Sequence[int], arrived: Sequence[bool]) -> None:
-        """Rows are here, or will not come."""
+        """Report rows that have arrived or failed."""
         with self._lock:
             if self._ended or not (self._waiting or self.arrived or self.failed):
                 return
@@ -107,7 +108,7 @@ class Transfer:
             bad: set[int] = set()
             if False in arrived:
                 bad = expected.intersection([r for r, good in zip(rows, arrived, strict=True) if not good])
-            # What is waited for is reduced last: whoever is interrupted here can repeat it.
+            # ``_waiting`` is reduced last, so that an interrupted call can be repeated.
             self.failed.update(bad)
             self.arrived.update(expected - bad)
             self._waiting.difference_update(expected)
@@ -116,31 +117,31 @@ class Transfer:
         self._end()
 
     def started(self) -> None:
-        """Everything that is expected is known."""
+        """Called when everything expected is known."""
         if not self._waiting and not self._ended:
             self._end()
 
     def _end(self) -> None:
-        """End it, once; what an interrupted call has left to do is done by the next."""
+        """End it, once; the next call completes what an interrupted one left to do."""
         with self._lock:
             if not self._ended:
                 lost = self.failed | self._waiting
                 self._left, self.failed, self._waiting, self._ended = bool(self._waiting), lost, set(), True
         for waiter in list(self._waiters):
-            with contextlib.suppress(RuntimeError):  # it was given back before
+            with contextlib.suppress(RuntimeError):  # it was released before
                 waiter.release()
         while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
-            except IndexError:  # another thread was sooner
+            except IndexError:  # another thread took it
                 return
             _call(callback)
 
     # -- for callers --------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Stop waiting. Reads that have not started are not made, unless somebody else wants them."""
-        if self._origin is forks.here:  # else it is our parent's, and goes on there
+        """Stop waiting. Reads that have not started are not made, unless another transfer wants them."""
+        if self._origin is forks.here:  # otherwise it belongs to the parent process, and continues there
             self._end()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -158,17 +159,17 @@ class Transfer:
         try:
             came = waiter.acquire(timeout=-1 if limit is None else min(limit, threading.TIMEOUT_MAX))
         finally:
-            with self._lock:  # or a caller that looks now and then would leave one each time
+            with self._lock:  # otherwise a caller that polls would leave one each time
                 self._waiters.remove(waiter)
         if not came and left is not None and (timeout is None or left <= timeout):
             self._end()
         return self._ended
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it ends; at once if it has.
+        """Call ``callback`` when it ends; at once if it has ended.
 
-        On whatever thread ends it, which may be one of the store's own: it must be quick and wait for nothing. A
-        node's client has a thread for such calls, where it may do what it likes.
+        It runs on the thread that ends the transfer, which may be one of the store's own: it must be quick and must not
+        block. A node's client has a thread for such callbacks, where blocking is allowed.
         """
         forks.check(self._origin, "transfer")
         arguments.callback(callback, "callback")
@@ -190,7 +191,7 @@ class Transfer:
         ended = asyncio.Event()
 
         def wake() -> None:
-            # The loop may be closed by the time that a disk answers; then nobody waits any more.
+            # The loop may be closed when a disk answers; then no task waits any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -205,7 +206,7 @@ class Transfer:
 
 
 def _call(callback: Callable[[], None]) -> None:
-    """A callback's error must not stop the tier's thread on which the last block came."""
+    """Call a callback; its error must not stop the tier's thread on which the last block arrived."""
     try:
         callback()
     except Exception:

@@ -1,4 +1,4 @@
-"""What was written to tiers below DRAM, what was not, and why: the answers of ``flush`` and of a durable store."""
+"""Results of ``flush`` and of a durable store: what was written to tiers below DRAM, what was not, and why."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ __all__ = ["Flushed", "Persisted", "Unwritten"]
 
 
 class Unwritten(Enum):
-    """Why a block is not in a tier below DRAM, or not durable there. The values go over the wire."""
+    """Why a block is not in a tier below DRAM, or not durable there. The values are part of the protocol."""
 
     NO_TIER = "no tier below DRAM"
-    """The configuration has none."""
+    """The configuration has no tier below DRAM."""
     NOT_ADMITTED = "not admitted"
-    """No tier's admission (``nvme.store``) wants it there, or not yet; or the tier has evicted it since."""
+    """No tier's admission (``nvme.store``) accepts it, or not yet; or the tier has evicted it since."""
     QUEUE_FULL = "queue full"
-    """More bytes waited to be written to the tier than its ``queue`` may hold."""
+    """More bytes waited to be written to the tier than its ``queue`` allows."""
     WRITE_BUDGET = "write budget used up"
-    """``nvme.write_limit`` or ``nvme.drive_writes_per_day``."""
+    """``nvme.write_limit`` or ``nvme.drive_writes_per_day`` is exhausted."""
     QUOTA = "quota used up"
-    """The tenant may have no more in that tier."""
+    """The tenant may use no more of that tier."""
     WRITE_FAILED = "write failed"
-    """The tier could not take it or could not sync it: a disk's error, no space left, no credit of a shared storage.
+    """The tier could not write or sync it: a disk error, no space left, no write credit in shared storage.
     ``statistics().tiers[...].reasons`` has details."""
     TIER_TOO_SMALL = "tier too small"
     """The block is larger than the tier's budget."""
     TIMEOUT = "time ran out"
     """It was still being written when the caller stopped waiting."""
     NOT_STORED = "not stored"
-    """It is in no tier: there was no room for it in DRAM, its writer gave up, or the caller may not store."""
+    """It is in no tier: there was no space for it in DRAM, its writer aborted, or the caller may not store."""
     REMOVED = "removed"
     """It was dropped, expired or evicted before it was durable."""
     NOT_DURABLE = "no durable tier"
-    """No tier of the configuration survives a restart: Valkey promises nothing, DRAM less."""
+    """No configured tier survives a restart: Valkey gives no guarantee, and DRAM loses everything."""
     CLIENT_LIMIT = "client limit"
     """A node's client may hold no more of the node's memory (``node.client_share``), or has too much under way."""
     CANCELLED = "cancelled"
@@ -43,18 +43,18 @@ class Unwritten(Enum):
     CLOSED = "closed"
     """The store was closed before it was durable."""
     NODE_GONE = "node gone"
-    """The node went away before it said."""
+    """The node became unavailable before it reported the result."""
     UNKNOWN = "unknown"
-    """The node is of another version, and does not say, or says what this version does not know."""
+    """The node has another version, and reports nothing, or a reason that this version does not know."""
 
     @property
     def intended(self) -> bool:
-        """Whether the block is not written because the configuration says so, and not because something went wrong."""
+        """Whether the block is unwritten because the configuration says so, and not because of a failure."""
         return self in (Unwritten.NO_TIER, Unwritten.NOT_ADMITTED)
 
     @classmethod
     def of(cls, value: str) -> Unwritten:
-        """The reason that goes over the wire by that value."""
+        """The reason with this protocol value; UNKNOWN if there is none."""
         try:
             return cls(value)
         except ValueError:
@@ -63,21 +63,22 @@ class Unwritten(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What ``flush`` found when it had waited. True if every block is written that should be.
+    """The result of ``flush``. True if every block is written that should be.
 
-    A block that the admission does not want written, or for which the configuration has no tier, need not be: it is
-    counted in ``unwritten`` and changes nothing. Written is not synced: a power loss may take what was written a moment
-    ago, unless ``nvme.durable`` is set or the block was stored with ``durable=True``.
+    A block that no admission accepts, or for which the configuration has no tier, need not be: it is counted in
+    ``unwritten`` but does not make the result False. Written is not synced: a power loss may lose what was written a
+    moment ago, unless ``nvme.durable`` is set or the block was stored with ``durable=True``.
     """
 
     written: int
-    """Blocks in DRAM that a tier below has as well."""
+    """Blocks in DRAM that a lower tier has too."""
     unwritten: Mapping[Unwritten, int] = field(default_factory=dict)
-    """Blocks in DRAM that a tier below should have, or could have, and has not; once for each tier that refused."""
+    """Blocks in DRAM that a lower tier should have, or could have, but lacks; counted once for each tier that
+    refused."""
     lost: Mapping[Unwritten, int] = field(default_factory=dict)
-    """Blocks that have left DRAM since the last flush, and are in no tier though one was to have them."""
+    """Blocks that left DRAM since the last flush and are in no tier though one should have had them."""
     complete: bool = True
-    """False: the time ran out while something was being written, or the node went away or cannot say."""
+    """False if time ran out during writes, or the node became unavailable or cannot say."""
 
     def __bool__(self) -> bool:
         return self.complete and not self.lost and all(reason.intended for reason in self.unwritten)
@@ -96,14 +97,14 @@ class Persisted:
     """Which blocks of a prompt are durable: written and synced in a tier that survives a restart. True if all are."""
 
     durable: int
-    """Blocks of all groups that are."""
+    """Number of durable blocks, all groups together."""
     failed: Mapping[str, Mapping[int, Unwritten]]
-    """Those that are not, by group and number in the prompt, and why."""
+    """The blocks that are not durable, by group and number in the prompt, with the reason."""
 
     def __bool__(self) -> bool:
         return not self.failed
 
     @property
     def reasons(self) -> dict[Unwritten, int]:
-        """How many are not durable, by reason."""
+        """Number of blocks that are not durable, by reason."""
         return dict(Counter(reason for blocks in self.failed.values() for reason in blocks.values()))

@@ -327,7 +327,7 @@ def test_tenants_with_pins_make_room_at_last(
         toy.flush()
     with Client(node.path) as client:
         eventually(lambda: sum(c.sessions for c in client.status().node.clients) == 2)
-    assert caplog.text.count("unpins the blocks of the tenant that came longest ago") == 2
+    assert caplog.text.count("unpins the blocks of the least recently used tenant") == 2
 
 
 # -- wishes ---------------------------------------------------------------------------------------------------

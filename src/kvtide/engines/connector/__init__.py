@@ -1,1 +1,1 @@
-"""The two halves of an engine of several processes, below any engine: a scheduler that decides, workers that move."""
+"""Connector parts that do not depend on the engine: a scheduler that decides, and workers that move the bytes."""

@@ -1,8 +1,8 @@
-"""A half's way to the node: a client, made when it is first needed.
+"""A connector's access to the node: a client, created when it is first needed.
 
-A client looks for its node again by itself. What must be tried again here is to get one at all: where no node answers,
-or none can be started. Every request would find that out anew, and some of them start a process for it; so it is tried
-now and then, and said once each time.
+A client reconnects to its node by itself. This module retries getting a client at all, when no node answers or none can
+be started. Without it every request would try again, and some attempts start a process. So an attempt is made at most
+every 30 seconds, and each failed attempt is logged once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AGAIN = 30.0
 
 
 class NodeConnector:
-    """For the thread that talks to the node."""
+    """For use by the node thread."""
 
     def __init__(self, dial: Callable[[], Client], clock: Clock) -> None:
         self._dial = dial
@@ -33,7 +33,7 @@ class NodeConnector:
         self._tried: float | None = None
 
     def client(self) -> Client:
-        """Raises Lost where there is none."""
+        """Raises NodeUnavailable if there is no client."""
         if self._client is None:
             now = self._clock.monotonic()
             if self._tried is not None and now < self._tried + _AGAIN:
@@ -42,13 +42,13 @@ class NodeConnector:
             try:
                 self._client = self._dial()
             except (KvtideError, OSError) as e:
-                log.warning("kvtide has no node, and is off until it has; it tries again in %g s: %s", _AGAIN, e)
+                log.warning("kvtide is off until it reaches a node; it tries again in %g s: %s", _AGAIN, e)
                 raise NodeUnavailable from e
         return self._client
 
     @property
     def dram(self) -> int:
-        """Bytes of DRAM that the node's blocks may take; 0 where there was none yet. From any thread."""
+        """DRAM budget in bytes for the node's blocks; 0 until a node was reached. May be called from any thread."""
         client = self._client
         return client.dram if client is not None else 0
 

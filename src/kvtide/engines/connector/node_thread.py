@@ -1,9 +1,10 @@
-"""A thread that talks to the node, so that an engine's loop never waits for one that hangs.
+"""The node thread: it talks to the node, so that an engine's loop never waits for a node that hangs.
 
-The loop asks, and waits a few milliseconds in a step at most: a node answers in a fraction of one. If it does not, the
-loop goes on without the answer, and from then on does not wait at all until the thread is back. The thread belongs to
-no core: an engine binds its own threads to cores, and what they start inherits that. Nor does a process wait for it to
-end.
+The loop queues a call and waits at most a few milliseconds per step; a node usually answers in a fraction of one. If
+the answer is late, the loop goes on without it, and does not wait again until that answer has arrived.
+
+The thread is not bound to a core: an engine binds its own threads to cores, and threads that they start inherit that
+binding. The process does not wait for this thread to end.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ log = logging.getLogger("kvtide.engines")
 T = TypeVar("T")
 
 _MOMENT = 0.003
-"""Seconds that an engine's loop waits for answers, in a step that takes no longer than 30 times that."""
+"""Seconds per step that an engine's loop waits for answers, if the step takes no longer than 30 times that."""
 _LONGEST = 0.1
-"""And if it takes longer, up to so many."""
+"""Upper limit in seconds of that wait; longer steps may wait for up to a thirtieth of their duration."""
 _CLOSING = 3.0
-"""Seconds that an engine's end waits for the thread."""
+"""Seconds that closing waits for the thread."""
 
 
 class NodeThread:
-    """Does one thing after the other. ``ask`` from any thread; ``soon`` from the engine's alone."""
+    """Runs calls one after the other. ``ask`` may be called from any thread, ``soon`` only from the engine's."""
 
     def __init__(self, name: str) -> None:
         self._calls = CallbackThread(name)
         self._calls.put(unbind_thread)
         self._late: Future[Any] | None = None
-        """What was waited for in vain. Until it is done, the thread has not come back."""
+        """A call whose answer did not arrive in time. Until it is done, the loop does not wait for other answers."""
         self._waited = 0.0
         self._seconds = 0.0
-        """What this step takes, as far as that is known."""
+        """Estimated duration of this step, if known."""
 
     def ask(self, job: Callable[[], T], otherwise: T) -> Future[T]:
-        """The answer is ``otherwise`` if anything goes wrong: nothing that happens here may end the engine."""
+        """Queue ``job``. The result is ``otherwise`` if it fails: no error here may stop the engine."""
         answer: Future[T] = Future()
         self._calls.put(lambda: answer.set_result(attempt(job, otherwise)))
         return answer
 
     def soon(self, answer: Future[T], share: float = 1.0) -> bool:
-        """Whether the answer is here, now or in what is left of this step's moment, or of a share of it."""
+        """Return whether the answer has arrived, waiting for what is left of this step's limit, or of a ``share`` of
+        it."""
         if answer.done():
             return True
         left = max(_MOMENT, min(_LONGEST, self._seconds / 30)) * share - self._waited
@@ -68,27 +70,27 @@ class NodeThread:
         return answer.done()
 
     def step(self) -> None:
-        """The engine begins another step."""
+        """Start a new step of the engine."""
         self._waited = self._seconds = 0.0
 
     def takes(self, seconds: float) -> None:
-        """This step takes so long: an engine that computes for seconds does not notice a few milliseconds more, the
-        less as it plans a step while it computes the one before."""
+        """Set the duration of this step: an engine that computes for seconds does not notice a few milliseconds more,
+        all the less because it plans a step while it computes the one before."""
         self._seconds = seconds
 
     def close(self) -> None:
-        """Do what was asked, and no more; if that takes long, nobody waits for it."""
+        """Finish the calls already queued; wait for that no longer than ``_CLOSING``."""
         self._calls.close(_CLOSING)
 
 
 def attempt(job: Callable[[], T], otherwise: T) -> T:
-    """Do something that may go wrong; then the answer is ``otherwise``."""
+    """Call ``job``; return ``otherwise`` if it fails."""
     try:
         return job()
     except NodeUnavailable:
-        pass  # a miss, and said where it was found
+        pass  # a miss; already logged where it was detected
     except KvtideError as e:
-        log.warning("kvtide goes on without it: %s", e)
+        log.warning("kvtide: a call to the node failed, and the engine continues without it: %s", e)
     except Exception:
-        log.exception("kvtide met something unexpected, and goes on without it")
+        log.exception("kvtide: an unexpected error; the engine continues without this call")
     return otherwise

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers' halves in a step. It travels over the engine's own channel."""
+"""The orders that the connector scheduler sends to the workers for each step, over the engine's own channel."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ __all__ = ["Loading", "Orders", "Storing"]
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Blocks for the pages of a request that waits for them."""
+    """Load blocks into the pages of a request that waits for them."""
 
     request: str
     crew: str
-    """The token of the crew whose ticket it is."""
+    """Token of the worker group that the ticket belongs to."""
     ticket: str
     start: int
-    """The first token that is wanted; its page's first."""
+    """First token to load; the first token of its page."""
     stop: int
     pages: dict[str, list[int]]
-    """Of each group, from the one with token ``start`` on. A negative one is not wanted."""
+    """Pages of each group, beginning with the page of token ``start``. A negative page is not to be loaded."""
     seconds: float
-    """After which the request had rather compute."""
+    """Seconds after which the request is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storing:
-    """Pages that are whole blocks when this step has been computed."""
+    """Store pages that form complete blocks once this step has been computed."""
 
     request: str
     crew: str
     ticket: str
     start: int
-    """The first of these blocks."""
+    """Number of the first of these blocks."""
     pages: dict[str, list[int]]
-    """Of each group that is stored, for all blocks from ``start`` on. A negative one is gone, and not needed."""
+    """Pages of each group to be stored, for all blocks from ``start`` on. A negative page was freed and is not
+    needed."""
     lasting: bool
-    """Whether they stay as they are until the request leaves. If not, they may be others' after this step."""
+    """Whether the pages stay unchanged until the request leaves. If not, they may be reassigned after this step."""
 
 
 @dataclass(slots=True)
 class Orders:
-    """Everything of a step."""
+    """All orders of one step."""
 
     number: int = 0
-    """Of a step whose time tells how fast the engine computes; the workers say it when they have computed it."""
+    """Number of a step whose duration is used to measure the engine's speed; the workers report it when it is computed.
+    0 for other steps."""
     loads: list[Loading] = field(default_factory=list)
     stores: list[Storing] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)
-    """Requests whose pages are the engine's again from this step on: what is still read from them is read first."""
+    """Requests whose pages return to the engine with this step: pending reads of these pages finish first."""
     closing: set[str] = field(default_factory=set)
-    """Requests that are over and whose pages the engine keeps for us: no further store of them comes, so that each
-    worker says once when it is through with them."""
+    """Finished requests whose pages the engine keeps for the connector. No further store of them follows; each worker
+    reports once when it no longer needs the pages."""

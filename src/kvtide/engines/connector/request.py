@@ -1,4 +1,4 @@
-"""A request, as an engine's connector tells of it."""
+"""A request as the engine's connector describes it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from kvtide.index.keys import Chain, Extra, Tenant
 __all__ = ["PageGeometry", "Pages", "Prompt", "TokenSource", "Work"]
 
 Pages = Sequence[Sequence[int]]
-"""The pages of a request, for each group of the layout. Those that are gone are negative."""
+"""The pages of a request, for each group of the layout. Pages that were freed are negative."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A request, as far as the store is concerned."""
+    """The properties of a request that the store needs."""
 
     id: str
     tokens: Sequence[int]
-    """Grows while the request is generated."""
+    """Grows while the request generates tokens."""
     extras: Callable[[], Sequence[Extra]]
-    """Called once, where it may take its time."""
+    """Called once, on a thread where it may take long."""
     tenant: Tenant
     options: RequestOptions
     named: Callable[[Chain, int], None] | None = None
-    """Told when its blocks have got their names, from that number on. On the thread that talks to the node."""
+    """Called with the chain and the number of the first new block when blocks of the request were hashed. Runs on the
+    node thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request in a step."""
+    """A request's part of a step."""
 
     id: str
     upto: int
-    """Tokens whose KV is final when the step has been computed."""
+    """Number of tokens whose KV is final once the step has been computed."""
     pages: Callable[[], Pages]
 
 
 @dataclass(slots=True)
 class TokenSource:
-    """Where the tokens of a request came from."""
+    """Number of a request's tokens loaded from each kind of tier."""
 
     dram: int = 0
     disk: int = 0
@@ -49,19 +50,19 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """How an engine's pages make up blocks.
+    """How an engine's pages form blocks.
 
-    A group with a window gives back the pages that its window has passed over, while the request goes on. Of a block
-    only the pages at its end are needed then, because a prefix ends where a block ends: so many that they hold what the
-    next token sees. A block with these is whole; what else is gone nobody will ask for.
+    A group with a sliding window frees the pages that the window has passed while the request is still running. Of a
+    block only its last pages are needed then: a prefix ends at a block boundary, so the pages with the tokens visible
+    to the next token suffice. A block with these pages is complete; its other pages will never be read.
     """
 
     groups: Sequence[str]
     pages: Sequence[int]
-    """The tokens of a page of each group."""
+    """Tokens per page, for each group."""
     block_tokens: int
     windows: Sequence[int]
-    """How many tokens back a token of each group sees, itself among them; 0: all."""
+    """Window of each group in tokens, including the current token; 0: unlimited."""
 
     @property
     def lasting(self) -> bool:
@@ -69,16 +70,16 @@ class PageGeometry:
         return not any(self.windows)
 
     def tokens(self, pages: Pages, start: int, stop: int) -> dict[str, list[int]]:
-        """The pages of each group that hold tokens ``start`` to ``stop``, both at borders of pages."""
+        """The pages of each group that hold tokens ``start`` to ``stop``; both must be page boundaries."""
         page_geometry = zip(self.groups, pages, self.pages, strict=True)
         return {group: list(some[start // page : stop // page]) for group, some, page in page_geometry}
 
     def blocks(self, pages: Pages, start: int, stop: int) -> dict[str, list[int]]:
-        """The same of blocks ``start`` to ``stop``."""
+        """The pages of each group that hold blocks ``start`` to ``stop``."""
         return self.tokens(pages, start * self.block_tokens, stop * self.block_tokens)
 
     def whole(self, pages: Pages, start: int, stop: int) -> dict[str, int]:
-        """For each group the first of these blocks from which on all are whole; ``stop`` if none is."""
+        """For each group, the first block from which on all blocks up to ``stop`` are complete; ``stop`` if none is."""
         found = {}
         for (group, some), page, window in zip(
             self.blocks(pages, start, stop).items(), self.pages, self.windows, strict=True

@@ -1,4 +1,4 @@
-"""What a request may ask of the store, beside its prompt."""
+"""Options that a request may pass to the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("kvtide.engines")
 
 
 class _Hints(msgspec.Struct, frozen=True):
-    """What a request says of its prompt's next use. A hint that cannot be is worth a warning, and nothing else."""
+    """Hints about the next use of a request's prompt. An invalid hint is ignored with a warning."""
 
     turn: Turn | None = None
     returns_in: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
@@ -27,35 +27,36 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``kv_transfer_params`` of a request."""
 
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds that its blocks live."""
+    """Lifetime of the request's blocks in seconds."""
     pin: bool = False
-    """Keep its blocks from eviction while the engine runs."""
+    """Protect the request's blocks from eviction while the engine runs."""
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
-    """Blocks of higher priority outlast all of lower."""
+    """Blocks of lower priority are evicted before all blocks of higher priority."""
     no_store: bool = False
     no_load: bool = False
     max_load_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """After which it is computed instead."""
+    """Milliseconds that loading may take; after that the prompt is computed instead."""
     tenant: str = ""
-    """Whose it is, where the engine's front door is trusted to say so."""
+    """The tenant of the request, if the engine's front end is trusted to name it."""
     turn: Turn | None = None
-    """How its turn ends, if the caller knows: see ``Session.expect``."""
+    """How the request's turn ends, if the caller knows: see ``Session.expect``."""
     returns_in: float | None = None
-    """In how many seconds after its end its prompt is expected to be used again."""
+    """Seconds after the request's end until its prompt is expected to be used again."""
 
 
 NOTHING = RequestOptions(no_store=True, no_load=True)
-"""Of a request that asked for what it may not have: it is computed, and leaves no trace."""
+"""Options of a request with invalid options: it is computed, and nothing is loaded or stored."""
 
 
 _SHOWN = 200
-"""Letters of what a client sent that a warning tells."""
+"""Characters of a client's input that a warning shows."""
 _OTHERS = ("do_remote_", "remote_", "tp_size")
-"""What begins so is for connectors that hand requests from one engine to another; they may stand beside us."""
+"""Prefixes of options for connectors that transfer requests between engines. Those may run beside this one, so their
+options are ignored."""
 
 
 def read_options(given: Mapping[str, object] | None) -> RequestOptions:
-    """What a request asked for. Raises ConfigError for what nobody can ask for, so that no misspelt wish is lost."""
+    """Parse the options of a request. Raises ConfigError for unknown options, so that a misspelt one is not ignored."""
     ours = {name: value for name, value in (given or {}).items() if not name.startswith(_OTHERS)}
     hints = {name: ours.pop(name) for name in _Hints.__struct_fields__ if name in ours}
     for name, value in hints.items():

@@ -1,4 +1,4 @@
-"""What the scheduler's half remembers of a request."""
+"""The state that the connector scheduler keeps for a request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Offer", "RequestState"]
 
 @dataclass(slots=True)
 class Offer:
-    """What the store has of a prompt; held."""
+    """The leased prefix that the store has of a prompt."""
 
     match: Match
     crew: str
     ticket: str
-    """What workers are told of it: the token of the crew, and the match's ticket."""
+    """Sent to the workers: the token of the worker group and the ticket of the match."""
     load: Load | None
-    """Under way to DRAM."""
+    """A load into DRAM that is under way."""
     tokens: int
     cold: bool
     own: bool
-    """Whether it is in the engine's own packing, and not to be converted."""
+    """Whether the blocks have the engine's own packing and need no conversion."""
     deadline: float
     counted: Future[int] | None = None
-    """When the load has ended: the tokens that have come. Blocks may be corrupt, or not come in time."""
+    """Tokens that have arrived when the load has ended. Blocks may be corrupt, or be late."""
 
 
 @dataclass(slots=True)
@@ -39,54 +39,55 @@ class RequestState:
 
     prompt: Prompt
     chain: Chain | None = None
-    """Grows on the thread that talks to the node."""
+    """Extended on the node thread."""
     extras: Sequence[Extra] = ()
     tenant_sessions: TenantSessions | None = None
     asked: Future[Offer | None] | None = None
     since: float = 0.0
-    """When it was first asked for; 0: the answer is known, or nobody has."""
+    """When the request was first looked up; 0 if it was not, or if the result is known."""
     heard: float = 0.0
-    """When the thread that talks to the node turned to that question; 0: it is busy with others."""
+    """When the node thread began this lookup; 0 while it is busy with others."""
     pending: bool = False
-    """Whether the next block was just being written when it was last asked for."""
+    """Whether the next block was just being written at the last lookup."""
     matched: bool = False
-    """Whether the node was asked for it before."""
+    """Whether the node was asked about this request before."""
     skip: int = 0
-    """How often the engine may ask, until the node is asked again."""
+    """How many calls of the engine are answered without asking the node again."""
     offer: Offer | None = None
     settled: bool = False
-    """Whether nothing is to be loaded for it any more."""
+    """Whether nothing more is to be loaded for the request."""
     have: int = 0
-    """Tokens that the engine had when it was last told a number."""
+    """Tokens that the engine had cached when it was last told a number."""
     reused: int = 0
-    """Tokens that the engine had of others."""
+    """Tokens that the engine reused from other requests."""
     stored: int = 0
-    """Blocks that were given to the store, or were not wanted there."""
+    """Blocks that were given to the store or that it did not want."""
     due: int = 0
-    """Blocks that are whole after the last step that was planned, and are to be stored."""
+    """Blocks that are complete after the last planned step and are to be stored."""
     again: list[tuple[str, int, int]] = field(default_factory=list)
-    """Of these groups from a block to another: the node had no memory for them yet."""
+    """(group, first block, end) of blocks for which the node had no memory yet."""
     loading: list[bytes] = field(default_factory=list)
-    """The names of blocks on their way to its pages."""
+    """Names of the blocks being loaded into the request's pages."""
     kept: range = range(0)
-    """Blocks that came from the store as the engine has them: they need not go there again."""
+    """Blocks that were loaded from the store in the engine's own packing: they need not be stored again."""
     converted: int = 0
-    """Blocks up to there came from the store in another packing. What follows is found only if they are there in this
-    one too; if nothing follows, they need not be."""
+    """Blocks before this one were loaded in another packing. Blocks after them are only found if these are stored in
+    the engine's packing too; if none follow, that is not necessary."""
     source: TokenSource = field(default_factory=TokenSource)
     life: int = 0
-    """How often its pages were taken away."""
+    """How often the engine took the request's pages away."""
     failed: bool = False
-    """Whether a load went wrong: it is not tried again."""
+    """Whether a load failed: it is not tried again."""
     over: bool = False
 
     def unnamed(self, stop: int | None = None) -> tuple[int, Sequence[int]]:
-        """Tokens up to ``stop`` whose blocks have no name yet, and how many come before them."""
+        """The number of tokens already hashed, and the tokens after them up to ``stop``."""
         known = 0 if self.chain is None else self.chain.tokens
         return known, self.prompt.tokens[known:stop]
 
     def named(self, session_pool: SessionPool, known: int, tokens: Sequence[int]) -> tuple[Chain, TenantSessions]:
-        """The names of its blocks, with ``tokens`` after the first ``known``. On the thread that talks to the node."""
+        """Hash ``tokens``, which follow the first ``known``; return the chain and the tenant's sessions. Runs on the
+        node thread."""
         if self.tenant_sessions is None or self.chain is None:
             self.extras = self.prompt.extras()
             self.tenant_sessions = session_pool.of(self.prompt.tenant)

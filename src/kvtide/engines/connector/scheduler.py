@@ -1,20 +1,21 @@
-"""The half of an engine's connector that decides: which prefix to load, and what to store.
+"""The connector scheduler: it decides which prefix to load and which blocks to store.
 
-The engine asks how much of a waiting request's prompt we have. It is told "ask again" until every block of the answer
-is in DRAM, verified and held for us, and only then a number; so nothing but the node's death can break it, and that
-only until the workers have asked where the blocks are. Then the load fails, and the prefix is computed. Engines ask at
-every step while a request waits for pages: an offer is made once, kept, and given back whatever the engine does next.
+The engine asks how much of a waiting request's prompt is in the store. The reply is "ask again" until every block of
+the prefix is in DRAM, verified and leased; only then is it a number. After that only the death of the node can break
+the offer, and only until the workers have asked for the blocks' addresses. Then the load fails, and the prefix is
+computed. Engines ask at every step while a request waits for pages: an offer is made once, kept, and released whatever
+the engine does next.
 
-Everything that talks to the node runs on a thread of its own (``errands``). The engine's loop waits milliseconds for
-it at most. An answer that takes longer is "ask again" for a load, until the request's patience ends, and for a store is
+All communication with the node runs on the node thread (``node_thread.py``). The engine's loop waits at most
+milliseconds for it. A late answer means "ask again" for a load, until the request's time limit ends; for a store it is
 used in a later step, if the pages are still there.
 
-How fast the engine computes prompts is learned from its steps (plan/prefill.py), by the wall time from where a step
-began, or the one before it ended, to its end. A step that decodes for others besides takes longer, and so it will for
-the next prompt: nothing is subtracted.
+The engine's prefill speed is learned from its steps (plan/prefill.py): from the wall time between the start of a step,
+or the end of the one before it, and its end. A step that also decodes for other requests takes longer; the next prompt
+will be slowed in the same way, so nothing is subtracted.
 
-What a step computes becomes whole blocks at the step's end. They are reserved before, and the tickets travel to the
-workers with the step's orders.
+The tokens of a step form complete blocks at the step's end. Space for them is reserved before, and the tickets travel
+to the workers with the step's orders.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from kvtide.store.match import Load, Match
 __all__ = ["Scheduler"]
 
 _ANSWER = 2.0
-"""Seconds that a request waits to hear whether there is anything of it, but no longer than a quarter of what computing
-all of it takes."""
+"""Seconds that a request waits for a lookup, but no longer than a quarter of the time to compute its prompt."""
 _LOAD = 10.0
-"""Seconds that it waits for blocks from colder tiers, where nobody knows how long computing them takes."""
+"""Seconds that a request waits for blocks from colder tiers while the cost of computing them is unknown."""
 _OTHERS = 4
-"""Times its own patience that a request waits, while the node answers others."""
+"""A request may wait this many times its own limit while the node answers other requests."""
 _ENOUGH = 128
-"""Tokens of a step that tell how fast the engine computes: fewer take as long as one."""
+"""Minimum tokens of a step used to measure the engine's speed: fewer take as long as one."""
 
 _FIRST_STEP = 3.0
-"""Seconds that a step is taken to last, as long as nobody knows: an engine's first ones do."""
+"""Assumed duration in seconds of a step while the speed is unknown: an engine's first steps take that long."""
 _DECODING = 0.25
-"""What part of a moment a step that decodes waits for the node: it is short, and its requests most often go on."""
+"""Share of the wait limit for a step that only decodes: it is short, and its requests usually continue."""
 _STEPS = 64
-"""Steps that may be under way."""
+"""Maximum number of measured steps under way."""
 _SKIP = 8
-"""Questions of the engine for blocks that are just being written, between two that the node hears: an engine without
-other work asks every 2 ms."""
+"""Calls of the engine between two lookups of blocks that are just being written: an engine without other work asks
+every 2 ms."""
 _SHORTEST = 0.05
-"""The least patience, where computing takes less; and the most, with blocks that are just being written."""
+"""Shortest time limit of a request, where computing takes less; and the longest for blocks that are just being
+written."""
 
 
 class Scheduler:
-    """For the thread of an engine's scheduler."""
+    """For use by the thread of an engine's scheduler."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class Scheduler:
         pages: int = 0,
         prefix_cache: bool = True,
     ) -> None:
-        """``pool``, ``pages``: see ``StorePlanner``. ``prefix_cache``: what is loaded for one request the engine has
-        for others."""
+        """``pool``, ``pages``: see ``StorePlanner``. ``prefix_cache``: whether the engine shares pages loaded for one
+        request with others."""
         self._session_pool = session_pool
         self._now = session_pool.clock.monotonic
         self._page_geometry = page_geometry
@@ -83,23 +84,24 @@ class Scheduler:
         self._room = StorePlanner(self._node_thread, session_pool, page_geometry, pool, pages)
         self._requests: dict[str, RequestState] = {}
         self.quiet: dict[str, int] = {}
-        """By request the number of tokens before which its steps have nothing for us. Most of an engine's steps decode,
-        and complete no block: they should cost it next to nothing."""
+        """For each request the token count before which its steps need no work here. Most steps of an engine decode and
+        complete no block: they should cost next to nothing."""
         self._arriving: dict[bytes, str] = {}
-        """Blocks on their way to some request's pages."""
+        """Blocks being loaded, with the request whose pages they are loaded into."""
         self._loads: list[Loading] = []
         self._leaving: set[str] = set()
         self._numbers = itertools.count(1)
         self._steps: OrderedDict[int, tuple[float, int, float]] = OrderedDict()
-        """When steps that tell something began, with how many tokens of prompts, and the sum of their contexts."""
+        """Start time of each measured step, its number of prompt tokens, and the sum of their context lengths."""
         self._last_end = 0.0
-        """Of such a step."""
+        """End time of the last measured step."""
         self._fit = PrefillFit()
-        self._node_thread.ask(self._session_pool.client, None)  # so that the first request finds it
+        # connect early, so that the first request finds a client
+        self._node_thread.ask(self._session_pool.client, None)
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """What computing prompts costs the engine, as soon as that is known."""
+        """Prefill cost of the engine; None until it is known."""
         return self._fit.cost
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Scheduler:
         self._requests[prompt.id] = RequestState(prompt, settled=prompt.options.no_load)
 
     def matched(self, request: str, have: int) -> int | None:
-        """How many tokens beyond ``have`` there are to load; None: ask again."""
+        """How many tokens beyond ``have`` can be loaded; None: ask again."""
         r = self._requests.get(request)
         if r is None:
             return 0
@@ -129,38 +131,39 @@ class Scheduler:
                 return None if self._waits(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
             if r.pending and self._now() - r.since < self._patience(r):
-                self._give_back(r)  # a little later there will be more
+                self._give_back(r)  # more blocks will be there shortly
                 r.skip = _SKIP
                 return None
             r.since = 0.0
             if r.offer is None:
                 return self._settle(r)
         if r.offer.match.have * self._tokens > have:
-            self._give_back(r)  # the engine has lost pages that it had when we asked
+            self._give_back(r)  # the engine has freed pages that it had at the lookup
             return None
         if not self._is_here(r.offer):
             return None
         block = have // self._tokens
         following = r.chain.digests[block : block + 1] if r.chain is not None else []
         if self._prefix_cache and any(name in self._arriving for name in following):
-            return None  # soon the engine has it itself
+            return None  # the engine will soon have these pages itself
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
 
     def _loadable(self, r: RequestState) -> int:
-        """Tokens that may be loaded. An engine that has all of a prompt computes the last token again; a window has
-        pages for what comes after it, and may lack the oldest of what the last token sees."""
+        """Tokens that may be loaded. An engine that has a whole prompt computes the last token again; a window has
+        pages only for what comes after it, and may lack the oldest tokens that the last one sees."""
         return len(r.prompt.tokens) - (not self._page_geometry.lasting)
 
     def _waits(self, r: RequestState) -> bool:
-        """Whether a request waits on for an answer of the node. Questions are asked one after the other: what those of
-        others take does not count, up to so many times its own patience, unless the request says how long it waits."""
+        """Whether a request continues to wait for the node's answer. Lookups run one after the other: time spent on
+        those of other requests does not count, up to ``_OTHERS`` times the limit, unless the request sets its own
+        limit."""
         now, patience = self._now(), self._patience(r)
         longest = patience if r.prompt.options.max_load_ms is not None else min(_ANSWER, _OTHERS * patience)
         return now - (r.heard or now) < patience and now - r.since < longest
 
     def _patience(self, r: RequestState) -> float:
-        """Seconds that a request waits to hear whether there is anything of it."""
+        """Seconds that a request waits for its lookup."""
         if r.prompt.options.max_load_ms is not None:
             return min(_ANSWER, r.prompt.options.max_load_ms / 1000)
         if (prefill := self.prefill) is None:
@@ -170,7 +173,7 @@ class Scheduler:
     def _find(
         self, r: RequestState, unnamed: tuple[int, Sequence[int]], have: int, prefill: PrefillCost | None
     ) -> Offer | None:
-        """What there is of a prompt. On the thread that talks to the node."""
+        """Look up a prompt. Runs on the node thread."""
         if r.over:
             return None
         r.heard = self._now()
@@ -185,13 +188,13 @@ class Scheduler:
         if r.prompt.options.max_load_ms is not None:
             wait = r.prompt.options.max_load_ms / 1000
         cold, until = match.held_tokens < match.tokens, self._now() + wait
-        # What is optional, a draft's blocks, may be in a colder tier though all that counts is held.
+        # Optional groups, such as a draft model's, may be in a colder tier although all required blocks are leased.
         load = None if match.holding.ready else match.session.load(match, deadline=wait)
         own = crew is tenant_sessions.own.crew
         return Offer(match, crew.token, crew.ticket(match), load, match.held_tokens, cold, own, until)
 
     def _is_here(self, offer: Offer) -> bool:
-        """Whether all of an offer is in DRAM. When its time is over, what is held by then is all of it."""
+        """Whether all of an offer is in DRAM. At its deadline the offer is reduced to the tokens leased by then."""
         load = offer.load
         if load is None:
             return True
@@ -203,19 +206,19 @@ class Scheduler:
             offer.counted = self._node_thread.ask(partial(_arrived, offer.match, load), 0)
         if not self._node_thread.soon(offer.counted) and not late:
             return False
-        # A node that is late with its answer has said before what was held then, and holds it still.
+        # If this answer is late too, use the count that the node gave before: it still holds those blocks.
         offer.tokens = offer.counted.result() if offer.counted.done() else offer.match.held_tokens
         offer.load = None
         return True
 
     def _settle(self, r: RequestState) -> int:
-        """Nothing is loaded for it, from now on."""
+        """Load nothing for the request from now on."""
         r.settled, r.since = True, 0.0
         self._give_back(r)
         return 0
 
     def _give_back(self, r: RequestState) -> None:
-        """Whatever was, or will be, found for it is not held any more."""
+        """Release the request's offer, or the one that a running lookup will return."""
         asked, offer = r.asked, r.offer
         r.asked = r.offer = None
         if asked is not None:
@@ -224,11 +227,11 @@ class Scheduler:
             self._node_thread.ask(offer.match.release, None)
 
     def bind(self, request: str, pages: Pages, count: int) -> Sequence[bytes]:
-        """The engine has pages for ``count`` tokens of what it was offered, or wants none of it. Answers the names of
-        blocks that are held for it."""
+        """The engine has allocated pages for ``count`` tokens of the offer, or wants none of it. Returns the names of
+        the blocks that are leased for it."""
         r = self._requests.get(request)
         if r is None or r.loading or r.offer is None:
-            if count:  # it waits for us, so somebody must tell it
+            if count:  # the engine waits for a result, so order a load that fails
                 self._loads.append(Loading(request, "", "none/0", 0, 0, {}, 0.0))
             return ()
         if not count:
@@ -248,7 +251,7 @@ class Scheduler:
         return r.loading if offer.own else ()
 
     def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:
-        """Workers are through with what they were to load."""
+        """Called when workers have finished loads."""
         bad = set(failed)
         for request in [*done, *bad]:
             r = self._requests.get(request)
@@ -272,8 +275,8 @@ class Scheduler:
     # -- storing ------------------------------------------------------------------------------------------
 
     def step(self, work: Iterable[Work], prompts: Iterable[tuple[int, int]] = ()) -> Orders:
-        """The orders of a step in which the engine does so much of each request, and computes ``prompts``: of each
-        from which token to which. Requests that are ``quiet`` may be left out."""
+        """The orders of a step. ``work``: the progress of each request; requests before their ``quiet`` count may be
+        left out. ``prompts``: ranges of prompt tokens that the step computes."""
         orders = Orders(loads=self._loads, leaving=self._leaving)
         self._loads, self._leaving = [], set()
         parts = list(prompts)
@@ -293,11 +296,11 @@ class Scheduler:
         return orders
 
     def lost(self, tickets: Iterable[str]) -> None:
-        """Some worker will not store what these stand for."""
+        """Called when some worker will not store the blocks of these tickets."""
         self._room.lost(tickets)
 
     def computed(self, number: int) -> None:
-        """The engine has computed the step of that number."""
+        """Called when the engine has computed the step of that number."""
         began, tokens, reached = self._steps.pop(number, (0.0, 0, 0.0))
         if tokens:
             now = self._now()
@@ -306,17 +309,17 @@ class Scheduler:
             self._last_end = now
 
     def forget(self) -> None:
-        """The model's weights may be others from now on: nothing of before answers, and nothing under way is stored."""
+        """The model's weights may have changed: nothing stored before is used, and nothing under way is stored."""
         for r in self._requests.values():
             r.prompt.options = NOTHING
             if not r.loading:
                 self._settle(r)
         self._node_thread.ask(self._session_pool.renew, None)
 
-    # -- the end ------------------------------------------------------------------------------------------
+    # -- end of requests ----------------------------------------------------------------------------------
 
     def left(self, request: str) -> None:
-        """The engine takes a request's pages away, to give them back later."""
+        """The engine takes a request's pages away and will allocate others later."""
         self._leaving.add(request)
         r = self._requests.get(request)
         self.quiet.pop(request, None)
@@ -326,11 +329,11 @@ class Scheduler:
         if r is not None and not r.loading:
             self._give_back(r)
             r.since = 0.0
-            r.settled = r.failed or r.prompt.options.no_load  # by now there may be more of it
+            r.settled = r.failed or r.prompt.options.no_load  # there may be more of it in the store by then
 
     def finished(self, request: str, pages: Pages = ()) -> bool:
-        """A request is over. Whether the engine is to keep its ``pages`` for us, until each worker has said that it is
-        through with it."""
+        """Called at the end of a request. Returns whether the engine is to keep its ``pages`` until each worker has
+        reported that it no longer needs them."""
         r = self._requests.get(request)
         if r is not None:
             r.over = True
@@ -342,14 +345,15 @@ class Scheduler:
         return False
 
     def sent(self, requests: Iterable[str]) -> None:
-        """The engine has the pages of these back, which it kept."""
-        for request in requests:  # another connector beside ours may have kept them
+        """Called when the engine has taken back the pages that it kept for these requests."""
+        for request in requests:  # another connector in the same engine may have kept them
             if self._room.sent(request) and (r := self._requests.get(request)) is not None:
                 self._end(r)
 
     @property
     def kept(self) -> set[str]:
-        """Requests whose pages the engine keeps for us, of which no orders told the workers yet."""
+        """Requests whose pages the engine keeps for this connector, and for which the workers got no closing order
+        yet."""
         return self._room.kept
 
     def _end(self, r: RequestState) -> None:
@@ -359,23 +363,23 @@ class Scheduler:
         self._node_thread.ask(partial(_part, self._session_pool, r), None)
 
     def close(self) -> None:
-        """Let everything go that is held at the node."""
+        """Release everything that is held at the node."""
         self._node_thread.ask(self._session_pool.close, None)
         self._node_thread.close()
 
 
-# What follows runs on the thread that talks to the node, after what it was put behind.
+# The functions below run on the node thread, after the calls queued before them.
 
 
 def _arrived(match: Match, load: Load) -> int:
-    """The tokens of a match that are held, when its load has ended or was given up. If all are, the node has said so at
-    its end; to ask it for less maps the memory that they are in, which only workers need."""
+    """Tokens of a match that are leased when its load has ended or was cancelled. If all are, the node has reported so
+    at the end of the load; asking it for fewer maps the blocks' memory, which only workers need."""
     held = match.held_tokens
     return held if held == match.tokens else load.wait().tokens
 
 
 def _drop(asked: Future[Offer | None]) -> None:
-    """Nobody waits for this answer any more."""
+    """Release the result of a lookup that is not needed any more."""
     offer = asked.result()
     if offer is not None:
         offer.match.release()

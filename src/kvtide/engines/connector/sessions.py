@@ -1,8 +1,8 @@
-"""The sessions of an engine's scheduler at the node: one for each tenant and each layout that can be read here.
+"""The sessions of the connector scheduler at the node: one per tenant and readable layout.
 
-An engine stores in the packing that it has. It reads that one, and those that it can convert from; a layout with
-another packing is another session, because its blocks are other blocks. All of this talks to the node, so all of it
-runs on the thread for that (``errands``).
+An engine stores blocks in its own packing. It reads that packing and others that it can convert. A layout with another
+packing has a session of its own, because its blocks are different blocks. All of this talks to the node, so it runs on
+the node thread (``node_thread.py``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ __all__ = ["SessionPool", "TenantSessions"]
 log = logging.getLogger("kvtide.engines")
 
 _PINNED = 4
-"""One in so many bytes of the node's DRAM may be pinned: else a few requests could leave no room for all others."""
+"""At most one in this many bytes of the node's DRAM may be pinned: else a few requests could take the space of all
+others."""
 _TENANTS, _MOST = 64, 512
-"""That have sessions at a time: more only if they are in use or have pins, and still more only if they are in use."""
+"""Tenants with open sessions: above the first number only those in use or with pins remain, above the second only those
+in use."""
 
 
 @dataclass(slots=True)
 class _LayoutSession:
-    """A session, with what the workers need to join it."""
+    """A session and the worker group through which workers join it."""
 
     session: Session
     crew: WorkerGroup
@@ -44,13 +46,13 @@ class _LayoutSession:
 
 @dataclass(slots=True)
 class TenantSessions:
-    """One tenant's sessions; the first is the engine's own layout."""
+    """The sessions of one tenant; the first has the engine's own layout."""
 
     layout_sessions: Sequence[_LayoutSession]
     requests: set[str] = field(default_factory=set)
-    """That use it now."""
+    """Requests that use these sessions now."""
     pinned: set[bytes] = field(default_factory=set)
-    """The names of blocks that requests have pinned. It is kept for them: pins end with their session."""
+    """Names of blocks that requests have pinned. The sessions stay open for them: pins end with their session."""
 
     @property
     def own(self) -> _LayoutSession:
@@ -59,8 +61,8 @@ class TenantSessions:
     def longest(
         self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
     ) -> tuple[Match, WorkerGroup]:
-        """What there is of a prompt beyond ``have`` tokens, in the layout that has most of it. Release it. ``record``:
-        it is the first time that this request asks."""
+        """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
+        whether this is the first lookup for the request."""
         best, crew = self.own.session.match(chain, have=have, prefill=prefill, record=record), self.own.crew
         for layout_session in self.layout_sessions[1:]:
             if best.blocks == chain.blocks:
@@ -81,12 +83,12 @@ class TenantSessions:
 
 
 class SessionPool:
-    """Every tenant's sessions, and the node's client under them. For one thread."""
+    """The sessions of all tenants and the node's client. For use by one thread."""
 
     def __init__(
         self, dial: Callable[[], Client], models: Sequence[Model], ranks: int, clock: Clock | None = None
     ) -> None:
-        """``models`` differ in their layouts alone; the engine's own comes first."""
+        """``models`` differ in their layouts only; the engine's own layout comes first."""
         self.clock = clock or SystemClock()
         self._connector = NodeConnector(dial, self.clock)
         self._models = models
@@ -94,16 +96,16 @@ class SessionPool:
         self._session_pool: OrderedDict[bytes, TenantSessions] = OrderedDict()
 
     def client(self) -> Client:
-        """Raises Lost where no node can be had."""
+        """Raises NodeUnavailable if no node can be reached."""
         return self._connector.client()
 
     @property
     def dram(self) -> int:
-        """Bytes of DRAM that the node's blocks may take; 0 where there was none yet. From any thread."""
+        """DRAM budget in bytes for the node's blocks; 0 until a node was reached. May be called from any thread."""
         return self._connector.dram
 
     def dropped(self, reason: DropReason, blocks: int) -> None:
-        """So many blocks could not be stored: see ``Client``."""
+        """Report blocks that could not be stored: see ``Client``."""
         self.client().dropped(reason, blocks)
 
     def of(self, tenant: Tenant) -> TenantSessions:
@@ -121,7 +123,7 @@ class SessionPool:
         return self._session_pool[tag]
 
     def pin(self, tenant_sessions: TenantSessions, chain: Chain, request: str) -> None:
-        """Keep the blocks of a request from eviction, as far as pins may go."""
+        """Pin the blocks of a request, as far as the limit allows."""
         each = sum(geometry.footprint for geometry in self._models[0].layout.geometry.values())
         left = most = self.dram // _PINNED // each
         left -= sum(len(one.pinned) for one in self._session_pool.values())
@@ -147,11 +149,11 @@ class SessionPool:
             self._session_pool.pop(tag).close()
         pinned = [tag for tag in idle if tag in self._session_pool]
         for tag in pinned[: max(0, len(self._session_pool) + 1 - _MOST)]:
-            log.warning("kvtide unpins the blocks of the tenant that came longest ago: %d have pins", len(pinned))
+            log.warning("kvtide unpins the blocks of the least recently used tenant: %d tenants have pins", len(pinned))
             self._session_pool.pop(tag).close()
 
     def renew(self) -> None:
-        """From now on it is another model: one that no other engine has, because nobody can tell which."""
+        """Switch to a new model identity that no other engine shares, because the new weights are unknown."""
         nonce = secrets.token_hex(16)
         self._models = [replace(m, config={**m.config, "renewed": nonce}) for m in self._models]
         past, self._session_pool = self._session_pool, OrderedDict()

@@ -1,15 +1,15 @@
-"""Room at the node for blocks that a step of the engine will complete.
+"""The store planner: it reserves space at the node for blocks that a step of the engine will complete.
 
-It is asked for when the step is planned, and the tickets travel with the step's orders. If the node takes longer than a
-moment, its answer is used in a later step, as long as the pages are still there; until then nothing more is asked for.
-A node that is just taking memory from the system gives what it has, and is asked again for the rest.
+Space is requested when the step is planned, and the tickets travel with the step's orders. If the node's answer is
+late, it is used in a later step, if the pages are still there; until then nothing more is requested. A node that is
+still allocating memory from the system reserves what it has, and is asked again for the rest.
 
-A request may be over before there is room for all of it. Then the engine is asked to keep its pages for us: of all such
-requests together a twentieth of the engine's pages at most, and none longer than a second, if the engine runs. What is
-lost all the same is counted, and the node is told why.
+A request may finish before there is space for all of it. Then the engine is asked to keep its pages: for all such
+requests together at most a twentieth of the engine's pages, and none longer than a second as long as the engine runs.
+Blocks that are lost anyway are counted, and the reason is reported to the node.
 
-Groups are stored each as far as its pages are there. Where a window has passed over a request's first blocks, those of
-full attention are stored all the same: together with the last blocks of the window they are a prefix.
+Each group is stored as far as its pages exist. Where a window has passed a request's first blocks, the full-attention
+groups of these blocks are stored nevertheless: with the last blocks of the window group they form a prefix.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvtide.node.work_limits import RESERVED
 __all__ = ["StorePlanner"]
 
 _OPEN = 1024
-"""Tickets that are remembered. Workers say within a step or two that they cannot use one."""
+"""Open tickets that are remembered. Workers report within a step or two that they cannot use one."""
 _KEPT = 20
-"""What part of the engine's pages requests that are over may keep, at most."""
+"""Finished requests may keep at most one in this many of the engine's pages."""
 _KEEP = 1.0
-"""Seconds that they keep them."""
+"""Seconds that they may keep them."""
 _LOOK = 64
-"""Tokens after which it is asked again whether a request is to be stored that is not now."""
+"""Tokens after which a request that is not stored now is considered again."""
 
 
 class _Wanted(NamedTuple):
-    """Blocks of a request that will be whole, in these groups."""
+    """Blocks of a request that will be complete, in these groups."""
 
     request: RequestState
     life: int
@@ -55,36 +55,37 @@ class _Wanted(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Room for blocks, and who may fill it."""
+    """Reserved space for blocks, and the worker group that may fill it."""
 
     crew: str
     ticket: str
-    """Empty: for none yet."""
+    """Empty if no block has space yet."""
     abort: Callable[[], None]
     again: Mapping[str, int]
-    """By group the first block for which there is no memory yet."""
+    """For each group the first block for which there is no memory yet."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A request that is over, whose pages the engine keeps for us."""
+    """A finished request whose pages the engine keeps for the connector."""
 
     request: RequestState
     work: Work
     pages: int
     until: float
     closing: bool = False
-    """Whether the workers were told that no further store comes."""
+    """Whether the workers were told that no further store follows."""
 
 
 class StorePlanner:
-    """For the thread of an engine's scheduler."""
+    """For use by the thread of an engine's scheduler."""
 
     def __init__(
         self, node_thread: NodeThread, session_pool: SessionPool, page_geometry: PageGeometry, pool: float, pages: int
     ) -> None:
-        """``pool``: where the node has more bytes of DRAM than this, a block is stored as soon as it is computed;
-        otherwise, when the engine has used it again. ``pages``: of the engine, all together; 0: it keeps none."""
+        """``pool``: if the node has more bytes of DRAM than this, a block is stored as soon as it is computed;
+        otherwise once the engine has reused it. ``pages``: total pages of the engine; 0: it keeps none for finished
+        requests."""
         self._node_thread = node_thread
         self._session_pool = session_pool
         self._now = session_pool.clock.monotonic
@@ -93,12 +94,12 @@ class StorePlanner:
         self._most = pages // _KEPT
         self._reserving: tuple[list[_Wanted], Future[list[_Given | None]]] | None = None
         self._open: OrderedDict[str, Callable[[], None]] = OrderedDict()
-        """How to give up what was last given to the workers. Nobody says when they are through."""
+        """Abort callbacks of the last tickets given to workers. Workers do not report when they have finished one."""
         self._kept: dict[str, _Kept] = {}
 
     def stores(self, work: Mapping[str, Work], requests: Mapping[str, RequestState], share: float) -> list[Storing]:
-        """What the workers are to store after the step with that work. It may wait for the node's answer for such a
-        ``share`` of the step's moment."""
+        """Stores for the workers after a step with that work. Waits for the node's answer at most for that ``share`` of
+        the step's wait limit."""
         through = self._session_pool.dram > self._pool
         for w in work.values():
             if (r := requests.get(w.id)) is not None and not r.prompt.options.no_store:
@@ -112,7 +113,7 @@ class StorePlanner:
         return found
 
     def _ask(self, work: Mapping[str, Work], requests: Mapping[str, RequestState]) -> None:
-        """For blocks that will be whole after this step."""
+        """Request space for blocks that will be complete after this step."""
         wanted: list[_Wanted] = []
         for w in work.values():
             r = requests.get(w.id)
@@ -134,13 +135,13 @@ class StorePlanner:
             self._reserving = wanted, self._node_thread.ask(partial(self._reserve, wanted), nothing)
 
     def _parts(self, r: RequestState, groups: Sequence[str], start: int, stop: int) -> Iterator[_Wanted]:
-        """In parts of which the node reserves each at a time."""
+        """Split blocks into parts no larger than the node reserves at a time."""
         named, most = r.unnamed(stop * self._page_geometry.block_tokens), max(1, RESERVED // len(groups))
         for begin in range(start, stop, most):
             yield _Wanted(r, r.life, named, groups, begin, min(stop, begin + most))
 
     def _next(self, r: RequestState) -> tuple[int, int]:
-        """The blocks of a request that are to be asked for, without those that came from the store."""
+        """The next blocks of a request to reserve, without those that were loaded from the store."""
         start, stop = r.stored, r.due
         if stop <= r.converted:
             return 0, 0
@@ -151,17 +152,18 @@ class StorePlanner:
         return start, stop
 
     def _lacks(self, r: RequestState) -> bool:
-        """Whether blocks of a request are still to be asked for."""
+        """Whether blocks of a request must still be reserved."""
         start, stop = self._next(r)
         return bool(r.again) or start < stop
 
     def _reused(self, r: RequestState) -> int:
-        """Tokens of a request that are to be stored, because the engine had them of others. With a window two blocks
-        more: of what the engine had its first pages are gone, so that the next prefix that is whole ends there."""
+        """Tokens of a request to be stored because the engine reused them from other requests. With a window two more
+        blocks: the first pages of the reused part are freed, so the next complete prefix ends there."""
         return r.reused if self._page_geometry.lasting else r.reused and r.reused + 2 * self._page_geometry.block_tokens
 
     def _placed(self, work: Mapping[str, Work], share: float) -> list[Storing]:
-        """What there is room for by now, as far as its pages are still there: the answer may be of an earlier step."""
+        """Stores for which space is reserved, as far as their pages still exist: the answer may be from an earlier
+        step."""
         if self._reserving is None or not self._node_thread.soon(self._reserving[1], share):
             return []
         (wanted, answer), self._reserving = self._reserving, None
@@ -188,13 +190,13 @@ class StorePlanner:
                 }
                 stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, mine, self._page_geometry.lasting))
         for r, start in again:
-            r.stored = min(r.stored, start)  # other groups may have got further
+            r.stored = min(r.stored, start)  # other groups may be further ahead
         while len(self._open) > _OPEN:
             self._open.popitem(last=False)
         return stores
 
     def quiet(self, work: Iterable[Work], requests: Mapping[str, RequestState]) -> Iterator[tuple[str, int]]:
-        """Of each request the number of tokens before which its steps have nothing for us."""
+        """For each request the token count before which its steps need no work here."""
         through = self._session_pool.dram > self._pool
         asked = {w.request.prompt.id for w in self._reserving[0]} if self._reserving is not None else ()
         for w in work:
@@ -208,21 +210,21 @@ class StorePlanner:
                 yield w.id, (r.due + 1) * self._page_geometry.block_tokens if through else w.upto + _LOOK
 
     def left(self, r: RequestState) -> None:
-        """The engine takes a request's pages away, to give it others later: nothing of it is whole now."""
+        """The engine takes a request's pages away and will allocate others later: no block of it is complete now."""
         r.stored = min([r.stored, *(start for _, start, _ in r.again)])
         r.again, r.due = [], 0
 
     def lost(self, tickets: Iterable[str]) -> None:
-        """Some worker will not fill these."""
+        """Called when some worker will not fill these tickets."""
         for ticket in tickets:
             if (abort := self._open.pop(ticket, None)) is not None:
                 self._node_thread.ask(abort, None)
 
-    # -- requests that are over ---------------------------------------------------------------------------
+    # -- finished requests --------------------------------------------------------------------------------
 
     def finished(self, r: RequestState, pages: Pages) -> bool:
-        """A request is over. Whether the engine is to keep these pages of it, until every worker says that it is
-        through with it: see ``closing``."""
+        """Called at the end of a request. Returns whether the engine is to keep these pages until every worker has
+        reported that it no longer needs them: see ``closing``."""
         if self._waits(r):
             count = sum(1 for group in pages for page in group if page >= 0)
             if count and count + sum(kept.pages for kept in self._kept.values()) <= self._most:
@@ -234,7 +236,7 @@ class StorePlanner:
         return False
 
     def closing(self) -> set[str]:
-        """Of the requests whose pages are kept those that need it no longer, or for too long. Each once."""
+        """Kept requests that no longer need their pages, or have kept them too long. Each is returned once."""
         found = set()
         for id_, kept in self._kept.items():
             late = self._now() >= kept.until
@@ -248,25 +250,25 @@ class StorePlanner:
         return found
 
     def sent(self, request: str) -> bool:
-        """The engine has the pages of a request back. Whether it kept them for us."""
+        """The engine has taken a request's pages back. Returns whether it kept them for this connector."""
         return self._kept.pop(request, None) is not None
 
     @property
     def kept(self) -> set[str]:
-        """Requests whose pages the engine keeps for us, of which the workers were not told yet."""
+        """Requests whose pages the engine keeps for the connector, and for which no closing order was sent yet."""
         return {id_ for id_, kept in self._kept.items() if not kept.closing}
 
     def _waits(self, r: RequestState) -> bool:
-        """Whether there will be room for blocks of a request, of which the workers do not know yet."""
+        """Whether a request has blocks that still need space, or whose space the workers do not know yet."""
         return bool(self._reserved(r)) or (not r.prompt.options.no_store and self._lacks(r))
 
     def _reserved(self, r: RequestState) -> list[_Wanted]:
-        """What was asked for a request, and not answered yet."""
+        """Reservations for a request that the node has not answered yet."""
         wanted = self._reserving[0] if self._reserving is not None else ()
         return [w for w in wanted if w.request is r and w.life == r.life]
 
     def _lose(self, r: RequestState, why: DropReason) -> None:
-        """Blocks of a request are not stored, though they might have been."""
+        """Give up the blocks of a request that are not stored yet, and report them."""
         blocks = set(range(*self._next(r))).union(*(range(first, last) for _, first, last in r.again))
         blocks.update(*(range(w.start, w.stop) for w in self._reserved(r)))
         r.again, r.stored = [], max(r.stored, r.due)
@@ -274,7 +276,8 @@ class StorePlanner:
             self._node_thread.ask(partial(self._session_pool.dropped, why, len(blocks)), None)
 
     def _give_back(self) -> None:
-        """Room for none but requests that are over is given back, when it comes: there may be no further step."""
+        """If all requests of the pending reservation have finished, release its space when the answer arrives: no
+        further step may follow."""
         if self._reserving is not None and all(self._is_gone(w.request) for w in self._reserving[0]):
             (_, answer), self._reserving = self._reserving, None
             self._node_thread.ask(partial(_abort, answer), None)
@@ -283,10 +286,11 @@ class StorePlanner:
         kept = self._kept.get(r.prompt.id)
         return r.over and (kept is None or kept.closing)
 
-    # -- on the thread that talks to the node -------------------------------------------------------------
+    # -- on the node thread -------------------------------------------------------------------------------
 
     def _reserve(self, wanted: Sequence[_Wanted]) -> list[_Given | None]:
-        """Room for blocks, where they are new and there is any. What goes wrong for one is no loss of the others'."""
+        """Reserve space for blocks that are new, as far as there is any. An error with one entry does not affect the
+        others."""
         found: list[_Given | None] = [None] * len(wanted)
         asked = [(i, one) for i, w in enumerate(wanted) if (one := attempt(partial(self._named, w), None)) is not None]
         for (i, one), made in zip(asked, delegate([one for _, one in asked]), strict=True):

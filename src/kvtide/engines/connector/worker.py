@@ -1,11 +1,14 @@
-"""The half of an engine's connector that moves bytes, one in each worker process.
+"""The connector worker: it moves the bytes. Each worker process of the engine has one.
 
-The orders of a step name tickets. What a ticket stands for is asked of the node on a thread of its own, while the
-engine computes; so the engine waits for nobody. Copies on a CPU are made in the engine's thread, at the end of the
-step: raw, and finished before the pages can change. A store whose answer is late is made at the end of a later step, if
-the request has kept its pages. Copies of a GPU run on its own streams; pages that the engine is about to give to others
-are read first. Loads are looked at again at every step. Stores are waited for by a thread of their own, which lets
-others read the blocks as soon as they are there: an engine that has nothing to do makes no steps.
+The orders of a step contain tickets. The node thread asks the node which memory a ticket stands for while the engine
+computes, so the engine does not wait.
+
+On a CPU the engine's thread makes the copies at the end of the step: raw, and finished before the pages can change. If
+the node's answer for a store is late, the copy is made at the end of a later step, if the request still has its pages.
+
+Copies of a GPU run on its own streams; pages that the engine is about to reassign are read first. Loads are polled at
+every step. A separate thread waits for stores and makes the blocks readable as soon as they are copied: an engine that
+has nothing to do makes no steps.
 """
 
 from __future__ import annotations
@@ -45,16 +48,16 @@ log = logging.getLogger("kvtide.engines")
 _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _ANSWER = 1.0
-"""Seconds that the pages of a request that is over are kept for an answer of the node."""
+"""Seconds that a finished request's pages are kept for an answer of the node."""
 _CLOSING = 3.0
-"""Seconds that an engine's end waits for the thread that waits for copies."""
+"""Seconds that closing waits for the thread that waits for copies."""
 _CREWS = 256
-"""That a worker belongs to at a time, at most. Those of tenants that are gone are not heard of again."""
+"""Maximum number of worker groups that a worker is a member of. A worker is not told when a group is no longer used."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """What a worker did since it was last asked."""
+    """Work done since the last report."""
 
     loads: int = 0
     load_bytes: int = 0
@@ -64,12 +67,13 @@ class Moved:
     store_bytes: int = 0
     store_seconds: float = 0.0
     missed: int = 0
-    """Stores that were given up, because the node did not answer while the pages were there, or not in good order."""
+    """Stores that were abandoned, because the node did not answer while the pages were valid, or answered with an
+    error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visited:
-    """What the node told of orders."""
+    """The node's answer to orders."""
 
     worker: Worker
     views: Mapping[str, Pages]
@@ -78,7 +82,7 @@ class _Visited:
 
 @dataclass(slots=True)
 class _Visit:
-    """Orders for one crew under way: a load, or stores."""
+    """Orders for one worker group that are under way: a load, or stores."""
 
     crew: str
     requests: set[str]
@@ -86,19 +90,19 @@ class _Visit:
     stores: Sequence[Storing]
     answer: Future[_Visited | None]
     until: float
-    """When a request that is to be loaded has waited enough, or pages that are to be stored may change."""
+    """When the time limit of a load ends, or when pages to be stored may change."""
     moves: list[Move] = field(default_factory=list)
     nbytes: int = 0
     began: float = 0.0
     seconds: float = 0.0
-    """That its copies took, when they have ended."""
+    """Duration of the copies, once they have ended."""
     error: Exception | None = None
     sealed: bool = False
-    """Whether its copies have ended, and the node was told."""
+    """Whether the copies have ended and the node was told."""
 
 
 class ConnectorWorker:
-    """For the thread of an engine's worker."""
+    """For use by the thread of an engine's worker."""
 
     def __init__(
         self,
@@ -109,8 +113,8 @@ class ConnectorWorker:
         mover: Mover,
         clock: Clock | None = None,
     ) -> None:
-        """``pages`` sees the engine's memory as a layout has it; raises LayoutError for one that it cannot be.
-        ``tokens``: of a page of each group, as the scheduler counts pages. In memory one may be several."""
+        """``pages`` maps the engine's memory to a layout; it raises LayoutError if that is impossible. ``tokens``:
+        tokens of a page of each group as the scheduler counts pages; such a page may be several pages in memory."""
         clock = clock or SystemClock()
         self._now = clock.monotonic
         self._connector = NodeConnector(dial, clock)
@@ -123,7 +127,7 @@ class ConnectorWorker:
         """Waits for the copies of stores."""
         self._begun = self._now()
         self._closing: dict[str, float] = {}
-        """Requests that are over, of which no further store comes, with until when the node may answer."""
+        """Finished requests of which no further store follows, with the time until which the node may answer."""
         self._workers: OrderedDict[str, Worker] = OrderedDict()
         self._views: dict[bytes, Mapping[str, Pages]] = {}
         self._visits: list[_Visit] = []
@@ -131,23 +135,25 @@ class ConnectorWorker:
         self._bad: set[str] = set()
         self._lost: list[str] = []
         self._moved = Moved()
-        self._node_thread.ask(self._connector.client, None)  # so that the first request finds it
+        self._node_thread.ask(self._connector.client, None)  # connect early, so that the first request finds a client
         self._origin = forks.here
         _alive.add(self)
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """Before the engine computes: ask for what the orders need, and read what is about to change."""
+        """Before the engine computes: request what the orders need, and finish reading pages that are about to
+        change."""
         self._node_thread.step()
         self._begun = self._now()
-        self._closing.update(dict.fromkeys(orders.closing, self._begun + _ANSWER))  # first: it is said once
+        # first: the order is given only once
+        self._closing.update(dict.fromkeys(orders.closing, self._begun + _ANSWER))
         before = [v for v in self._visits if v.stores and (v.until < math.inf or v.requests & orders.leaving)]
         for load in orders.loads:
             self._ask(load.crew, {load.request}, [load], [])
         for visit in before:
             if not visit.moves:
-                self._give_up(visit)  # the engine may have zeroed the pages already, for whoever has them now
+                self._give_up(visit)  # the engine may already have zeroed the pages for their next request
             try:
                 for move in visit.moves:
                     move.join()
@@ -168,7 +174,7 @@ class ConnectorWorker:
         self._visits.append(_Visit(crew, requests, loads, stores, answer, until))
 
     def _visit(self, crew: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
-        """Ask the node where the blocks are. On the thread that talks to it."""
+        """Ask the node for the blocks' addresses. Runs on the node thread."""
         lost = list(stores)
         try:
             worker = self._worker(crew, busy)
@@ -185,13 +191,14 @@ class ConnectorWorker:
         return _Visited(worker, self._views[worker.layout.digest], step)
 
     def lost(self) -> set[str]:
-        """Tickets of stores that this worker will not fill, since the last call: the node did not let it. Unless the
-        scheduler gives them up, their blocks stay as if they were just being written."""
+        """Tickets of stores, since the last call, that the node did not let this worker fill. The scheduler must abort
+        them, or their blocks stay in the state of being written."""
         lost, self._lost = self._lost, []
         return set(lost)
 
     def _worker(self, crew: str, busy: set[str]) -> Worker:
-        """Us as one of a crew. We leave none of those that are ``busy``: the node would give our blocks to others."""
+        """Join a worker group. Groups that are ``busy`` are not left: the node would reuse the memory of their
+        blocks."""
         if crew not in self._workers:
             self._workers[crew] = self._connector.client().join(crew, self._rank)
             idle = [c for c in self._workers if c not in busy]
@@ -201,14 +208,14 @@ class ConnectorWorker:
         return self._workers[crew]
 
     def finish(self) -> None:
-        """After the engine has computed: copy what is asked for."""
+        """After the engine has computed: make the copies that the orders ask for."""
         now = self._now()
         self._node_thread.takes(now - self._begun)
         for visit in list(self._visits):
             if visit.moves:
                 continue
             over = max(self._closing.get(request, math.inf) for request in visit.requests)
-            until = min(visit.until, over)  # others of the same step may go on
+            until = min(visit.until, over)  # other requests of the same step may still be running
             if self._node_thread.soon(visit.answer):
                 self._move(visit, visit.answer.result())
             elif now >= until:
@@ -240,7 +247,7 @@ class ConnectorWorker:
                         copies = list(_out_of(store.start, given, filling, name, pages))
                         visit.nbytes += _nbytes(copies, pages)
                         visit.moves.append(self._mover.store(pages, copies))
-        except Exception as e:  # noqa: BLE001 - whatever it is, the engine computes instead
+        except Exception as e:  # noqa: BLE001 - whatever the error, the engine computes instead
             self._end(visit, e)
             return
         if not visit.moves:
@@ -251,25 +258,25 @@ class ConnectorWorker:
             self._copied.put(partial(self._seal, visit))
 
     def _seal(self, visit: _Visit) -> None:
-        """Wait for the copies of stores, and let others read the blocks."""
-        for move in visit.moves:  # all of them, even after an error: the memory is the node's again then
+        """Wait for the copies of stores, and make the blocks readable."""
+        for move in visit.moves:  # all of them, even after an error: then the memory returns to the node
             try:
                 move.wait()
-            except Exception as e:  # noqa: BLE001 - whatever it is, the blocks are not stored
+            except Exception as e:  # noqa: BLE001 - whatever the error, the blocks are not stored
                 visit.error = e
         visit.seconds = time.perf_counter() - visit.began
         self._part(visit, visit.error is None)
         visit.sealed = True
 
     def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> _Numbers:
-        """The scheduler's pages as those in memory; -1 for one that is not there."""
+        """Convert the scheduler's page numbers to those in memory; -1 for a page that was freed."""
         found = np.array(numbers, np.int64)
         n = self._tokens[group] // pages.tokens
         return found if n == 1 else np.where(found >= 0, n * found + np.arange(n)[:, None], -1).T.ravel()
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose loads have ended since the last call: all of them, and those that failed. And those that are
-        over, whose pages the engine has kept, and need keep no longer: each once."""
+        """Requests whose loads have ended since the last call, those of them that failed, and finished requests whose
+        pages the engine need not keep any longer. Each is reported once."""
         for visit in [v for v in self._visits if v.moves]:
             if visit.stores:
                 if visit.sealed:
@@ -301,7 +308,7 @@ class ConnectorWorker:
                 self._bad |= visit.requests
                 moved.failed += 1
         elif error is None and not visit.nbytes:
-            pass  # another rank has the same heads, or the node did not let us: see ``lost``
+            pass  # another rank has the same heads, or the node refused: see ``lost``
         elif error is None:
             moved.stores, moved.store_bytes = moved.stores + 1, moved.store_bytes + visit.nbytes
             moved.store_seconds += seconds
@@ -310,16 +317,16 @@ class ConnectorWorker:
             moved.missed += 1
         if not visit.sealed:
             for move in visit.moves:
-                _wait(move)  # even after an error: its memory is the node's again now
+                _wait(move)  # even after an error: now its memory returns to the node
             self._part(visit, error is None)
 
     def _part(self, visit: _Visit, good: bool) -> None:
-        """Tell the node that its memory is not used any more. From any thread."""
+        """Tell the node that its memory is not used any more. May be called from any thread."""
         if visit.answer.done() and (visited := visit.answer.result()) is not None:
             self._node_thread.ask(partial(_leave, visited.step, good), None)
 
     def _give_up(self, visit: _Visit) -> None:
-        """The node does not answer."""
+        """Abandon orders that the node did not answer in time."""
         self._visits.remove(visit)
         self._node_thread.ask(partial(_turn_away, visit.answer), None)
         if visit.loads:
@@ -342,7 +349,7 @@ class ConnectorWorker:
         return moved
 
     def end(self) -> None:
-        """Close at the end of the process, unless we are another one's, or what is under way may never end."""
+        """Close at the end of the process, unless this is a forked child or the copies under way may never end."""
         deadline = time.monotonic() + _CLOSING
         while self._origin is forks.here and time.monotonic() < deadline:
             if all(move.done() for visit in list(self._visits) for move in visit.moves):
@@ -351,7 +358,7 @@ class ConnectorWorker:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Finish what is under way, and hang up."""
+        """Finish what is under way, and disconnect."""
         _alive.discard(self)
         for visit in list(self._visits):
             for move in visit.moves:
@@ -373,15 +380,15 @@ _alive: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
 
 @atexit.register
 def _end_in_order() -> None:
-    """An engine that ends without a word: a thread of ours that is in the middle of torch's code when the interpreter
-    goes would abort the process."""
+    """Close the workers of an engine that exits without closing them: a thread that is inside torch when the
+    interpreter shuts down would abort the process."""
     for half in list(_alive):
         with contextlib.suppress(Exception):
             half.end()
 
 
 def _into(first: int, wanted: _Numbers, loaded: Loaded, group: str, pages: Pages) -> Iterator[Copy]:
-    """The copies of a load whose first page is number ``first`` of the prompt: of each block the pages wanted."""
+    """The copies of a load whose first page is number ``first`` of the prompt: for each block the wanted pages."""
     whole = wanted.min(initial=0) >= 0
     for depth, view in enumerate(loaded.views[group], loaded.first[group]):
         begin, end = max(depth * pages.each, first), min((depth + 1) * pages.each, first + len(wanted))
@@ -390,7 +397,7 @@ def _into(first: int, wanted: _Numbers, loaded: Loaded, group: str, pages: Pages
 
 
 def _out_of(start: int, given: _Numbers, filling: Filling, group: str, pages: Pages) -> Iterator[Copy]:
-    """The copies of a store. A slot may still have what was there before, so pages that are gone become zeros."""
+    """The copies of a store. Freed pages are written as zeros, because a slot may hold old data."""
     whole = given.min(initial=0) >= 0
     for name, depth, view in zip(filling.groups, filling.depths, filling.views, strict=True):
         if name == group:
@@ -402,7 +409,7 @@ def _out_of(start: int, given: _Numbers, filling: Filling, group: str, pages: Pa
 
 
 def _there(view: Span, pages: _Numbers, at: int, whole: bool) -> Iterator[Copy]:
-    """Runs of pages that are there: a window has none for what it has passed over. All are there if it is ``whole``."""
+    """Runs of existing pages: a window has freed the pages that it has passed. If ``whole``, all pages exist."""
     if whole:
         yield Copy(view, pages, at)
         return
@@ -416,7 +423,7 @@ def _nbytes(copies: Sequence[Copy], pages: Pages) -> int:
 
 
 def _wait(move: Move) -> None:
-    with contextlib.suppress(Exception):  # it was said where it happened
+    with contextlib.suppress(Exception):  # already logged where it happened
         move.wait()
 
 
@@ -427,7 +434,7 @@ def _leave(step: Step, good: bool) -> None:
 
 
 def _turn_away(answer: Future[_Visited | None]) -> None:
-    """An answer that came too late. On the thread that got it, afterwards."""
+    """Discard an answer that came too late. Runs on the node thread, after the call."""
     visited = answer.result()
     if visited is not None:
         _leave(visited.step, False)

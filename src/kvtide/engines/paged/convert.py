@@ -1,4 +1,4 @@
-"""Pages of an engine from and to blocks whose bytes differ: in another packing, or in a lossy form."""
+"""Copies between an engine's pages and blocks whose bytes differ: in another packing, or in a lossy form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["converted", "decode_pages", "encode_pages"]
 
 
 def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
-    """Our heads of the block in ``raw`` bytes, in the engine's packing: ``[section, head, page, token, dim]``."""
+    """This process's heads of the block in ``raw`` bytes, converted to the engine's packing: ``[section, head, page,
+    token, dim]``."""
     group, share = pages.group, pages.share
     size, dim = group.head_bytes(pages.layout.block_tokens), group.head_dim
     words = raw.view(pages.sections[0].dtype)
@@ -30,7 +31,7 @@ def converted(pages: Pages, raw: torch.Tensor) -> torch.Tensor:
 
 
 def encode_pages(pages: Pages, numbers: Tensor, layers: range, heads: Tensor) -> None:
-    """Code an engine's pages of these numbers, all of a block, into its heads ``[layer, head, byte]``."""
+    """Encode all pages of a block, given by their numbers in the engine, into its heads ``[layer, head, byte]``."""
     assert pages.form is not None
     keys, values = (
         torch.stack([pages.sections[2 * layer + part].index_select(0, numbers) for layer in layers])

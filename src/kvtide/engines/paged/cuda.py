@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that torch does not offer: copies of rows, and memory that is registered with it.
+"""CUDA driver calls that torch does not offer: strided (2D) copies, and registration of host memory.
 
-Memory that the driver knows is copied by DMA at the speed of the bus, and without holding up the host; other memory is
-not. Registering takes some milliseconds per segment, once; a segment that goes away is unregistered.
+Registered memory is copied by DMA at the speed of the bus and without blocking the host; other memory is not.
+Registering takes some milliseconds per segment, once; a segment is unregistered when it is unmapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["REGISTRY", "Registry", "copy", "copy_rows"]
 
 _HOST, _DEVICE = 1, 2
 _KNOWN = 712
-"""The driver's error for memory that is registered already."""
+"""The driver's error code for memory that is already registered."""
 _PORTABLE, _READ_ONLY = 0x01, 0x08
 
 
@@ -62,7 +62,7 @@ def _check(code: int, what: str) -> None:
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy between host and device, either way, on a stream."""
+    """Copy between host and device, in either direction, on a stream."""
     pointer = ctypes.c_void_p
     _check(
         _driver().cuMemcpyAsync(pointer(target), pointer(source), ctypes.c_size_t(nbytes), pointer(stream)),
@@ -71,7 +71,7 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def copy_rows(host: int, pitch: int, device: int, width: int, rows: int, stream: int, *, to_host: bool) -> None:
-    """Copy rows that are ``pitch`` apart in host memory and one after the other in the device's."""
+    """Copy rows that are ``pitch`` bytes apart in host memory and contiguous in device memory."""
     job = _Rows(width=width, height=rows)
     here, there = ("dst", "src") if to_host else ("src", "dst")
     setattr(job, f"{here}_type", _HOST)
@@ -86,21 +86,21 @@ def copy_rows(host: int, pitch: int, device: int, width: int, rows: int, stream:
 
 
 class Registry:
-    """Host memory that the driver knows: one for the process, as the driver has. Safe from any thread.
+    """Host memory registered with the driver. One per process, like the driver's own registration. Thread-safe.
 
-    When a mapping goes its memory is gone before we hear of it, and another may already lie at the same address. So an
-    address that the driver still knows is registered anew, and who hears late that it went leaves it alone.
+    A mapping's memory is unmapped before its finalizer runs, and another mapping may already be at the same address. So
+    an address that the driver still knows is registered again, and a late finalizer does not unregister the new owner.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a mapping may go at any point, here too
+        self._lock = threading.RLock()  # reentrant: a mapping may be finalized at any point, also in here
         self._known: set[int] = set()
-        """Segments, by their identity."""
+        """Ids of the registered segments."""
         self._owner: dict[int, int] = {}
-        """Which of them lies at an address."""
+        """The id of the segment registered at each address."""
 
     def find(self, spans: Sequence[Span]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Where ``spans`` lie; the segments that they are in are registered from now on, while they live."""
+        """The addresses of ``spans``. Registers the segments that they belong to, for as long as these are mapped."""
         for name, segment in {id(span.obj): span.obj for span in spans}.items():
             if name not in self._known and isinstance(segment, mmap.mmap):
                 with self._lock:

@@ -1,14 +1,15 @@
-"""Pages on a GPU: scattered pages at the speed of the bus.
+"""Copies between scattered GPU pages and blocks at the speed of the bus.
 
-Copying page by page from Python reaches a tenth of what the bus can do. Instead a kernel gathers the pages of some
-blocks into a small staging buffer in the GPU's own memory, a hundred times faster than the bus, and one large DMA
-brings that into the arena; a load is the same backwards. Each direction is a *lane* with its own two streams, buffers
-and thread: while one buffer is on the bus the next is gathered. Buffers pass from the kernel's stream to the DMA's and
-back by events on the device; the host waits for nothing, and the engine's stream for nothing but the pages that
-it reads.
+Copying page by page from Python reaches a tenth of the bus bandwidth. Instead a kernel gathers the pages of some blocks
+into a small staging buffer in GPU memory, a hundred times faster than the bus, and one large DMA copies that buffer
+into the arena. A load does the same in reverse.
 
-After the gather the engine's pages are free again, though the move is not done. The thread is there because
-registering memory with the driver takes milliseconds, which no engine should wait for.
+Each direction is a *lane* with two streams, buffers and a thread of its own: while one buffer is on the bus, the next
+is gathered. Buffers pass between the kernel stream and the DMA stream by device events. The host waits for nothing, and
+the engine's stream only for the pages that it reads.
+
+After the gather the engine may reuse its pages, although the move is not done. The thread exists because registering
+memory with the driver takes milliseconds, which the engine should not wait for.
 """
 
 from __future__ import annotations
@@ -33,34 +34,35 @@ from kvtide.errors import ClosedError
 __all__ = ["GpuMover"]
 
 _BUFFERS = 2
-"""Of a lane: while one is on the bus the other is gathered."""
+"""Buffers per lane: while one is on the bus, the other is gathered."""
 _STAGING = 512 << 20
-"""Larger buffers make fewer calls: an engine that launches its kernels one by one waits for our thread at each."""
+"""Bytes of all staging buffers. Larger ones need fewer calls: an engine that launches its kernels one by one waits for
+the lane's thread at each."""
 AT_ONCE = 512
-"""Blocks of a buffer at most."""
+"""Maximum blocks per buffer."""
 _FIRST = 32
-"""Blocks of the first buffer at most: the bus waits while they are looked up and gathered."""
+"""Maximum blocks in the first buffer: the bus is idle while they are looked up and gathered."""
 _AHEAD = 16
-"""Kernels that wait for the bus at most."""
+"""Maximum kernels queued on the device."""
 _STEP = 512
-"""Words that a program of the kernel moves at once."""
+"""Words that a kernel program moves per iteration."""
 
 _Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class GpuMove(Move):
-    """Copies that a lane makes."""
+    """Copies made by a lane."""
 
     at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.begun = threading.Event()
-        """Everything is on its streams, or failed."""
+        """Set when all work is queued on its streams, or has failed."""
         self.free = torch.cuda.Event()
-        """The pages are the engine's again: read, or written."""
-        self.end = torch.cuda.Event(blocking=True)  # a thread waits for it while the engine computes
+        """The engine may use the pages again: they were read, or written."""
+        self.end = torch.cuda.Event(blocking=True)  # blocking: a thread waits for it while the engine computes
         self.error: BaseException | None = None
 
     # A move that failed may have copies under way: it ends when they do.
@@ -92,7 +94,7 @@ class GpuMover:
     """Moves pages of one GPU."""
 
     def __init__(self, device: torch.device, staging: int | None) -> None:
-        device = torch.empty(0, device=device).device  # with its number
+        device = torch.empty(0, device=device).device  # with its index
         if staging is None:
             staging = min(_STAGING, torch.cuda.get_device_properties(device).total_memory // 256)
         each = staging // (2 * _BUFFERS) // 4096 * 4096
@@ -117,7 +119,7 @@ class GpuMover:
 
 
 class _Buffer:
-    """Staging memory, with when it is full and when it is free again."""
+    """Staging memory with two events: filled, and free again."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -126,8 +128,8 @@ class _Buffer:
 
 
 class _Tables:
-    """Numbers on their way to kernels. The host is so many kernels ahead of the device at most; it need not be less,
-    or a load would be waited for by whoever only joins it."""
+    """Ring of tables with page numbers for kernels. The host may be up to ``_AHEAD`` kernels ahead of the device; with
+    fewer, a caller that only joins a load would have to wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -136,12 +138,12 @@ class _Tables:
         self._make(AT_ONCE * 16)
 
     def _make(self, entries: int) -> None:
-        """Rarely: to pin memory stops the whole device."""
+        """Rarely needed: pinning memory stalls the whole device."""
         self._host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
         self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._device)
 
     def put(self, numbers: _Numbers) -> torch.Tensor:
-        """The numbers for a kernel of the current stream, on the device."""
+        """Copy the numbers to the device, for a kernel on the current stream."""
         if len(numbers) > self._host.shape[1]:
             self._make(len(numbers))
         i = next(self._next)
@@ -157,22 +159,22 @@ class _Job(NamedTuple):
     pages: Pages
     copies: Sequence[Copy]
     numbers: _Numbers
-    """The pages of all copies, one after the other."""
+    """The pages of all copies, concatenated."""
     after: torch.cuda.Event
-    """On the caller's stream: from then on the pages may be read, or written."""
+    """Event on the caller's stream after which the pages may be read or written."""
     move: GpuMove
     warm: bool
-    """Whether it only prepares for others."""
+    """Whether the job only warms up the lane."""
 
 
 class _Lane:
-    """One direction."""
+    """One direction of copies."""
 
     def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
         self._device, self._nbytes, self._to_host = device, nbytes, to_host
         self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._streams = (self._kernels, self._copies) if to_host else (self._copies, self._kernels)
-        """In the order in which bytes go through them."""
+        """In the order in which the bytes pass through them."""
         self._buffers: Iterator[_Buffer] | None = None
         self._tables: _Tables | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -202,23 +204,23 @@ class _Lane:
             self._kernels.synchronize()
             self._copies.synchronize()
 
-    @torch.inference_mode()  # the engine's tensors may be of that kind, and then are written there alone
+    @torch.inference_mode()  # the engine's tensors may be inference tensors, which can only be written in this mode
     def _run(self) -> None:
-        torch.cuda.set_stream(self._kernels)  # of this thread: what torch does here, it does there
+        torch.cuda.set_stream(self._kernels)  # this thread's torch operations run on the kernel stream
         while (job := self._jobs.get()) is not None:
             try:
                 try:
                     self._move(job)
                 finally:
-                    job.move.free.record(self._kernels)  # none but kernels look at pages
+                    job.move.free.record(self._kernels)  # only kernels access pages
                     first, second = self._streams
                     second.wait_stream(first)
                     job.move.end.record(second)
-            except Exception as e:  # noqa: BLE001 - whoever waits for the move is told
+            except Exception as e:  # noqa: BLE001 - reported to the caller that waits for the move
                 job.move.error = e
             finally:
                 job.move.begun.set()
-            del job  # else the engine's tensors would live until the next
+            del job  # else the engine's tensors would be referenced until the next job
 
     def _move(self, job: _Job) -> None:
         self._kernels.wait_event(job.after)
@@ -232,8 +234,8 @@ class _Lane:
         if pages.packing != pages.group.packing:
             self._convert(pages, job.copies)
             return
-        # Copies of whole blocks go together; each of a part goes alone.
-        if len(job.numbers) == len(job.copies) * pages.each:  # none has more pages than a block
+        # Copies of whole blocks are batched; a copy of part of a block is made alone.
+        if len(job.numbers) == len(job.copies) * pages.each:  # no copy has more pages than a block
             self._move_equal(pages, job.copies, job.numbers.reshape(-1, pages.each))
             return
         done = 0
@@ -246,7 +248,7 @@ class _Lane:
                 done += count
 
     def _warm(self, pages: Pages) -> None:
-        """Compile the kernel, make staging and pin what the kernel reads, which takes longer than a large move."""
+        """Compile the kernel, allocate staging and pin its tables, which takes longer than a large move."""
         if pages.form or pages.packing != pages.group.packing:
             return
         n, word = pages.each, word_of(pages)
@@ -258,7 +260,7 @@ class _Lane:
                 launch(pages, table, buffer.memory, range(1), n, word, gather=False)
 
     def _make_buffers(self, least: int) -> None:
-        """Staging is made when it is first needed, and holds one section of a block at least."""
+        """Allocate staging on first use; it holds at least one section of a block."""
         if self._buffers is None or least > self._nbytes:
             self._kernels.synchronize()
             self._copies.synchronize()
@@ -273,7 +275,7 @@ class _Lane:
 
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:
-        """The next buffer, as soon as it is free: that is for the first of our two streams to wait."""
+        """The next buffer. The first of the two streams waits until it is free."""
         assert self._buffers is not None
         buffer = next(self._buffers)
         first, second = self._streams
@@ -284,14 +286,14 @@ class _Lane:
             buffer.free.record(second)
 
     def _pass(self, buffer: _Buffer) -> None:
-        """The first stream has filled the buffer; now the second may have it."""
+        """Hand the buffer, filled by the first stream, to the second."""
         first, second = self._streams
         buffer.filled.record(first)
         second.wait_event(buffer.filled)
 
     def _move_equal(self, pages: Pages, copies: Sequence[Copy], numbers: _Table) -> None:
-        """Copies of equally many pages, whose ``numbers`` have a row for each copy: as many blocks at once as go
-        through one buffer, or as many sections of one."""
+        """Make copies of equally many pages; ``numbers`` has a row for each copy. Each buffer takes as many blocks as
+        fit, or as many sections of one block."""
         sections, n = len(pages.sections), numbers.shape[1]
         section = pages.heads * n * pages.atom
         self._make_buffers(section)
@@ -301,7 +303,7 @@ class _Lane:
         for part in parts(len(copies), blocks):
             some = copies[part.start : part.stop]
             places = cuda.REGISTRY.find([c.block for c in some])
-            order = np.argsort(places)  # neighbours in memory go together
+            order = np.argsort(places)  # adjacent slots are copied together
             some, places = [some[k] for k in order.tolist()], places[order]
             table = self._table(np.concatenate([pages.bases, numbers[part.start : part.stop][order].ravel()]))
             for first in range(0, sections, at_once):
@@ -318,12 +320,12 @@ class _Lane:
     def _dma(
         self, pages: Pages, copies: Sequence[Copy], places: _Numbers, buffer: _Buffer, span: range, width: int
     ) -> None:
-        """Between staging, where the blocks are without gaps, and the slots."""
+        """Copy between staging, where blocks are contiguous, and the slots."""
         stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
         stream, device = self._copies.cuda_stream, buffer.memory.data_ptr()
         row, sections = pages.heads * width, len(pages.sections)
         if width == size:
-            # Rows of blocks that are neighbours are as far apart as those of one.
+            # The rows of adjacent blocks have the same pitch as the rows within one block.
             alone = len(span) < sections or pages.geometry.footprint != sections * stride
             for start, count in (
                 [(i, 1) for i in range(len(copies))] if alone else neighbours(copies, places, sections * stride)
@@ -347,7 +349,7 @@ class _Lane:
         cuda.copy(target, source, nbytes, self._copies.cuda_stream)
 
     def _convert(self, pages: Pages, copies: Sequence[Copy]) -> None:
-        """Load blocks in another packing: as they are onto the GPU, and by torch's own kernels from there."""
+        """Load blocks in another packing: copy them unchanged to the GPU, and convert there with torch operations."""
         nbytes = pages.geometry.footprint
         for copy in copies:
             raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -358,9 +360,9 @@ class _Lane:
                 section.index_copy_(0, numbers, part.transpose(0, 1))
 
     def _code(self, pages: Pages, copies: Sequence[Copy]) -> None:
-        """Blocks in a lossy form: torch codes and decodes on this side of the bus, some layers of a block at a time.
-        Staging holds the small form. Of pages, a quarter of a buffer is coded at a time: then torch's own intermediate
-        results take no more than staging does."""
+        """Move blocks in a lossy form: torch encodes and decodes on the GPU, some layers of a block at a time. Staging
+        holds the encoded form. At most a quarter of a buffer of pages is encoded at a time, so that torch's
+        intermediate results take no more memory than staging does."""
         stride, size = pages.geometry.stride, pages.group.head_bytes(pages.layout.block_tokens)
         row = pages.heads * size
         at_once = max(1, self._nbytes // (8 * pages.heads * pages.each * pages.atom))
@@ -385,7 +387,8 @@ class _Lane:
 def launch(
     pages: Pages, table: torch.Tensor, staging: torch.Tensor, span: range, n: int, word: int, *, gather: bool
 ) -> None:
-    """The kernel for some sections of blocks of ``n`` pages. ``table`` has where sections begin, then the pages."""
+    """Launch the kernel for some sections of blocks of ``n`` pages. ``table`` has the sections' addresses, then the
+    page numbers."""
     *strides, dim = pages.sections[0].stride()
     page, head, token = (s * pages.itemsize // word for s in strides)
     atom, sections = pages.atom // word, len(pages.sections)
@@ -411,7 +414,7 @@ def launch(
 
 
 def word_of(pages: Pages) -> int:
-    """The largest number of bytes, 8 at most, that the engine's memory is a multiple of everywhere."""
+    """The largest word size in bytes, at most 8, that divides all strides and addresses of the engine's memory."""
     *strides, dim = pages.sections[0].stride()
     if dim != 1:
         return pages.itemsize
@@ -421,8 +424,9 @@ def word_of(pages: Pages) -> int:
 
 
 def parts(count: int, most: int) -> Iterator[range]:
-    """So many copies, some at a time: few at first, because the bus waits while those are looked up and gathered, then
-    twice as many each time, ``most`` at most. Looking up takes less than half as long as the bus does."""
+    """Split ``count`` copies into parts: small at first, because the bus is idle while these are looked up and
+    gathered, then twice as large each time, up to ``most``. Looking up takes less than half as long as the bus
+    transfer."""
     start, size = 0, max(1, min(_FIRST, most // 4))
     while start < count:
         stop = min(count, start + size)
@@ -431,8 +435,8 @@ def parts(count: int, most: int) -> Iterator[range]:
 
 
 def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Slots of one segment that follow one another in memory: the first, and how many. Another segment may lie right
-    after it, but is registered for itself, and no DMA goes over both."""
+    """Runs of slots that are adjacent in memory and in one segment: the first, and how many. Another segment may follow
+    directly, but it is registered separately, and a DMA cannot span both."""
     apart = np.diff(places) != nbytes
     cuts = np.flatnonzero(apart | (np.diff([id(c.block.obj) for c in copies]) != 0)) + 1
     for start, stop in itertools.pairwise([0, *cuts.tolist(), len(copies)]):

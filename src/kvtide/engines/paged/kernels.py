@@ -1,7 +1,7 @@
 """The Triton kernel that gathers scattered pages into staging memory, and scatters them back.
 
-One program copies one head of one page of one section: an atom, contiguous in staging, in the engine's memory as many
-rows as it has tokens. It moves words of 8 bytes where everything is a multiple of 8, else smaller ones.
+One program copies one head of one page of one section: an atom. It is contiguous in staging; in the engine's memory it
+has one row per token. Words of 8 bytes are moved where all strides and addresses are multiples of 8, else smaller ones.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ __all__ = ["move_pages"]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def move_pages(  # type: ignore[no-untyped-def]  # the compiler reads the signature, not mypy
-    bases,  # where each section begins in the engine's memory
-    numbers,  # of the pages: those of a block, then those of the next
+    bases,  # address of each section in the engine's memory
+    numbers,  # page numbers, block by block
     staging,
     first,  # the first section that is in staging
     page_stride,
     head_stride,
     token_stride,
     dim_stride,
-    each,  # pages of a block
+    each,  # pages per block
     block_words,  # in staging
     section_words,
     head_words,
-    HEADS: tl.constexpr,  # noqa: N803 - constants of the compiler's are written so
-    DIM: tl.constexpr,  # noqa: N803 - words of a row
-    ATOM: tl.constexpr,  # noqa: N803 - words of an atom
+    HEADS: tl.constexpr,  # noqa: N803 - Triton constants are upper case
+    DIM: tl.constexpr,  # noqa: N803 - words per row
+    ATOM: tl.constexpr,  # noqa: N803 - words per atom
     STEP: tl.constexpr,  # noqa: N803
     GATHER: tl.constexpr,  # noqa: N803 - else scatter
 ):

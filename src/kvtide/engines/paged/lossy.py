@@ -1,38 +1,37 @@
-"""Lossy forms: KV in a half or a quarter of its bytes, for everything below the engine, at the price of an error.
+"""Lossy forms: KV in a half or a quarter of its bytes, everywhere below the engine, in exchange for an error.
 
-The engine's vectors are coded on the way out, where they are (on a GPU before the bus), and decoded on the way in, so
-bus, DRAM, disk and network all carry the small form. A form is a *packing* of the layout and a *fidelity* of the
-model: a lossy block has another name than an exact one, and neither ever answers for the other. ``block.LOSSY`` has
-the sizes; this file has the meaning of the codes. What each form costs and loses is told, measured, in
-``docs/compression.md``.
+The engine's vectors are encoded on store, on the device where they are (on a GPU before the bus), and decoded on load.
+So bus, DRAM, disk and network all carry the small form. A form is a *packing* of the layout and a *fidelity* of the
+model: a lossy block has another name than an exact one, and neither is ever returned for the other. ``block.LOSSY`` has
+the sizes; this file defines the codes. ``docs/compression.md`` has the measured costs and errors of each form.
 
-All of them do the same. A vector is cut into *runs* of 64 numbers. A run keeps its greatest magnitude as a bfloat16
-number, its *scale*, and each number as a code for its share of that:
+All forms work the same way. A vector is split into *runs* of 64 numbers. A run stores its greatest magnitude as a
+bfloat16 number, its *scale*, and each number as a code for its ratio to that:
 
-- ``fp8``: a float8_e4m3fn each. Small numbers stay as exact, relatively, as large ones.
-- ``k8v4``: one of 256 even steps for keys, of 16 for values. Attention is sharper in keys: an error there moves weight
-  to other tokens, while one in a value is averaged away.
+- ``fp8``: a float8_e4m3fn each. Small numbers keep the same relative precision as large ones.
+- ``k8v4``: one of 256 even steps for keys, of 16 for values. Attention is more sensitive to keys: an error there moves
+  weight to other tokens, while one in a value is averaged out.
 - ``r4``: one of 16 steps for both.
 
-Where there are only 16 steps, the run is turned first. A few channels of real KV are many times larger than the others
-and would leave them no steps. So signs are flipped by a fixed pattern, and then a Hadamard transform spreads every
-channel over all of the run. Turning back spreads the error likewise. (Measured on values of SmolLM2, turning brings the
-divergence of the model's output to a half or a third. Runs of 32, or a lowest and a highest number for each run, take a
-sixteenth more bytes and gain less than that; taking off the mean of each channel makes it worse, probably because then
-tokens with small values, which attention often goes to, get large errors.)
+With only 16 steps, the run is rotated first. A few channels of real KV are many times larger than the others and would
+leave them no steps. So signs are flipped by a fixed pattern, and then a Hadamard transform spreads every channel over
+the whole run. The inverse rotation spreads the error likewise. (Measured on values of SmolLM2, rotation reduces the
+divergence of the model's output to a half or a third. Runs of 32, or a minimum and a maximum for each run, take a
+sixteenth more bytes and gain less than that; subtracting the mean of each channel makes it worse, probably because then
+tokens with small values, which often get much attention, get large errors.)
 
-The steps have no zero: for b bits they are the odd multiples of 1/(2**b - 1), from -1 to 1, so that none of the 2**b
-codes is spare and both ends are hit exactly. Therefore coding what was decoded changes nothing (with 16 steps almost
-nothing): blocks that go out and in many times do not wear off.
+The steps do not include zero: for b bits they are the odd multiples of 1/(2**b - 1), from -1 to 1, so that all 2**b
+codes are used and both ends are exact. Therefore encoding decoded numbers again changes nothing (with 16 steps almost
+nothing): blocks that are stored and loaded many times do not degrade.
 
-A run with a NaN or an infinity comes back as NaNs: such KV is broken, and must look it. A run whose numbers are all
-below the smallest normal bfloat16 (1e-38) is zeros. Decoding makes sense of any bytes. The sums in
-it are exact, so that it is the same on every device; coding may differ between devices by a step where a number lies
+A run with a NaN or an infinity is decoded as NaNs: such KV is broken, and this must be visible. A run whose numbers are
+all below the smallest normal bfloat16 (1e-38) becomes zeros. Any bytes can be decoded. The sums in decoding are exact,
+so that it gives the same result on every device; encoding may differ between devices by a step where a number lies
 between two.
 
-A head's part of a section is ``[token][key codes]``, ``[token][key scales]``, and then the same of values: so pages of
-any size can be read out of it. Codes of 4 bits lie in pairs: the first half of a run in the low halves of its
-bytes, the second half in the high ones.
+A head's part of a section is ``[token][key codes]``, ``[token][key scales]``, and then the same for values: so pages of
+any size can be read from it. 4-bit codes are stored in pairs: the first half of a run in the low halves of its bytes,
+the second half in the high ones.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _SMALLEST = torch.finfo(torch.bfloat16).tiny
 
 @functools.cache
 def _turn(run: int, device: torch.device) -> Tensor:
-    """Flips signs, then transforms: ``x @ turn`` turns a run, ``y @ turn.T / run`` turns it back.
+    """The sign flips and the transform as one matrix: ``x @ turn`` rotates a run, ``y @ turn.T / run`` rotates it back.
 
     The signs are part of the format, so they come from a hash and not from a generator that may change.
     """
@@ -69,12 +68,12 @@ def _turn(run: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Coder:
-    """How a form keeps keys, or values: vectors ``[..., token, dim]`` as codes ``[..., token, run, byte]`` and scales
+    """How a form encodes keys, or values: vectors ``[..., token, dim]`` as codes ``[..., token, run, byte]`` and scales
     ``[..., token, run, 1]``."""
 
     bits: int
     floats: bool
-    """Codes are float8 numbers, else steps."""
+    """Whether codes are float8 numbers; otherwise they are step numbers."""
 
     @property
     def _half(self) -> float:
@@ -104,10 +103,10 @@ class _Coder:
         else:
             steps = torch.cat([codes & 15, codes >> 4], -1) if self.bits == 4 else codes
             shares, whole = steps.float().sub_(self._half), self._half
-        if self.bits == 4:  # sums of halves of small whole numbers: all exact
+        if self.bits == 4:  # sums of halves of small integers: all exact
             run = shares.shape[-1]
             shares, whole = shares @ _turn(run, shares.device).T, whole * run
-        # Not a division by a number, which a GPU makes a product of another rounding.
+        # Not a division by a constant, which a GPU turns into a multiplication with different rounding.
         numbers = shares.mul_(scales.float() * (1 / whole)).flatten(-2)
         if vectors.dtype is torch.float16:  # a scale that was rounded up must not become infinite
             most = torch.finfo(torch.float16).max
@@ -117,19 +116,21 @@ class _Coder:
 
 @dataclass(frozen=True)
 class Form:
-    """A lossy packing: how a head's keys and values become bytes, and come back."""
+    """A lossy packing: how a head's keys and values are encoded and decoded."""
 
     name: str
     coders: tuple[_Coder, ...]
-    """Of keys, and of values."""
+    """For keys, and for values."""
 
     def encode(self, keys: Tensor, values: Tensor, heads: Tensor, at: int = 0) -> None:
-        """Keys and values ``[..., token, dim]`` into the bytes of heads ``[..., byte]``, there from token ``at`` on."""
+        """Encode keys and values ``[..., token, dim]`` into the bytes of heads ``[..., byte]``, there from token ``at``
+        on."""
         for coder, vectors, codes, scales in self._fields(keys, values, heads, at):
             coder.encode(vectors, codes, scales)
 
     def decode(self, heads: Tensor, keys: Tensor, values: Tensor, at: int = 0) -> None:
-        """Fill keys and values ``[..., token, dim]`` from the bytes of heads ``[..., byte]``, there from ``at`` on."""
+        """Decode keys and values ``[..., token, dim]`` from the bytes of heads ``[..., byte]``, there from token ``at``
+        on."""
         for coder, vectors, codes, scales in self._fields(keys, values, heads, at):
             coder.decode(codes, scales, vectors)
 
@@ -147,7 +148,7 @@ class Form:
 
 
 def _cut(heads: Tensor, tokens: int, sizes: list[int]) -> Iterator[Tensor]:
-    """Parts of ``[..., byte]`` one after another, each with so many bytes for a token: ``[..., token, byte]``."""
+    """Split ``[..., byte]`` into consecutive parts with the given bytes per token: each ``[..., token, byte]``."""
     for part, size in zip(heads.split([tokens * size for size in sizes], -1), sizes, strict=True):
         yield part.unflatten(-1, (tokens, size))
 
@@ -157,4 +158,4 @@ def _form(name: str, *, floats: bool = False) -> Form:
 
 
 FORMS = {form.name: form for form in (_form("fp8", floats=True), _form("k8v4"), _form("r4"))}
-"""Every lossy packing by its name."""
+"""All lossy packings by name."""

@@ -1,4 +1,4 @@
-"""Where the memory of a slot lies, and slots as tensors."""
+"""The addresses of slots, and slots as tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["address", "memory"]
 
 
 def address(span: Span) -> int:
-    """Where memory lies, though it may be read-only."""
+    """The address of a span, which may be read-only."""
     if not span.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(span))
     found: int = np.frombuffer(span, np.uint8).__array_interface__["data"][0]  # six times slower
@@ -21,6 +21,6 @@ def address(span: Span) -> int:
 
 
 def memory(span: Span, nbytes: int) -> torch.Tensor:
-    """A slot as a tensor of bytes. By address, because torch warns of memory that it may only read; so the slot must be
-    held, by a lease or a reservation, while the tensor is used."""
+    """A slot as a tensor of bytes. It is made from the address, because torch warns about read-only memory; so a lease
+    or a reservation must protect the slot while the tensor is used."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address(span)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What copies pages into blocks and back: the contract, and the mover of each device."""
+"""Movers copy pages into blocks and back: the interface, and the mover for host memory."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from kvtide.engines.paged.pages import Copy, Pages, runs
 __all__ = ["HostMover", "Move", "Mover"]
 
 _NEAR = 4 << 20
-"""Bytes that stay near the processor while they are coded."""
+"""Bytes that stay in the processor's cache while they are encoded."""
 
 
 class Move:
     """Copies under way."""
 
     at_once = True
-    """Whether they were made by whoever asked for them."""
+    """Whether the calling thread has made the copies before it got this object."""
 
     def done(self) -> bool:
-        """Whether the bytes are there. Raises what went wrong."""
+        """Whether the copies are complete. Raises the error if they failed."""
         return True
 
     def wait(self) -> None:
-        """Wait until the bytes are there and the blocks' memory is not used any more. Raises what went wrong."""
+        """Wait until the copies are complete and the blocks' memory is not used any more. Raises the error if they
+        failed."""
 
     def join(self) -> None:
-        """What the caller's stream does next sees the pages of a load, and may change those of a store. The host waits
-        for no copy."""
+        """Order the caller's stream after this move: its next operations see the pages of a load, and may change those
+        of a store. The host does not wait for copies."""
 
 
 class Mover(Protocol):
-    """Copies between pages and blocks. Safe from any thread."""
+    """Copies between pages and blocks. Thread-safe."""
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Pages into blocks. Both must stay as they are until the move is done."""
+        """Copy pages into blocks. Both must stay unchanged until the move is done."""
 
     def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Blocks into pages. The blocks must stay until the move is done."""
+        """Copy blocks into pages. The blocks must stay unchanged until the move is done."""
 
     def warm(self, pages: Pages) -> None:
-        """Do now what only the first move of pages needs, so that it takes no longer than the next. No page may be in
-        use yet; page 0 is read, and written as it was."""
+        """Do the one-time work of the first move in advance, so that it takes no longer than later ones. No page may be
+        in use yet; page 0 is read and written back unchanged."""
 
     def close(self) -> None:
-        """Wait for all moves, and let go of all memory."""
+        """Wait for all moves, and free all memory."""
 
 
 class HostMover:
-    """For tensors in host memory: copies in the calling thread, without the GIL, by as many threads as torch has."""
+    """For tensors in host memory: copies in the calling thread, without the GIL, with torch's threads."""
 
     def warm(self, pages: Pages) -> None:
         pass
@@ -99,7 +100,8 @@ class HostMover:
 
 
 def _coded_layers(pages: Pages, copies: Sequence[Copy]) -> Iterator[tuple[torch.Tensor, range, torch.Tensor, int]]:
-    """Blocks in a lossy form, as many of their layers at a time as stay near the processor while they are coded."""
+    """Blocks in a lossy form, with as many layers at a time as fit into the processor's cache while they are
+    encoded."""
     at_once = max(1, _NEAR // (2 * pages.heads * pages.each * pages.atom))
     for block, some, at in copies:
         numbers = torch.from_numpy(np.asarray(some, np.int64))

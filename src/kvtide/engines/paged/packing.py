@@ -1,9 +1,9 @@
-"""What an atom looks like inside: one head's tokens of one page, packed for an engine's attention.
+"""The byte order inside an atom: one head's tokens of one page, packed for an engine's attention kernel.
 
-``plain`` is ``[token][dim]``. vLLM's attention for CPUs packs by instruction set, and keys otherwise than values:
-``amx`` for x86 with matrix tiles, ``bfmmla`` for ARM with matrix instructions, both for bfloat16; ``vec`` for all else.
-Each known packing is a reshape and a permutation, so that any converts into any other. One that is not known here is
-opaque: it is read by engines with the same one alone.
+``plain`` is ``[token][dim]``. vLLM's attention for CPUs packs by instruction set, and packs keys differently from
+values: ``amx`` for x86 with matrix tiles, ``bfmmla`` for ARM with matrix instructions, both for bfloat16; ``vec`` for
+everything else. Each known packing is a reshape and a permutation, so any can be converted to any other. A packing not
+listed here is opaque: only engines with the same packing can read it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["fits", "known", "names", "pack", "unpack"]
 
-# For K and for V: the shape of a packed atom in terms of n tokens and d dims, and the permutation that brings it to
-# [token][dim]. A number is itself; "n16" is n / 16.
+# For K and for V: the shape of a packed atom in terms of n tokens and d dims, and the permutation that turns it into
+# [token][dim]. A number stands for itself; "n16" is n / 16.
 _PACKINGS: dict[str, tuple[tuple[tuple[str, ...], tuple[int, ...]], tuple[tuple[str, ...], tuple[int, ...]]]] = {
     "plain": ((("n", "d"), (0, 1)), (("n", "d"), (0, 1))),
     "vec": ((("d", "n"), (1, 0)), (("n", "d"), (0, 1))),
@@ -27,17 +27,17 @@ _BFLOAT16 = ("amx", "bfmmla")
 
 
 def known(*names: str) -> bool:
-    """Whether these packings convert into each other."""
+    """Whether these packings can be converted into each other."""
     return all(name in _PACKINGS for name in names)
 
 
 def names(dtype: str = "bfloat16") -> list[str]:
-    """The packings that are known, of those that engines use for this dtype."""
+    """The known packings that engines use for this dtype."""
     return [name for name in _PACKINGS if dtype == "bfloat16" or name not in _BFLOAT16]
 
 
 def fits(name: str, tokens: int, dim: int) -> bool:
-    """Whether there can be atoms of ``tokens`` and ``dim`` in this packing."""
+    """Whether atoms of ``tokens`` and ``dim`` are possible in this packing."""
     return all(math.prod(_form(name, value, tokens, dim)[0]) == tokens * dim for value in (False, True))
 
 
@@ -49,7 +49,7 @@ def _form(name: str, value: bool, tokens: int, dim: int) -> tuple[list[int], tup
 
 
 def unpack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
-    """Atoms ``[..., token, dim]`` whose bytes are packed, as plain ones. ``value``: they are of V."""
+    """Convert packed atoms ``[..., token, dim]`` to plain ones. ``value``: whether they belong to V."""
     *lead, tokens, dim = atoms.shape
     shape, order = _form(name, value, tokens, dim)
     n = len(lead)
@@ -58,7 +58,7 @@ def unpack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
 
 
 def pack(atoms: torch.Tensor, name: str, value: bool) -> torch.Tensor:
-    """Plain atoms ``[..., token, dim]``, packed, in a tensor of the same shape."""
+    """Convert plain atoms ``[..., token, dim]`` to packed ones, in a tensor of the same shape."""
     *lead, tokens, dim = atoms.shape
     shape, order = _form(name, value, tokens, dim)
     n = len(lead)

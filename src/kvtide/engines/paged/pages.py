@@ -1,13 +1,14 @@
 """An engine's KV tensors as pages, and the copies between them and blocks.
 
-Every engine keeps KV in pages of a few tokens, each with its own order of axes. ``Pages`` sees any of them as one
-tensor for each section of a block (a layer's K, then its V), ``[page, head, token, dim]``, by its strides: nothing is
-copied. A block is in canonical order ``[section][head][page][token][dim]``; so a page of one section is, for each
-head, one *atom* of contiguous bytes in the block. A ``Mover`` copies pages into blocks and back.
+Every engine keeps KV in pages of a few tokens, with its own order of axes. ``Pages`` views any of them, by strides and
+without a copy, as one tensor ``[page, head, token, dim]`` for each section of a block (a layer's K, then its V). A
+block has the canonical order ``[section][head][page][token][dim]``; so a page of one section is, for each head, one
+*atom* of contiguous bytes in the block. A ``Mover`` copies pages into blocks and back.
 
-Inside an atom the bytes may be in an engine's own packing (see ``packing``). Where reader and writer have the same one
-it is copied as it is; otherwise it is converted on load. A store never converts: it must not hold up the engine. The
-exception is a layout that asks for a lossy form (see ``forms``): its blocks are coded where the pages are.
+Inside an atom the bytes may have an engine's own packing (see ``packing``). If reader and writer have the same packing,
+atoms are copied unchanged; otherwise they are converted on load. A store never converts: it must not delay the engine.
+The exception is a layout that asks for a lossy form (see ``lossy``): its blocks are encoded on the device that has the
+pages.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from kvtide.errors import LayoutError
 __all__ = ["WORDS", "Copy", "Pages", "runs"]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Copies move integers: they are the same bits afterwards, whatever a NaN is."""
+"""Copies move integers: so the bits stay the same even for NaNs."""
 
 
 class Pages:
-    """An engine's KV of one group. ``sections[2 * layer]`` is a layer's K and the next its V (MLA and states have one),
-    each a view ``[page, head, token, dim]`` of the engine's memory.
+    """An engine's KV of one group. ``sections[2 * layer]`` is a layer's K and the next its V (MLA and states have only
+    one), each a view ``[page, head, token, dim]`` of the engine's memory.
 
-    ``share`` says which of the model's heads this process holds (default: all). ``packing`` is what the engine has
-    inside an atom (default: what the layout says, or plain if that is a lossy form).
+    ``share``: which of the model's heads this process holds (default: all). ``packing``: the engine's packing inside an
+    atom (default: the layout's, or plain if that is a lossy form).
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Pages:
             )
         self.heads = heads
         self.each = whole // self.tokens
-        """Pages of a block."""
+        """Pages per block."""
         self.atom = self.tokens * dim * self.itemsize
         """Bytes of one head of a page."""
         self.tensors = sections
@@ -98,11 +99,11 @@ class Pages:
         share: Slice | None = None,
         packing: str | None = None,
     ) -> Pages:
-        """Tensors with named axes: ``Pages.of(layout, "full", caches, "k p t h d")``.
+        """Create pages from tensors with named axes: ``Pages.of(layout, "full", caches, "k p t h d")``.
 
-        The axes are ``l`` layer, ``k`` K or V, ``p`` page, ``h`` head, ``t`` token, ``d`` dim. What an engine does not
-        have is left out: ``"p t d"`` is the latent of MLA. The tensors are in the order of layers and, if K and V lie
-        apart, K before V.
+        The axes are ``l`` layer, ``k`` K or V, ``p`` page, ``h`` head, ``t`` token, ``d`` dim. Axes that an engine does
+        not have are left out: ``"p t d"`` is the latent of MLA. The tensors are ordered by layer and, if K and V are
+        separate, K before V.
         """
         names = axes.split()
         if "p" not in names or "d" not in names or len(set(names)) != len(names) or set(names) - set("lkphtd"):
@@ -119,12 +120,12 @@ class Pages:
 
     @functools.cached_property
     def bases(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Where each section begins in the engine's memory; for kernels."""
+        """Addresses of the sections in the engine's memory, for kernels."""
         return np.array([s.data_ptr() for s in self.sections], np.int64)
 
     def stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Sections that lie evenly apart in one storage, as one tensor ``[section, page, head, token, dim]``, with the
-        number of the first: one call then copies them all."""
+        """Groups of sections at equal distances in one storage, each group as one tensor ``[section, page, head, token,
+        dim]`` with the number of its first section: one call then copies the group."""
         start = 0
         while start < len(self.sections):
             first, stop = self.sections[start], start + 1
@@ -141,7 +142,7 @@ class Pages:
             start = stop
 
     def block(self, span: Span) -> torch.Tensor:
-        """Our heads of a block in memory: ``[section, head, page, token, dim]``."""
+        """This process's heads of a block in memory: ``[section, head, page, token, dim]``."""
         words = memory(span, self.geometry.footprint).view(WORDS[self.itemsize])
         size, atom = self.group.head_bytes(self.layout.block_tokens) // self.itemsize, self.tokens * self.group.head_dim
         return words.as_strided(
@@ -151,14 +152,14 @@ class Pages:
         )
 
     def coded(self, span: Span) -> torch.Tensor:
-        """Our heads of a block in a lossy form: ``[layer, head, byte]``."""
+        """This process's heads of a block in a lossy form: ``[layer, head, byte]``."""
         size = self.group.head_bytes(self.layout.block_tokens)
         return memory(span, self.geometry.footprint).as_strided(
             (self.group.layers, self.heads, size), (self.geometry.stride, size, 1), self.share.start * size
         )
 
     def check(self, copies: Sequence[Copy]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The pages of all copies, one after the other. Raises LayoutError for pages that are not there."""
+        """The pages of all copies, concatenated. Raises LayoutError for page numbers out of range."""
         if not copies:
             return np.empty(0, np.int64)
         blocks, some, starts = zip(*copies, strict=True)
@@ -175,7 +176,7 @@ class Pages:
         return pages.astype(np.int64, copy=False)
 
     def check_store(self, copies: Sequence[Copy]) -> None:
-        """Raise LayoutError if these blocks cannot be written from here."""
+        """Raises LayoutError if these blocks cannot be written from these pages."""
         if self.form:
             self.check_load()
             if any(len(copy.pages) != self.each for copy in copies):
@@ -187,7 +188,7 @@ class Pages:
             )
 
     def check_load(self) -> None:
-        """Raise LayoutError if nobody knows how to read the blocks here."""
+        """Raises LayoutError if the blocks cannot be read into these pages."""
         if self.form:
             readable = self.packing == "plain"
         else:
@@ -200,17 +201,18 @@ class Pages:
 
 
 class Copy(NamedTuple):
-    """The pages of an engine, in order, that are one block or a part of it."""
+    """The pages of an engine, in order, that form one block or a part of it."""
 
     block: Span
     """A slot of the store."""
     pages: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
     at: int = 0
-    """The first page of the block that they are for."""
+    """The page of the block at which they begin."""
 
 
 def runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """Pages that follow one another in the engine as in the block: first and last of the engine, first of the block."""
+    """Runs of pages that are consecutive in the engine and in the block: the engine's first page and end, and the
+    block's first page."""
     pages = np.asarray(copy.pages, np.int64)
     cuts = np.flatnonzero(np.diff(pages) != 1) + 1
     for start, stop in zip([0, *cuts], [*cuts, len(pages)], strict=True):

@@ -11,8 +11,8 @@ __all__ = ["mover"]
 
 
 def mover(device: torch.device, staging: int | None = None) -> Mover:
-    """The mover for tensors on ``device``. On a GPU copies pass through ``staging`` bytes of its memory at most (by
-    default 1/256 of it, and 512 MiB at most)."""
+    """The mover for tensors on ``device``. On a GPU, copies use at most ``staging`` bytes of its memory (default: 1/256
+    of it, at most 512 MiB)."""
     if device.type == "cpu":
         return HostMover()
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""transformers: a store attached to a model, so that ``generate`` loads what it can."""
+"""Adapter for Hugging Face transformers: ``generate`` loads the stored prefix of its prompts."""
 
 from kvtide.engines.transformers.attach import Answer, Attached, AttachedStatistics, CallReport, attach
 

@@ -1,4 +1,5 @@
-"""Keep the KV of ``generate`` calls: a store is attached to a Hugging Face model, and known prompts start at once.
+"""Keep the KV of ``generate`` calls: attach a store to a Hugging Face model, so that known prompts are not computed
+again.
 
 ::
 
@@ -7,21 +8,23 @@
     kvtide.engines.transformers.attach(model)     # a store by kvtide.toml and the environment
     model.generate(**inputs, max_new_tokens=100)  # as before
 
-*On entry* the longest stored prefix of the prompts is loaded into a ``DynamicCache``, which ``generate`` is given as if
-the caller had kept it from the last turn: it computes what is missing and nothing else. A GPU waits for the load, while
-``generate`` sets itself up on the host; the blocks are held until the first token. At least one token is computed,
-because its logits are needed. *On exit* the full blocks that are new, of the prompt and of what was generated, are
-copied into the store by a thread in the background. The last token is not among them: its KV was never computed.
+*On entry* the longest stored prefix of the prompts is loaded into a ``DynamicCache``, which is passed to ``generate``
+as if the caller had kept it from the last turn: only the missing tokens are computed. A GPU waits for the load on its
+stream while ``generate`` prepares on the host; the blocks are leased until the first token. At least one token is
+computed, because its logits are needed. *On exit* a background thread copies the new full blocks, of the prompt and of
+the generated text, into the store. The last token is not among them: its KV was never computed.
 
-A batch is a rectangle: prompts are padded on the left to one length, and a cache has one length for all rows. So of
-each row as much is reused as the worst one allows, which may end inside a block. Positions are counted from a row's
-first real token, and padding is masked, so the KV of a prompt is the same with padding as without.
+A batch is rectangular: prompts are padded on the left to one length, and a cache has one length for all rows. So the
+row with the shortest stored prefix determines how much is reused of each row; that may end inside a block. Positions
+are counted from a row's first real token, and padding is masked, so the KV of a prompt is the same with padding as
+without.
 
-What would take longer to load than to compute, by measurement of both, is computed (``prefill.py``); where neither is
-clearly quicker, the front of a prompt is computed while the rest is loaded (``overlap.py``). What goes wrong with a
-block makes the prefix shorter, and what goes wrong with the store makes it empty: the answer is the same, computed.
-Which model it is that KV belongs to is found out at every call (``engines/identity.py``), and a call whose KV does not
-follow from its tokens alone is passed on untouched (``engines/transformers/prompts.py``).
+If loading would take longer than computing, as measured for both, the prefix is computed (``prefill.py``); if neither
+is clearly faster, the front of a prompt is computed while the rest is loaded (``overlap.py``). An error with a block
+makes the prefix shorter, and an error of the store makes it empty: the output is the same, computed.
+
+The identity of the model is determined at every call (``engines/identity.py``). A call whose KV does not follow from
+its tokens alone is passed to the original ``generate`` unchanged (``engines/transformers/prompts.py``).
 """
 
 from __future__ import annotations
@@ -66,28 +69,28 @@ __all__ = ["Answer", "Attached", "AttachedStatistics", "CallReport", "attach"]
 log = logging.getLogger("kvtide.transformers")
 
 _WAITING = 4
-"""Answers whose KV may wait to be stored. They keep it in the model's memory."""
+"""Maximum outputs whose KV waits to be stored. They keep it in the model's memory."""
 _PATIENCE = 5.0
-"""Seconds that a call waits for those before it to be stored."""
+"""Seconds that a call waits for the KV of earlier calls to be stored."""
 _WAIT = 0.25
-"""Seconds to wait for what others are just writing, or have written."""
+"""Seconds that a lookup waits for blocks that others are writing, or have just written."""
 _SESSIONS = 64
-"""Models (by their weights) and tenants that are remembered."""
+"""Sessions kept open, one per model (by its weights) and tenant."""
 
 
 class CallReport(NamedTuple):
     """What one call of ``generate`` had to compute."""
 
     prompt: tuple[int, ...]
-    """Tokens of each prompt, without padding. Empty where nothing was looked for."""
+    """Tokens of each prompt, without padding. Empty if nothing was looked up."""
     cached: tuple[int, ...]
-    """How many of them came from the store."""
+    """How many of them were loaded from the store."""
     reason: str = ""
-    """Why nothing was looked for, if so."""
+    """Why nothing was looked up, if so."""
 
 
 class Answer(NamedTuple):
-    """What ``generate`` answered, and what it took."""
+    """The output of ``generate``, and a report of the call."""
 
     output: Any
     report: CallReport
@@ -95,18 +98,18 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class AttachedStatistics:
-    """What was saved since the store was attached."""
+    """Counters since the store was attached."""
 
     calls: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     stored_blocks: int = 0
     dropped_blocks: int = 0
-    """Not kept: there was no room for them, or too many answers were waiting to be stored."""
+    """Blocks that were not stored: there was no space for them, or too many outputs were waiting to be stored."""
     passed_on: Counter[str] = field(default_factory=Counter)
     """Calls without reuse, by reason."""
     last: CallReport = field(default_factory=lambda: CallReport((), ()))
-    """Of the call that ended last, of whatever thread."""
+    """Report of the call that ended last, in any thread."""
 
 
 def attach(
@@ -116,12 +119,12 @@ def attach(
     block_tokens: int = BLOCK_TOKENS,
     fidelity: str = EXACT,
 ) -> Attached:
-    """Keep the KV of this model's ``generate`` calls in a store, from now until ``detach``.
+    """Keep the KV of this model's ``generate`` calls in a store, until ``detach``.
 
-    ``store`` is a store or the client of a node, the address of a node (``"unix:/run/kvtide.sock"``), or None for one
-    by the settings in force, which ends with the process or ``detach``. ``fidelity`` may be a lossy form ("fp8",
-    "k8v4", "r4"): smaller, and answers then differ a little. Raises LayoutError for a model whose layers do not keep
-    keys and values of every token.
+    ``store`` is a store or the client of a node, the address of a node (``"unix:/run/kvtide.sock"``), or None to open
+    one from the configuration; that one is closed by ``detach`` or at the end of the process. ``fidelity`` may be a
+    lossy form ("fp8", "k8v4", "r4"): smaller, and outputs then differ a little. Raises LayoutError for a model whose
+    layers do not keep keys and values of every token.
     """
     if fidelity != EXACT and fidelity not in LOSSY:
         raise LayoutError(f"there is no fidelity {fidelity!r}; choose of {', '.join([EXACT, *LOSSY])}")
@@ -135,12 +138,12 @@ def attach(
 
 
 class Attached:
-    """A store at work for a model. End it with ``detach``, or use it in a ``with``. Safe from any thread."""
+    """A store attached to a model. End it with ``detach``, or use it in a ``with``. Thread-safe."""
 
     def __init__(
         self, model: PreTrainedModel, store: SessionHost, weights: Weights, known: Model, *, owned: bool
     ) -> None:
-        """``known`` is the model as it was last; ``owned``: the store ends with us."""
+        """``known``: the model's last known identity. ``owned``: ``detach`` closes the store."""
         self.model = model
         self.store = store
         self._owned = owned
@@ -149,7 +152,7 @@ class Attached:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._movers: dict[torch.device, Mover] = {}
         self._used: Counter[bytes] = Counter()
-        """By how many calls each is used."""
+        """Number of calls that use each session."""
         self._guard = CallGuard("this model was detached from its store")
         self._lock = threading.Lock()
         self._statistics = AttachedStatistics()
@@ -177,8 +180,8 @@ class Attached:
         returns_in: float | None = None,
         **kwargs: Any,
     ) -> Answer:
-        """``model.generate`` for one tenant, with a report of what was reused. ``turn`` and ``returns_in`` say what is
-        known of the next use of the prompt and its answer: see ``Session.expect``."""
+        """``model.generate`` for one tenant, with a report of the reuse. ``turn`` and ``returns_in`` are hints about
+        the next use of the prompt and its output: see ``Session.expect``."""
         turn, returns_in = hints(turn, returns_in)
         call = arguments(args, kwargs)
         prompts = self._prompts(call)
@@ -188,12 +191,12 @@ class Attached:
             try:
                 with self._guard:
                     session, chains, found = self._reuse(tenant, prompts, use)
-            except Exception as error:  # noqa: BLE001 - whatever it is, a GPU without memory say, it is not the caller's
+            except Exception as error:  # noqa: BLE001 - no such error, like a GPU out of memory, concerns the caller
                 failure = f"{type(error).__name__}: {error}"
             else:
                 expected = partial(session.expect, turn=turn, returns_in=returns_in)
                 return self._generate_from(found, session, chains, call, prompts, expected)
-        # Here the memory that was to be filled is free again.
+        # Here the memory of the cache that was to be filled is free again.
         return Answer(self._original(**call), self._passed_on(failure))
 
     def _generate_from(
@@ -205,14 +208,14 @@ class Attached:
         prompts: Prompts,
         expected: Callable[[Chain], None],
     ) -> Answer:
-        """Generate with what was found in the cache; what is stored of it is ``expected`` back."""
+        """Generate with the loaded cache, and store the new KV; ``expected`` passes on the hints about its next use."""
         _with_our_cache(call, self.model.generation_config)
         watch = self.prefill.watch(call, found.loads.close)
         output = self._original(**call | {"past_key_values": found.cache})
         self.prefill.seen(watch, len(chains), found.border, prompts.length)
         try:
             self._keep(session, chains, prompts, found.cache, output, expected)
-        except Exception:  # the answer is there, whatever becomes of its KV
+        except Exception:  # the output is complete even if its KV cannot be stored
             log.exception("what was generated is not stored")
         return Answer(output, self._reused(CallReport(tuple(map(len, prompts.rows)), found.cached)))
 
@@ -246,19 +249,19 @@ class Attached:
     # -- identity -----------------------------------------------------------------------------------------
 
     def identity(self, after: Moment | None = None) -> Model:
-        """Whose KV it is, as of now; without what streams do ``after`` a moment."""
+        """The model's current identity, without waiting for what streams do ``after`` a moment."""
         name = self._weights.name(after)
         config, adapter = settings(self.model.config), adapters(self.model)
         with self._lock:
             known, layout = self._known, self._known.layout
-            if name != known.weights:  # they may have another dtype
+            if name != known.weights:  # the new weights may have another dtype
                 layout = layout_of(self.model, layout.block_tokens, known.fidelity)
             self._known = replace(known, layout=layout, weights=name, config=config, adapter=adapter)
             return self._known
 
     @contextmanager
     def _session(self, model: Model, tenant: Tenant) -> Iterator[Session]:
-        """A session for a model as it is, or was. While it is used it is not closed."""
+        """A session for a model with the given identity. It is not closed while in use."""
         name = model.namespace(tenant)
         with self._lock:
             if name not in self._sessions:
@@ -274,7 +277,7 @@ class Attached:
                 self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Close a session that nobody uses, after what is to be stored in it. Under the lock."""
+        """Close the oldest unused session, after the stores queued for it. Requires the lock."""
         oldest = next((name for name in self._sessions if not self._used[name]), None)
         if oldest is None or len(self._sessions) <= _SESSIONS:
             return
@@ -290,10 +293,10 @@ class Attached:
     # -- KV in and out ------------------------------------------------------------------------------------
 
     def _reuse(self, tenant: Tenant, prompts: Prompts, use: ExitStack) -> tuple[Session, list[Chain], _Found]:
-        """The session of the model as it is now, the prompts in it, and what was found of them.
+        """The session for the model's current identity, the prompts as chains, and the prefix found for them.
 
-        To find out who the model is takes a while. It is mostly who it was, so its KV is on the way meanwhile; if not,
-        that is let go.
+        Determining the identity takes a while. Usually it has not changed, so loading begins with the last known
+        identity meanwhile; if it has changed, that load is released.
         """
         moment = self._weights.moment()
         expected, now = None, self._known
@@ -301,7 +304,7 @@ class Attached:
             use.close()
             expected = now
             session = use.enter_context(self._session(expected, tenant))
-            self._background.flush(_PATIENCE)  # so that a turn finds the one before
+            self._background.flush(_PATIENCE)  # so that a turn finds the KV of the one before
             chains = [session.chain(row) for row in prompts.rows]
             found = self._load(session, chains, prompts)
             use.enter_context(found if isinstance(found, Overlap) else found.loads)
@@ -313,7 +316,7 @@ class Attached:
         return session, chains, found
 
     def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> _Found | Overlap:
-        """The first tokens of every row, or what is about to load and compute them."""
+        """A cache with the first tokens of every row, or an Overlap that is going to load and compute them."""
 
         def border(found: Sequence[kvtide.Match | Loaded]) -> int:
             return min(prompts.length - 1, *(pad + f.tokens for pad, f in zip(prompts.pads, found, strict=True)))
@@ -332,17 +335,17 @@ class Attached:
                     cache, copies = fill(self._mover(device), session.layout, device, found, prompts.pads, length)
                     held.enter_context(copies)
                     if self.prefill.tells(len(chains) * (prompts.length - length)):
-                        copies.close()  # else what is measured would be the load
+                        copies.close()  # else the measurement would include the load
                     cached = tuple(max(0, length - pad) for pad in prompts.pads)
                     return _Found(cache, length, cached, held.pop_all())
         return _Found(DynamicCache(), 0, (0,) * len(chains), ExitStack())
 
     def _overlap(self, session: Session, match: kvtide.Match) -> Overlap | None:
-        """Begin to load and compute the prefix of a prompt at once, if neither alone is clearly quicker."""
+        """Begin to load and compute a prompt's prefix at the same time, if neither alone is clearly faster."""
         size, plan, chain = session.layout.block_tokens, match.plan, match.chain
         if self.prefill.cost is None or (match.ready and not plan.slower):
             return None
-        if plan.slower:  # what was left out counts as well
+        if plan.slower:  # also count the blocks that were left out as too slow
             with session.match(chain, prefill=0, again=True) as whole:
                 plan = whole.plan
         held = match.held_tokens // size
@@ -364,7 +367,7 @@ class Attached:
         output: Any,
         expected: Callable[[Chain], None],
     ) -> None:
-        """Let the background store what is new."""
+        """Queue the new blocks to be stored in the background."""
         returned = not isinstance(output, torch.Tensor)
         sequences = output.sequences if returned else output
         if cache.get_seq_length() != sequences.shape[1] - 1:
@@ -400,7 +403,7 @@ class Attached:
     # -- the end ------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the store has what was generated. False if ``timeout`` seconds passed before."""
+        """Wait until all generated KV is stored. False if ``timeout`` seconds passed before."""
         return self._background.flush(timeout)
 
     def statistics(self) -> AttachedStatistics:
@@ -408,21 +411,22 @@ class Attached:
             return replace(self._statistics, passed_on=Counter(self._statistics.passed_on))
 
     def detach(self) -> None:
-        """Give the model its own ``generate`` back, wait for loads, store what is waiting, and let the store go."""
+        """Restore the model's own ``generate``, wait for loads, store what is queued, and close the store if it is
+        owned."""
         if vars(self.model).get("generate") == self._generate:
             del vars(self.model)["generate"]
             if self._shadowed is not None:
                 vars(self.model)["generate"] = self._shadowed
         atexit.unregister(self.detach)
         if self.store.origin is not forks.here:
-            return  # the store, and what waits to be stored, are our parent's
+            return  # the store and the queued work belong to the parent process
         self._guard.shut()
         self._background.close()
         with self._lock:
             sessions, self._sessions = self._sessions, OrderedDict()
             movers, self._movers = self._movers, {}
         for each in movers.values():
-            each.close()  # first: what it copies is held by a session
+            each.close()  # first: its copies use memory leased by a session
         for session in sessions.values():
             session.close()
         if self._owned:
@@ -436,19 +440,20 @@ class Attached:
 
 
 class _Found(NamedTuple):
-    """What is there of the prompts of a call."""
+    """The prefix found for the prompts of a call."""
 
     cache: DynamicCache
     border: int
-    """Tokens of every row that are in it, with padding."""
+    """Tokens of every row that are in the cache, including padding."""
     cached: tuple[int, ...]
-    """How many of each row came from the store."""
+    """How many tokens of each row were loaded from the store."""
     loads: ExitStack
-    """To be closed when they are there."""
+    """To be closed when the loads have ended."""
 
 
 def _with_our_cache(call: Call, defaults: GenerationConfig) -> None:
-    """A call that asks for the usual cache, by itself or by its settings, gets ours: both together are refused."""
+    """Remove a request for the default cache from the arguments or settings: ``generate`` rejects it together with a
+    cache."""
     if (given := call.get("generation_config")) is not None and given.cache_implementation:
         call["generation_config"] = given = copy(given)
         given.cache_implementation = None
@@ -457,6 +462,6 @@ def _with_our_cache(call: Call, defaults: GenerationConfig) -> None:
 
 
 def _trimmed(tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Without what follows the end of a row in a batch that goes on: the same token again and again."""
+    """Without the repeated end token of a row that ended earlier than its batch."""
     others = np.flatnonzero(tokens != tokens[-1]) if len(tokens) else tokens
     return tokens[: others[-1] + 2] if len(others) else tokens[:1]

@@ -1,7 +1,7 @@
-"""The ``DynamicCache`` of transformers and the blocks of a store: what a model keeps, and how it is copied in and out.
+"""Copies between the ``DynamicCache`` of transformers and the blocks of a store.
 
-A cache has, for each layer, keys and values [row, head, token, dim]. One row from its first real token on is a sequence
-of pages, without a copy; the mover does the rest.
+A cache has, for each layer, keys and values [row, head, token, dim]. One row, from its first real token on, is viewed
+as a sequence of pages without a copy; the mover copies these.
 
 Layers with a window (Mistral, Gemma) need only their last tokens, but a prefix of any length shall be reusable. So all
 layers keep all tokens here; the mask hides what is outside the window, as it does in a prefill.
@@ -31,13 +31,13 @@ __all__ = ["KvMemory", "fill", "layout_of", "sections_of", "store_row"]
 
 _PAGE = 16
 _FICKLE = {"dynamic", "longrope"}
-"""Kinds of RoPE by which the keys of a prompt's first tokens depend on how long it is."""
+"""Kinds of RoPE where the keys of a prompt's first tokens depend on the prompt's length."""
 
 
 def layout_of(model: PreTrainedModel, block_tokens: int, fidelity: str = EXACT) -> Layout:
-    """How the KV of a model is cut into blocks, by what it really keeps of a token, and how exactly.
+    """The block layout of a model's KV, from what the model actually caches for a token, and the fidelity.
 
-    Raises LayoutError unless that, once computed, is all that later tokens need.
+    Raises LayoutError if later tokens need more than this KV, or if it can change after it was computed.
     """
     _check(model)
     cache = DynamicCache()
@@ -97,16 +97,16 @@ def _copies(layout: Layout, numbered: Sequence[tuple[int, Span]], count: int) ->
 def fill(
     mover: Mover, layout: Layout, device: torch.device, found: Sequence[Loaded], pads: Sequence[int], border: int
 ) -> tuple[DynamicCache, ExitStack]:
-    """A cache with the first ``border`` tokens of every row: its padding, and as much as that leaves of its blocks.
+    """A cache with the first ``border`` tokens of every row: its padding, and the tokens of its blocks after that.
 
-    What the caller's stream does next sees them. The copies are over, and the blocks not used any more, when the stack
-    has been closed.
+    Later operations on the caller's stream see them. When the stack has been closed, the copies have ended and the
+    blocks are not used any more.
     """
     (group,) = layout.groups
     room = border + group.page - 1  # a row's last page may have tokens beyond the border
     shape = (2 * group.layers, len(found), group.heads, room, group.head_dim)
     memory = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
-    with ExitStack() as stack:  # all are waited for, though one fails: both ends of a copy stay until it is over
+    with ExitStack() as stack:  # wait for all copies even if one fails: source and target must stay until then
         moves = []
         for row, (loaded, pad) in enumerate(zip(found, pads, strict=True)):
             memory[:, row, :, : min(pad, border)] = 0
@@ -126,7 +126,7 @@ def fill(
 def _cache(memory: torch.Tensor, tokens: int) -> DynamicCache:
     """A cache with the first tokens of ``memory``, [section, row, head, token, dim]."""
     cache, first = DynamicCache(), DynamicLayer()
-    first.lazy_initialization(memory, memory)  # once: it makes tensors
+    first.lazy_initialization(memory, memory)  # once, because it allocates tensors
     sections = memory[:, :, :, :tokens].unbind()
     for keys, values in zip(sections[0::2], sections[1::2], strict=True):
         layer = copy(first)
@@ -136,7 +136,7 @@ def _cache(memory: torch.Tensor, tokens: int) -> DynamicCache:
 
 
 class _Growing(DynamicLayer):
-    """A layer that writes new tokens into memory which has room for all of them, where others would make a copy."""
+    """A layer that writes new tokens into preallocated memory, where other layers would copy all tokens."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class _Growing(DynamicLayer):
         self.grow(0)
 
     def grow(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """So many tokens are there: these."""
+        """Set the number of valid tokens, and return their keys and values."""
         keys, values = (room[:, :, :tokens] for room in self._room)
         self.keys, self.values = keys, values
         return keys, values
@@ -161,7 +161,7 @@ class _Growing(DynamicLayer):
 
 
 class KvMemory:
-    """Room for the KV of a prompt's first ``blocks``: to be computed or loaded, each block at its place, in any order.
+    """Memory for the KV of a prompt's first ``blocks``, to be computed or loaded in any order, each block at its place.
 
     Nothing is moved when it is complete.
     """
@@ -175,7 +175,7 @@ class KvMemory:
         self.device = self.tensor.device
 
     def load(self, mover: Mover, numbered: Iterable[tuple[int, Span]]) -> Move:
-        """Copy blocks to their places. They are held until the move is done."""
+        """Copy blocks to their places. The caller must hold their lease until the move is done."""
         (group,) = self._layout.groups
         pages = Pages(self._layout, group.name, _pages(self.tensor[:, 0], group.page).unbind())
         return mover.load(pages, _copies(self._layout, list(numbered), self._count))
@@ -188,20 +188,20 @@ class KvMemory:
 
     @staticmethod
     def grow(cache: DynamicCache, tokens: int) -> None:
-        """So many tokens are there for ``cache``, which is growing, though it has not seen all of them."""
+        """Set the number of valid tokens of a growing ``cache``, although the model has not computed all of them."""
         for layer in cache.layers:
             assert isinstance(layer, _Growing)
             layer.grow(tokens)
 
     def cache(self, tokens: int) -> DynamicCache:
-        """A cache like any other, with the first tokens."""
+        """An ordinary cache with the first tokens."""
         return _cache(self.tensor, tokens)
 
 
 def store_row(
     mover: Mover, session: Session, chain: Chain, sections: Sequence[torch.Tensor], row: int, pad: int
 ) -> tuple[int, int]:
-    """Store the blocks of one row that are new. Answers how many were, and for how many there was no room."""
+    """Store the new blocks of one row. Returns how many were stored, and for how many there was no space."""
     if not chain.blocks:
         return 0, 0
     layout = session.layout
@@ -209,7 +209,7 @@ def store_row(
     count = chain.blocks * (layout.block_tokens // group.page)
     stop = pad + count * group.page
     pages = Pages(layout, group.name, [_pages(s[row, :, pad:stop], group.page) for s in sections])
-    # In parts that others can make room for, like ``Session.store``.
+    # In parts for which the store can make space, like ``Session.store``.
     step = max(1, session.backend.largest // layout.geometry[group.name].footprint)
     stored = refused = 0
     for start in range(0, chain.blocks, step):

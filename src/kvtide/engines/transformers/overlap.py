@@ -1,27 +1,30 @@
 """Compute the front of a prompt while the tail of its stored prefix is loaded, until the two meet.
 
 Loading a prefix keeps the disk busy and leaves the model idle; computing it does the opposite. Where neither is clearly
-quicker, both are done at once::
+faster, both are done at once::
 
     blocks   0    1    2    3    4    5    6    7
              computed ----->|<-------------- loaded
              in chunks   they meet    in pieces, the last one first
 
-A token's KV depends on all tokens before it, so the model can only begin at the front. A block in the store depends on
-nothing: so loading begins at the back, where the model would come last.
+A token's KV depends on all tokens before it, so the model can only begin at the front. A stored block can be loaded
+without the blocks before it: so loading begins at the back, which the model would reach last.
 
-*The tail* is a thread. It matches, loads and copies pieces of a few blocks, so many of them at a time, and holds each
-until its bytes are in the model's memory: that much of the store's memory is held for it, and no more. *The front* is
-the caller's thread. Before each chunk it skips what has come, and it ends where nothing is left to come behind it.
-Both write into one piece of memory, each block to its place: nothing is moved when they meet. Under one lock the front
+*The tail* is a thread. It matches, loads and copies pieces of a few blocks, ``_AHEAD`` of them at a time, and keeps
+each leased until its bytes are in the model's memory: so it leases no more of the store's memory than that.
+
+*The front* is the caller's thread. Before each chunk it skips the blocks that have arrived, and it ends when no more
+blocks are missing or can arrive.
+
+Both write into one memory area, each block to its place: nothing is moved when they meet. Under one lock the front
 claims the blocks that it is about to compute, and the tail those that it is about to copy, so no block is written
-twice. What is computed meanwhile is not loaded any more: pieces that were not begun never are, and loads that are under
-way are cancelled.
+twice. Blocks that the front has claimed are not loaded any more: pieces not begun are skipped, and loads under way are
+cancelled.
 
-The front never depends on the tail. A block that fails to come, for whatever reason, is one that the front computes
-when it gets there; blocks that came behind it are used all the same. So the answer is that of a prefill in the same
-chunks with the same blocks loaded, whatever happens to the store. Between chunks the front waits for the tail only if
-what is missing is expected sooner than one more chunk, and not longer than that chunk takes.
+The front never depends on the tail. A block that does not arrive, for whatever reason, is computed when the front gets
+there; blocks after it that did arrive are still used. So the output is that of a prefill in the same chunks with the
+same blocks loaded, whatever happens to the store. Between chunks the front waits for the tail only if the missing
+blocks are expected sooner than one more chunk takes, and not longer than that.
 """
 
 from __future__ import annotations
@@ -51,47 +54,48 @@ __all__ = ["ChunkSizes", "Overlap", "chosen", "sizes"]
 log = logging.getLogger("kvtide.transformers")
 
 _CLEARLY = 3.0
-"""Times that one must be quicker than the other to be done alone."""
+"""Factor by which loading or computing must be faster than the other to be done alone."""
 _WORTH = 0.02
-"""Seconds that must be saved."""
+"""Minimum saving in seconds."""
 _PIECE = 64 << 20
-"""Bytes that are loaded at a time, at most."""
+"""Maximum bytes per piece."""
 _AHEAD = 4
-"""Pieces that are on their way together."""
+"""Pieces that are loaded concurrently."""
 _PIECES, _CHUNKS = 32, 16
-"""Into so many parts the prefix, and what the front is expected to compute of it, is cut at least."""
+"""Minimum number of pieces of the prefix, and of chunks of the part that the front is expected to compute."""
 _SHORTEST = 0.02
-"""Seconds that a chunk takes at least: shorter ones are computed less efficiently."""
+"""Minimum seconds per chunk: shorter ones are computed less efficiently."""
 _LONGEST = 2048
-"""Tokens of a chunk, at most: a mask may take a byte for each of them and each token before."""
+"""Maximum tokens per chunk: a mask may take a byte for each of them and each token before."""
 
 
 def chosen(load: float, compute: float) -> bool:
-    """Whether a prefix that takes so many seconds to load, or to compute, is to come both ways at once."""
+    """Whether to load and compute at the same time a prefix that takes ``load`` or ``compute`` seconds alone."""
     if not (load < _CLEARLY * compute and compute < _CLEARLY * load):
         return False
     return min(load, compute) - load * compute / (load + compute) >= _WORTH
 
 
 class ChunkSizes(NamedTuple):
-    """In which steps a prefix comes. All in blocks."""
+    """Sizes of the steps of both sides, in blocks."""
 
     piece: int
-    """Loaded at a time."""
+    """Blocks loaded at a time."""
     chunk: int
-    """Computed at a time."""
+    """Blocks computed at a time."""
 
 
 def sizes(blocks: int, tokens: int, nbytes: int, load: float, compute: float) -> ChunkSizes:
-    """For blocks of so many tokens and bytes each, which take so many seconds to load, or to compute."""
+    """Step sizes for ``blocks`` of ``tokens`` and ``nbytes`` each, whose load or computation takes that many seconds in
+    all."""
     piece = max(1, min(_PIECE // nbytes, blocks // _PIECES))
-    computed = blocks * load / (load + compute)  # when they meet
+    computed = blocks * load / (load + compute)  # number of blocks computed when both sides meet
     chunk = min(_LONGEST // tokens, max(int(computed / _CHUNKS), int(blocks * _SHORTEST / compute)))
     return ChunkSizes(piece, max(1, chunk))
 
 
 class _Piece(NamedTuple):
-    """Blocks on their way."""
+    """Blocks that are being loaded."""
 
     blocks: range
     match: Match
@@ -99,7 +103,8 @@ class _Piece(NamedTuple):
 
 
 class Overlap:
-    """One prompt's prefix, computed and loaded at once. Use it in a ``with``: at its end nothing is under way."""
+    """One prompt's prefix, computed and loaded at the same time. Use it in a ``with``: at its end nothing is under
+    way."""
 
     def __init__(
         self,
@@ -112,8 +117,8 @@ class Overlap:
         sizes: ChunkSizes,
         seconds: Callable[[int, int], float | None],
     ) -> None:
-        """Of the first ``blocks`` of a prompt ``held`` are in DRAM. ``seconds``: how long computing takes, from one
-        token to another."""
+        """Of the first ``blocks`` of a prompt ``held`` are in DRAM. ``seconds``: how long computing from one token to
+        another takes."""
         self._session = session
         self._chain = chain
         self._mover = mover
@@ -125,20 +130,20 @@ class Overlap:
         self._loaded = [False] * blocks
         self._copying = range(0)
         self._bottom = blocks
-        """The first block of those that the tail has asked for."""
+        """The first block that the tail has requested."""
         self._claimed = 0
-        """The block after the last that the front has computed, or is about to."""
+        """The block after the last one that the front has computed, or is computing."""
         self._pieces: deque[_Piece] = deque()
         self._stopped = self._ended = False
         self._began = time.monotonic()
         self.arrived = 0
-        """Blocks of the tail that have come."""
+        """Blocks loaded by the tail."""
         self.loaded: list[tuple[float, int]] = []
-        """When a piece had come, in seconds since the beginning, and how many tokens that were by then."""
+        """For each piece, when it had arrived, in seconds since the beginning, and the tokens loaded by then."""
         self.computed: list[tuple[float, int]] = []
         """The same for the chunks of the front."""
         self._held = ExitStack()
-        if device.type == "cuda":  # what was done with this memory before is over, for other streams too
+        if device.type == "cuda":  # other streams must see that earlier uses of this memory have ended
             torch.cuda.current_stream(device).synchronize()
         self._thread = threading.Thread(target=self._run, args=(held,), name="kvtide-tail", daemon=True)
         try:
@@ -151,7 +156,7 @@ class Overlap:
     # -- the tail -----------------------------------------------------------------------------------------
 
     def _take_held(self, held: int) -> None:
-        """Copy the first blocks, which are in DRAM. If they have left meanwhile they are computed."""
+        """Copy the first blocks, which are in DRAM. If they were evicted meanwhile, they are computed."""
         if held:
             match = self._held.enter_context(self._match(range(held)))
             blocks = self._session.load(match).wait().blocks
@@ -170,7 +175,7 @@ class Overlap:
         with ExitStack() as stack:
             stack.callback(self._end)
             try:
-                # Threads have modes and streams of their own. On the front's stream a copy would wait for its chunk.
+                # Modes and streams are per thread. On the front's stream a copy would wait for the front's chunk.
                 stack.enter_context(torch.inference_mode(self.memory.tensor.is_inference()))
                 if device.type == "cuda":
                     stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
@@ -181,12 +186,12 @@ class Overlap:
                         return
                     self._land(self._pieces[0])
                     self._let_go()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the front computes what does not come
+            except Exception as error:  # noqa: BLE001 - whatever the error, the front computes the missing blocks
                 if not self._stopped:
                     log.warning("the rest of a prefix is computed, not loaded: %s: %s", type(error).__name__, error)
 
     def _next(self, held: int) -> range:
-        """The blocks to load next; none if the front has come there."""
+        """The blocks to load next; empty if the front has reached them."""
         with self._changed:
             first = max(held, self._claimed)
             if self._stopped or self._bottom <= first:
@@ -208,7 +213,7 @@ class Overlap:
                 piece.load.cancel()
 
     def _unwanted(self, piece: _Piece) -> bool:
-        """Under the lock."""
+        """Requires the lock."""
         return self._stopped or piece.blocks.stop <= self._claimed
 
     def _land(self, piece: _Piece) -> None:
@@ -222,7 +227,7 @@ class Overlap:
             good = False
             if come:
                 self.memory.load(self._mover, come).wait()
-                good = not self._session.closed  # else others may have written there meanwhile
+                good = not self._session.closed  # else the blocks' memory may have been overwritten meanwhile
         finally:
             with self._changed:
                 if good:
@@ -234,14 +239,14 @@ class Overlap:
                 self._changed.notify_all()
 
     def _let_go(self) -> None:
-        """Give back the piece that came first."""
+        """Release the first piece."""
         self._pieces[0].match.release()
         with self._changed:
             self._pieces.popleft()
             self._changed.notify_all()
 
     def _end(self) -> None:
-        """The thread is at its end."""
+        """Runs when the thread ends."""
         try:
             while self._pieces:
                 self._pieces[0].load.cancel()
@@ -254,9 +259,9 @@ class Overlap:
     # -- the front ----------------------------------------------------------------------------------------
 
     def run(self, model: PreTrainedModel, tokens: torch.Tensor) -> tuple[DynamicCache, int, int]:
-        """Compute until all of the prefix is there that can come. ``tokens``: the prompt, ``[1, token]``.
+        """Compute until every block of the prefix is computed or loaded. ``tokens``: the prompt, ``[1, token]``.
 
-        Answers with a cache, how many tokens are in it, and how many of those were loaded.
+        Returns a cache, the number of tokens in it, and how many of those were loaded.
         """
         most = tokens.shape[1] - 1
         cache = self.memory.growing()
@@ -269,7 +274,7 @@ class Overlap:
                     break
                 self.memory.grow(cache, start)
                 model(tokens[:, start:stop], past_key_values=cache, use_cache=True, **only_last)
-                if self.memory.device.type == "cuda":  # else all chunks would be begun at once
+                if self.memory.device.type == "cuda":  # else all chunks would be queued at once
                     torch.cuda.current_stream(self.memory.device).synchronize()
                 self.computed.append((time.monotonic() - self._began, self._claimed * self._tokens))
         reached = min(self._claimed * self._tokens, most)
@@ -278,7 +283,7 @@ class Overlap:
         return self.memory.cache(reached), reached, loaded
 
     def _chunks(self) -> Iterator[range]:
-        """The blocks to compute, each chunk claimed. At the end all blocks up to the claim are there."""
+        """The chunks to compute, each claimed. At the end all blocks before the claim are there."""
         while chunk := self._claim():
             yield chunk
 
@@ -307,7 +312,8 @@ class Overlap:
                 return chunk
 
     def _chunk(self, at: int) -> range:
-        """The blocks from ``at`` on that are computed together: up to what has come, or is on its way."""
+        """The blocks from ``at`` on that are computed together: up to the next one that has arrived or is being
+        loaded."""
         stop = min(at + self._sizes.chunk, len(self._loaded))
         if at < self._bottom:
             stop = min(stop, self._bottom)
@@ -315,13 +321,13 @@ class Overlap:
         return range(at, next(here, stop))
 
     def _came_or_never(self, block: int) -> bool:
-        """Whether a block that was on its way is here, or will not come. Under the lock."""
+        """Whether a block that was being loaded has arrived, or will not arrive. Requires the lock."""
         if self._loaded[block] or block in self._copying:
             return True
         return not any(block in piece.blocks for piece in self._pieces)
 
     def _patience(self, chunk: range) -> float:
-        """Seconds to wait for a chunk that is on its way; 0 if it is computed sooner. Under the lock."""
+        """Seconds to wait for a chunk that is being loaded; 0 if computing it is faster. Requires the lock."""
         if not self.arrived or self._came_or_never(chunk.start):
             return 0.0
         compute = self._seconds(chunk.start * self._tokens, chunk.stop * self._tokens) or 0.0
@@ -337,13 +343,13 @@ class Overlap:
             self._changed.wait_for(lambda: self._ended)
 
     def close(self) -> None:
-        """Stop loading. Afterwards nothing is held, and nobody writes into the memory."""
+        """Stop loading. Afterwards nothing is leased, and no thread writes into the memory."""
         with self._changed:
             self._stopped = True
             pieces = list(self._pieces)
         for piece in pieces:
             piece.load.cancel()
-        if self._thread.ident is not None:  # it was started
+        if self._thread.ident is not None:  # the thread was started
             self._thread.join()
         self._held.close()
 

@@ -1,6 +1,7 @@
-"""How fast a model computes prompts: what loading must beat.
+"""Measures how fast a model computes prompts; loading must be faster than that.
 
-``generate`` asks its stopping criteria after every token; ours never stops it, and notes when the first one is there.
+``generate`` calls its stopping criteria after every token; the criterion added here never stops it, and records when
+the first token is complete.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
 __all__ = ["Prefill"]
 
 _ENOUGH = 128
-"""Tokens. Fewer are computed as fast as one, and tell nothing."""
+"""Minimum tokens for a measurement. Fewer are computed as fast as one."""
 
 
 class _FirstToken(StoppingCriteria):
-    """Notes when the first token is there, and tells."""
+    """Records when the first token is complete, and calls ``tell``."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -30,37 +31,37 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         if not self.seconds:
-            input_ids[0, -1].item()  # a GPU has only been told what to do so far; the next thing waits for it anyway
+            input_ids[0, -1].item()  # waits for the GPU's queued work, as the next operation would anyway
             self.seconds = time.perf_counter() - self.began
             self._tell()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Prefill:
-    """What computing prompts costs one model, by its calls that computed enough to tell."""
+    """A model's prefill cost, learned from calls that computed enough tokens."""
 
     def __init__(self) -> None:
         self._fit = PrefillFit()
         self._lock = threading.Lock()
         self.cost: PrefillCost | None = None
-        """As soon as it is known."""
+        """None until it is known."""
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """How long it takes to compute a prompt from one token to another; None if that is not known."""
+        """Seconds to compute a prompt from one token to another; None if unknown."""
         return self.cost.seconds(start, stop) if self.cost is not None else None
 
     def tells(self, tokens: int) -> bool:
-        """Whether it can be learned from a call that computes so many for the first token."""
+        """Whether a call that computes that many tokens before the first output token can be measured."""
         return tokens >= _ENOUGH
 
     def watch(self, call: dict[str, Any], tell: Callable[[], None]) -> _FirstToken:
-        """A call of ``generate`` is watched, and ``tell`` called at its first token."""
+        """Watch a call of ``generate``; ``tell`` is called at its first token."""
         watch = _FirstToken(tell)
         call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), watch])
         return watch
 
     def seen(self, watch: _FirstToken, rows: int, start: int, stop: int) -> None:
-        """The tokens from ``start`` to ``stop`` of so many ``rows`` were computed for the first one."""
+        """Record that tokens ``start`` to ``stop`` of that many ``rows`` were computed for the first output token."""
         if watch.seconds and self.tells(rows * (stop - start)):
             with self._lock:
                 self._fit.add(rows * (stop - start), rows * reach(start, stop), watch.seconds)

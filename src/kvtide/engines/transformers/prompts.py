@@ -1,7 +1,7 @@
-"""What a call of ``generate`` is about: the prompts in it, or the reason why their KV is not for us.
+"""Extracts the prompts from a call of ``generate``, or the reason why their KV cannot be reused.
 
-KV can be reused where it follows from the tokens alone and lies in a cache as we fill it. So everything that a call may
-be given is in one of three lists: what does not touch the KV, what leaves it alone at its usual value, and the rest.
+KV can be reused if it follows from the tokens alone and the cache has the usual form. So every argument of a call is in
+one of three classes: those that do not affect the KV, those that do not affect it at their usual value, and the rest.
 The rest is refused, whatever it is: pictures, embeddings, positions, or an argument that did not exist when this was
 written.
 """
@@ -24,7 +24,7 @@ Call = dict[str, Any]
 """The arguments of one call of ``generate``, by name."""
 
 _NAMES = [*inspect.signature(GenerationMixin.generate).parameters][1:-1]
-"""Its positional arguments; the first is the model, the last the keywords."""
+"""Its positional arguments, without the model (first) and the keywords (last)."""
 
 _HARMLESS = {
     "attention_mask",
@@ -40,7 +40,7 @@ _HARMLESS = {
     "synced_gpus",
     "tokenizer",
 }
-"""Arguments that do not touch the KV of a prompt."""
+"""Arguments that do not affect the KV of a prompt."""
 
 _USUAL = {
     "assistant_early_exit": None,
@@ -57,7 +57,7 @@ _USUAL = {
     "use_cache": True,
     "use_mtp": False,
 }
-"""Settings of a generation that work on the cache in ways of their own, unless they have this value, or none."""
+"""Generation settings that use the cache in special ways, unless they have this value or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,18 @@ class Prompts:
     """A batch of prompts, padded on the left to one length."""
 
     rows: list[npt.NDArray[np.uint32]]
-    """The tokens of each, without padding."""
+    """The tokens of each prompt, without padding."""
     pads: list[int]
-    """The padding before each."""
+    """The padding before each prompt."""
 
     @property
     def length(self) -> int:
-        """Tokens of a row, its padding included."""
+        """Tokens of a row, including its padding."""
         return self.pads[0] + len(self.rows[0])
 
 
 class PromptRefused(NamedTuple):
-    """Nothing is reused, and why."""
+    """Nothing is reused for this reason."""
 
     reason: str
 
@@ -87,7 +87,7 @@ def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
 
 
 def read(call: Call, defaults: GenerationConfig) -> Prompts | PromptRefused:
-    """The prompts of a call of a model with those default settings."""
+    """The prompts of a call, for a model with those default settings."""
     given = call.get("generation_config")
     settings = _set(defaults.to_dict()) | _set(given.to_dict() if given else {}) | call
     for name, value in call.items():

@@ -1,4 +1,4 @@
-"""vLLM: its connector, where its KV lies, and whose it is."""
+"""Adapter for vLLM: its connector, the layout of its KV, and the identity of its model."""
 
 from kvtide.engines.vllm.connector import KvtideConnector
 

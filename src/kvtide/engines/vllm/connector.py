@@ -1,9 +1,9 @@
-"""``KvtideConnector``: vLLM's face of the two halves.
+"""``KvtideConnector``: implements vLLM's connector interface with the connector scheduler and worker.
 
-vLLM makes one of these in its scheduler and one in each worker. Nothing is decided here: what vLLM says is told to a
-half (``engines/connector``), and its answer told back. Whatever goes wrong inside is logged and becomes a miss; a
-deployment that cannot be kept right (``layout``) is served without kvtide, which one line of the log says, with what to
-change.
+vLLM creates one of these in its scheduler and one in each worker. Nothing is decided here: calls of vLLM are passed to
+the connector scheduler or worker (``engines/connector``), and their results returned. An error inside is logged and
+becomes a miss. A deployment whose KV cannot be handled correctly (``layout``) is served without kvtide; one line of the
+log says so, and what to change.
 """
 
 from __future__ import annotations
@@ -58,38 +58,38 @@ from kvtide.node.client.launch import open_node
 __all__ = ["KvtideConnector", "KvtideMetadata"]
 
 log = logging.getLogger("kvtide.vllm")
-logging.getLogger("kvtide").parent = logging.getLogger("vllm")  # what we say is in vLLM's log, as vLLM sets it up
+logging.getLogger("kvtide").parent = logging.getLogger("vllm")  # write to vLLM's log, as vLLM configures it
 
 _FREE = 10
-"""Of vLLM's pages one in so many must be free, for us to keep some."""
+"""At least one in this many of vLLM's pages must be free for finished requests to keep theirs."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass
 class KvtideMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The orders of a step, on their way from vLLM's scheduler to its workers."""
+    """The orders of a step, sent from vLLM's scheduler to its workers."""
 
     orders: Orders
 
 
 @dataclass
 class KvtideReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers have done, or cannot do. On its way to vLLM's scheduler."""
+    """What workers have done or cannot do, sent to vLLM's scheduler."""
 
     off: bool
-    """Nothing at all."""
+    """Whether a worker cannot do anything."""
     lost: set[str]
-    """Tickets of stores that one of them does not fill."""
+    """Tickets of stores that some worker does not fill."""
     computed: int = 0
-    """The number of the step, where it has one."""
+    """The number of the computed step, if it has one."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvtideReport:
         return KvtideReport(self.off or other.off, self.lost | other.lost, max(self.computed, other.computed))
 
 
 def _safely(otherwise: Any) -> Callable[[Method], Method]:
-    """A method that answers ``otherwise`` when it fails: an engine must not end with us."""
+    """Decorate a method to return ``otherwise`` if it fails: an error here must not stop the engine."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -116,7 +116,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layouts: Layouts | None = None
         self._requests: dict[str, Any] = {}
         self._kept: set[str] = set()
-        """Requests whose pages vLLM keeps for us, though we are off."""
+        """Requests whose pages vLLM keeps for this connector, although it is off."""
         self._refused: dict[str, str] = {}
         self._adapters: dict[tuple[int, str], str] = {}
         transfer = vllm_config.kv_transfer_config
@@ -133,7 +133,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning("kvtide is off for this model: %s", e)
         except Exception:
             self._layouts = None
-            log.exception("kvtide is off: it met something in this vLLM that it does not expect")
+            log.exception("kvtide is off: an unexpected error with this version of vLLM")
 
     def _dial(self) -> Client:
         address = self._config.engine.address
@@ -147,7 +147,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a store that is dropped is a miss later
+        return False  # a dropped store is only a later miss
 
     # -- the scheduler ------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         who = identity(vllm_config, found, self._config.engine.weights_id or None, self._config.naming.weights_cache)
         models = [Model(layout, *who) for layout in (found.own, *found.others)]
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        tensors = self._kv_cache_config.kv_cache_tensors  # of groups that lie over one another: all say the whole size
+        tensors = self._kv_cache_config.kv_cache_tensors  # groups share memory: each tensor's size is the whole size
         pool = ranks * max((tensor.size for tensor in tensors), default=0)
         published = vllm_config.kv_events_config
         if published is not None and published.enable_kv_cache_events:
@@ -192,14 +192,14 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, options, named))
 
     def _extras(self, request: Any) -> list[Extra]:
-        """What the KV of a request depends on, besides its tokens."""
+        """What the KV of a request depends on besides its tokens."""
         found = []
         if (lora := request.lora_request) is not None:
             about = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
             weights = identify(lora.lora_path, cache=self._config.naming.weights_cache)
             name = f"{weights} {blake3(about).hexdigest()}"
             if self._adapters.setdefault((lora.lora_int_id, lora.lora_path), name) != name:
-                # vLLM may have the old ones or the new ones in memory: nobody knows whose KV this will be.
+                # vLLM may have the old or the new adapter in memory: the identity of this KV is unknown.
                 raise LayoutError(f"the adapter in {lora.lora_path} was changed while the engine runs; restart it")
             found.append(Extra("lora", name))
         for feature in request.mm_features:
@@ -210,7 +210,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _tenant(self, salt: str | None, name: str) -> Tenant:
         if name and not (self._config.engine.trust_tenants and salt):
             raise ConfigError(
-                f"tenant {name!r} is not believed: set engine.trust_tenants, and let the front door set a cache_salt"
+                f"tenant {name!r} is refused: set engine.trust_tenants, and let the front end set a cache_salt"
             )
         if not salt:
             return DEFAULT_TENANT
@@ -266,7 +266,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler, self._kept = None, half.kept
             if self._publisher is not None:
                 self._publisher.forget()
-            threading.Thread(target=half.close, daemon=True).start()  # it may wait for the node
+            threading.Thread(target=half.close, daemon=True).start()  # closing may wait for the node
         elif report is not None:
             half.lost(report.lost)
             half.computed(report.computed)
@@ -292,9 +292,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.finished(request.request_id, pages), told
 
     def _has_room(self) -> bool:
-        """Whether vLLM can do without a few pages: else it would take those of a request that runs, and compute all of
-        it again. An engine in its user's process makes no step after its last request, and would keep them until the
-        next: it could not be told to sleep, or to empty its cache."""
+        """Whether vLLM can spare a few pages: else it would preempt a running request and compute all of it again. An
+        engine inside its user's process makes no step after its last request, and would keep the pages until the next:
+        it could not be put to sleep, and its cache could not be reset."""
         pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
         if pool is None or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
             return False
@@ -302,7 +302,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_safely(False)
     def reset_cache(self) -> bool:
-        """vLLM is told so when the weights have changed. Nobody says to which, so nothing is shared from then on."""
+        """Called when the weights have changed. The new weights are unknown, so nothing is shared from then on."""
         if self._scheduler is not None:
             self._scheduler.forget()
         if self._publisher is not None:
@@ -330,7 +330,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         moves = mover(device)
         try:
             for mine in own.values():
-                moves.warm(mine)  # before vLLM captures its graphs, during which nobody may use the GPU
+                moves.warm(mine)  # before vLLM captures its graphs, when nothing else may use the GPU
         except Exception:
             log.exception("kvtide: the first load and store will take longer")
         self._worker = ConnectorWorker(self._dial, rank, functools.partial(_seen, own), tokens, moves)
@@ -342,13 +342,13 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass  # in wait_for_save: a load that is under way feeds no forward of this step
+        pass  # done in wait_for_save: no forward pass of this step uses a load that is under way
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        pass  # whole blocks of all layers, at the end of the step
+        pass  # whole blocks of all layers are stored at the end of the step
 
     @_safely(None)
     def wait_for_save(self) -> None:
@@ -358,7 +358,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             orders = getattr(self._connector_metadata, "orders", Orders())
-            asked = {load.request for load in orders.loads}  # by a scheduler that does not know that we are off
+            # from a scheduler that does not know yet that this worker is off
+            asked = {load.request for load in orders.loads}
             return KVConnectorTransferResults(orders.closing, asked, asked)
         done, failed, sent = self._worker.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=done, failed_recving=failed)
@@ -366,7 +367,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_safely(None)
     def build_connector_worker_meta(self) -> KvtideReport | None:
         orders = getattr(self._connector_metadata, "orders", Orders())
-        if self._worker is None:  # who asks nothing of us knows it
+        if self._worker is None:  # report only to a scheduler that gives orders; others know it already
             return KvtideReport(off=True, lost=set()) if orders.loads or orders.stores else None
         lost = self._worker.lost()
         return KvtideReport(off=False, lost=lost, computed=orders.number) if lost or orders.number else None
@@ -396,7 +397,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _there(numbers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """vLLM's page 0 stands for one that is gone."""
+    """Replace vLLM's page 0, which stands for a freed page, by -1."""
     return [[n or -1 for n in group] for group in numbers]
 
 
@@ -405,7 +406,7 @@ def _resolve(state: Any, request: str) -> list[list[int]]:
 
 
 def _seen(own: Mapping[str, Pages], layout: Layout) -> dict[str, Pages]:
-    """A worker's tensors, for blocks of a layout that may be another one."""
+    """A worker's tensors as pages of another layout, if it differs from their own."""
     return {
         name: p if p.layout == layout else Pages(layout, name, p.tensors, p.share, p.packing) for name, p in own.items()
     }

@@ -1,13 +1,15 @@
-"""What kvtide holds, told as vLLM's KV events, so that who follows vLLM's publisher (a router, say) knows of it.
+"""Publishes the blocks that kvtide holds as vLLM KV events, for subscribers of vLLM's publisher such as a router.
 
-The node tells of blocks by our names. vLLM's events speak of pages by vLLM's hashes, with their tokens; so what a block
-is in vLLM's terms is noted when a request of this engine gives it its name, and blocks that no request here ever asked
-for are not told of. A block that was there before is told of when it is loaded.
+The node reports blocks by kvtide's names. vLLM's events identify pages by vLLM's hashes, with their tokens. So when a
+request of this engine names a block, its description in vLLM's terms is recorded; blocks that no request here ever
+named are not published. A block that was stored before is published when it is loaded.
 
-Nothing is claimed that cannot be taken back: a block is told as removed when the node says so, but also when it makes
-room here for others, and when the node was away or too fast to follow, so that nobody knows what it has; it is told of
-again when it is next stored or loaded. Kept is where each block is, and where it was said to be: what comes and goes
-between two steps of the engine, or while it is idle, costs no memory, and nobody hears of it.
+Nothing is published that cannot be withdrawn. A block is published as removed when the node reports that, when its
+record is evicted here, and when the node was disconnected or its events were lost, so that its contents are unknown; it
+is published again when it is next stored or loaded.
+
+For each block its current places and its published places are kept. So changes between two steps of the engine, or
+while it is idle, cost no memory, and those that cancel out are not published.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _KNOWN = 32768
 """Blocks that are remembered, some 2 KiB each."""
 
 Place = tuple[int, str]
-"""One of vLLM's cache groups, and a medium."""
+"""The number of a vLLM cache group, and a medium."""
 
 
 @dataclass(slots=True)
@@ -49,13 +51,13 @@ class _Block:
     tokens: bytes
     lora: Any
     extras: Mapping[int, list[Any] | None]
-    """By tokens of a page: for each page what vLLM mixes into its hash beside the tokens."""
+    """By tokens per page: for each page what vLLM mixes into its hash besides the tokens."""
     now: set[Place] = field(default_factory=set)
     told: set[Place] = field(default_factory=set)
 
 
 class EventPublisher:
-    """For the threads of vLLM's scheduler, of the node's events, and of the half that talks to the node."""
+    """Called by vLLM's scheduler thread, the node's event thread, and the connector's node thread."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, found: Layouts, most: int = _KNOWN) -> None:
         self._most = most
@@ -67,13 +69,13 @@ class EventPublisher:
         self._numbers = {group.suffix: i for i, group in enumerate(groups)}
         self._whole = [i for i, group in enumerate(groups) if not group.window]
         self._known: OrderedDict[bytes, _Block] = OrderedDict()
-        """By our name."""
+        """By kvtide's name of the block."""
         self._changed: dict[bytes, _Block] = {}
-        """Blocks that may be elsewhere than was told."""
+        """Blocks whose places may differ from the published ones."""
         self._lock = threading.Lock()
 
     def named(self, request: Any, chain: Chain, first: int) -> None:
-        """Blocks of a request have got their names, from number ``first`` on."""
+        """Record the blocks of a request that were named, from number ``first`` on."""
         tokens, hashes = chain.block_tokens, request.block_hashes
         each = tokens // self._hashed
         with self._lock:
@@ -84,20 +86,21 @@ class EventPublisher:
                     extras = {page: _extras(request, i * tokens, tokens, page) for page in self._pages}
                     mine = hashes[i * each : (i + 1) * each]
                     block = _Block(mine, parent, chain.tokens_of(i), request.lora_request, extras)
-                    self._known[name] = self._changed.get(name, block)  # it may be about to be told as removed
+                    # reuse a record whose removal is not published yet
+                    self._known[name] = self._changed.get(name, block)
                 self._known.move_to_end(name)
             while len(self._known) > self._most:
                 self._forget(*self._known.popitem(last=False))
 
     def held(self, names: Iterable[bytes]) -> None:
-        """These are in DRAM. Of groups with a window nobody knows which."""
+        """These blocks are in DRAM. For groups with a window it is not known which of them are."""
         with self._lock:
             for name in names:
                 for group in self._whole:
                     self._move(name, (group, MEDIUM_CPU), here=True)
 
     def happened(self, event: events.Event) -> None:
-        """The node says so."""
+        """Handle an event of the node."""
         with self._lock:
             if isinstance(event, events.EventsLost):
                 for name, block in self._known.items():
@@ -109,7 +112,7 @@ class EventPublisher:
                     self._move(key[:32], (group, medium), here=isinstance(event, events.BlockStored))
 
     def forget(self) -> None:
-        """The blocks of before are of no use to this engine any more."""
+        """Forget all blocks: this engine can no longer use them."""
         with self._lock:
             while self._known:
                 self._forget(*self._known.popitem())
@@ -127,7 +130,7 @@ class EventPublisher:
             self._changed.pop(name, None)
 
     def take(self) -> list[KVCacheEvent]:
-        """What has become different since the last call."""
+        """The events for all changes since the last call."""
         if not self._changed:
             return []
         found: list[KVCacheEvent] = []

@@ -1,9 +1,9 @@
-"""Whose KV a vLLM deployment computes: what, besides the layout, decides the bytes of its blocks.
+"""The identity of a vLLM deployment's KV: everything besides the layout that determines the bytes of its blocks.
 
-The weights are named by ``weights_id`` if one is given, else by the hub's commit, else by the digest of the shards. The
-configuration is that of the model after overrides, told as for transformers, so that one name for the weights gives one
-namespace in both. What only vLLM does to a model is added where it is done: quantization while loading, a dtype of KV
-that is not the model's, a rotary embedding that depends on the longest context, layers split over cache groups.
+The weights are named by ``weights_id`` if given, else by the hub's commit, else by the digest of the shards. The
+configuration is that of the model after overrides, in the same form as for transformers, so that equal weight names
+give one namespace in both. What only vLLM does to a model is added where it applies: quantization while loading, a KV
+dtype that is not the model's, a rotary embedding that depends on the longest context, layers split over cache groups.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvtide.index.weights import WeightsId, identify
 __all__ = ["ModelIdentity", "identity"]
 
 _BY_LENGTH = ("longrope", "su", "dynamic")
-"""Rotary embeddings that vLLM scales by the longest context it is started with."""
+"""Rotary embeddings that vLLM scales by the maximum context length."""
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "npcache", "pt", "gguf", "instanttensor")
-"""Ways to load that read the weights of a checkpoint, and all of them."""
+"""Load formats that read all weights from a checkpoint."""
 
 
 class ModelIdentity(NamedTuple):
-    """``Model(layout, *identity)`` is the model in a layout."""
+    """Use as ``Model(layout, *identity)``."""
 
     weights: WeightsId
     config: dict[str, Value]
@@ -37,7 +37,7 @@ class ModelIdentity(NamedTuple):
 
 
 def identity(vllm_config: Any, found: Layouts, weights_id: str | None = None, digests: str = "") -> ModelIdentity:
-    """The identity of the model that is served. Raises ConfigError if its weights cannot be told from others."""
+    """The identity of the served model. Raises ConfigError if its weights cannot be identified."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = settings(model.hf_config)
     own: dict[str, Value] = {}
@@ -79,12 +79,13 @@ def _weights(vllm_config: Any, weights_id: str | None, digests: str) -> WeightsI
 
 
 def _rotary(config: Any) -> str:
-    """All that a configuration says about its rotary embedding, as text."""
+    """The configuration's rotary embedding settings, as text."""
     return repr([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
 
 
 def _scales(cache_dtype: str, found: Layouts) -> bytes:
-    """What KV of 8 bits is scaled by. The factors are the checkpoint's, whose identity is known; the form is not."""
+    """Identifies the scaling of 8-bit KV. The factors belong to the checkpoint, whose identity is known; the format is
+    not part of that identity."""
     if all(group.dtype not in ("uint8", "int8", "float8_e4m3fn", "float8_e5m2") for group in found.own.groups):
         return b""
     if cache_dtype == "auto":

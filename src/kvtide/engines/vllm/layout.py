@@ -1,12 +1,12 @@
-"""How vLLM's KV lies: its cache groups as a ``Layout``, and the tensors of a worker as ``Pages`` of it.
+"""The layout of vLLM's KV: its cache groups as a ``Layout``, and the tensors of a worker as ``Pages`` of it.
 
-The scheduler has no tensors, and must name the bytes all the same: the packing is a part of a block's name. On a GPU it
-is plain: where an attention backend packs otherwise, vLLM's own spec of the cache says so, and that is refused here. On
-a CPU it depends on the processor, the dtype and the build of vLLM ("neon" packs bfloat16 in two ways). So nothing is
-concluded from names: a page of random numbers is written by the kernel that the engine will use, and compared with
-every packing that is known. If none fits, the packing is opaque, and named for this version and backend.
+The scheduler has no tensors, but must know their packing, which is part of a block's name. On a GPU it is plain: if an
+attention backend packs differently, vLLM's cache spec says so, and the deployment is refused. On a CPU the packing
+depends on the processor, the dtype and the build of vLLM ("neon" packs bfloat16 in two ways). So nothing is concluded
+from names: the kernel that the engine will use writes a page of random numbers, which is compared with every known
+packing. If none fits, the packing is opaque, and named after this version and backend.
 
-A deployment is refused, with the reason, where a block would be wrong or could not be told from others: LayoutError.
+A deployment is refused with a LayoutError if a block would be wrong or could not be identified.
 """
 
 from __future__ import annotations
@@ -38,39 +38,40 @@ from kvtide.errors import LayoutError
 __all__ = ["Layouts", "halves", "latents", "layouts", "pages"]
 
 _PLAIN_PAGE = 16
-"""Plain bytes are the same whatever the page; all engines say this one, to have one name for them."""
+"""Plain bytes are the same for every page size; all engines declare this one, so that they share one name."""
 _CPU_PAGE = 128
-"""vLLM's page on CPUs, unless it is told otherwise."""
+"""vLLM's default page size on CPUs."""
 _DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
-"""Ways to speculate that keep no KV of their own."""
+"""Speculation methods that keep no KV of their own."""
 _KINDS = {
     FullAttentionSpec: Kind.FULL,
     MLAAttentionSpec: Kind.MLA,
     SlidingWindowSpec: Kind.WINDOW,
     ChunkedLocalAttentionSpec: Kind.WINDOW,
 }
-"""By exact class: what vLLM derives from these keeps something else. A token of a chunk sees no further back than the
-chunk is long, so a window of that length has all that a prefix needs, and at times more."""
+"""By exact class: subclasses in vLLM keep something else. A token of an attention chunk sees no further back than the
+chunk's length, so a window of that length has all that a prefix needs, and at times more."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How the blocks of a deployment lie."""
+    """The block layouts of a deployment."""
 
     own: Layout
-    """What is stored."""
+    """The layout that is stored."""
     others: tuple[Layout, ...]
-    """What other deployments of this model may have stored: a load converts."""
+    """Layouts that other deployments of this model may have stored: a load converts them."""
     groups: tuple[str, ...]
-    """The name that each of vLLM's cache groups has in ``own``, in vLLM's order."""
+    """The name in ``own`` of each of vLLM's cache groups, in vLLM's order."""
     layers: tuple[tuple[str, ...], ...]
     """For each group the names of its layers, in the order of the model."""
     pages: tuple[int, ...]
-    """For each group the tokens of a page, as vLLM's scheduler counts pages."""
+    """For each group the tokens per page, as vLLM's scheduler counts pages."""
 
 
 def layouts(vllm_config: Any, kv_cache_config: Any, block_tokens: int = BLOCK_TOKENS) -> Layouts:
-    """The layouts of this deployment, in the scheduler as in a worker. Raises LayoutError with why there are none."""
+    """The layouts of this deployment, equal in the scheduler and in the workers. Raises LayoutError if it is
+    unsupported."""
     _check(vllm_config)
     specs = [_spec(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
     if not specs:
@@ -104,11 +105,11 @@ def layouts(vllm_config: Any, kv_cache_config: Any, block_tokens: int = BLOCK_TO
 
 
 def pages(found: Layouts, vllm_config: Any, kv_caches: Mapping[str, torch.Tensor], rank: int) -> dict[str, Pages]:
-    """A worker's tensors as pages, by the names of groups. ``rank`` is that among the tensor-parallel ranks.
+    """A worker's tensors as pages, by group name. ``rank`` is the tensor-parallel rank.
 
-    Where an attention kernel has smaller pages than the scheduler, these are the kernel's: ``found.pages`` tells how
-    many of them are one of the scheduler's, and they follow one another. Raises LayoutError if the tensors are not what
-    the scheduler takes them for.
+    If an attention kernel has smaller pages than the scheduler, these are the kernel's: ``found.pages`` tells how many
+    of them, which are consecutive, form one of the scheduler's. Raises LayoutError if the tensors do not match the
+    scheduler's layout.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
     known = {}
@@ -128,8 +129,8 @@ def pages(found: Layouts, vllm_config: Any, kv_caches: Mapping[str, torch.Tensor
 
 
 def halves(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: Slice, *, apart: bool) -> Pages:
-    """Tensors ``[page, head, token, K and V]``, one of each layer. ``apart``: of each head of a page first all of K is
-    there and then all of V, whatever the shape says; so it is on CPUs. Otherwise K and V of a token are neighbours."""
+    """Tensors ``[page, head, token, K and V]``, one per layer. ``apart``: each head of a page has first all of K and
+    then all of V, whatever the shape says, as on CPUs. Otherwise K and V of a token are adjacent."""
     sections: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.dim() != 4 or tensor.shape[-1] % 2:
@@ -145,15 +146,15 @@ def halves(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: S
 
 
 def latents(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: Slice) -> Pages:
-    """Tensors ``[page, 1, token, latent]`` or ``[page, token, latent]``, one of each layer."""
+    """Tensors ``[page, 1, token, latent]`` or ``[page, token, latent]``, one per layer."""
     return Pages(layout, group, [t if t.dim() == 4 else t.unsqueeze(1) for t in tensors], share)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------
+# -- refused deployments --------------------------------------------------------------------------------------
 
 
 def _check(vllm_config: Any) -> None:
-    """Raise LayoutError for what a whole deployment does that blocks here cannot follow."""
+    """Raises LayoutError for features of the deployment that blocks do not support."""
     parallel = vllm_config.parallel_config
     for name, size in (
         ("pipeline", parallel.pipeline_parallel_size),
@@ -184,14 +185,14 @@ def _check(vllm_config: Any) -> None:
 
 
 def _window(spec: Any) -> int:
-    """How many tokens back a token sees, itself among them; 0: all."""
+    """Window in tokens, including the current token; 0: unlimited."""
     if type(spec) is SlidingWindowSpec:
         return int(spec.sliding_window)
     return int(spec.attention_chunk_size) if type(spec) is ChunkedLocalAttentionSpec else 0
 
 
 def _spec(number: int, group: Any) -> Any:
-    """What the layers of a group keep. Raises LayoutError where it is not KV of every token, alike in all of them."""
+    """The spec of a group's layers. Raises LayoutError unless all layers keep the same kind of KV for every token."""
     specs = list(iter_layer_specs(group.kv_cache_spec))
     spec, what = (
         specs[0],
@@ -241,7 +242,7 @@ def _heads(vllm_config: Any, spec: Any, number: int) -> int:
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """Names of layers by the numbers in them: layer 9 before layer 10."""
+    """Layer names sorted by the numbers in them: layer 9 before layer 10."""
     return sorted(names, key=lambda name: ([int(part) for part in name.split(".") if part.isdecimal()], name))
 
 
@@ -268,7 +269,7 @@ def _isa(vllm_config: Any, page: int, dim: int) -> str:
 
 
 def _writes(isa: str, dtype: torch.dtype, page: int, dim: int, name: str) -> bool:
-    """Whether the attention for CPUs writes its pages in the packing of that name. It is made to write one."""
+    """Whether the attention for CPUs writes its pages in that packing, tested by letting it write one."""
     from vllm import _custom_ops
 
     if not packing.fits(name, page, dim):
@@ -284,7 +285,7 @@ def _writes(isa: str, dtype: torch.dtype, page: int, dim: int, name: str) -> boo
 
 
 def _check_isa(vllm_config: Any, layers: Sequence[str], tensor: torch.Tensor, group: Group) -> None:
-    """Raise LayoutError if a layer packs otherwise than the scheduler supposes."""
+    """Raises LayoutError if a layer packs differently from what the scheduler assumes."""
     if group.kind is Kind.MLA:
         return
     supposed = _isa(vllm_config, tensor.shape[2], group.head_dim)
@@ -299,7 +300,7 @@ def _page(name: str, page: int) -> int:
 
 
 def _others(own: Layout) -> tuple[Layout, ...]:
-    """The same blocks in every other packing that is known, as engines elsewhere would have stored them."""
+    """The same blocks in every other known packing, as other engines would have stored them."""
     group = own.groups[0]
     if len(own.groups) > 1 or group.parts == 1 or not packing.known(group.packing):
         return ()

@@ -1,4 +1,4 @@
-"""What kvtide does for vLLM, in vLLM's own log and ``/metrics``."""
+"""kvtide's metrics in vLLM's own log and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELP = {
 
 
 class KvtideStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums of an interval."""
+    """Sums over an interval."""
 
     @classmethod
     def of(cls, moved: Moved) -> KvtideStats | None:
@@ -47,7 +47,7 @@ class KvtideStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvtidePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """A counter for each, with vLLM's labels: ``vllm:kvtide_load_bytes_total`` and so on."""
+    """A counter for each metric, with vLLM's labels: ``vllm:kvtide_load_bytes_total`` and so on."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], values: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, values)

@@ -1,4 +1,4 @@
-"""A kvtide store as a secondary tier of vLLM's ``OffloadingConnector``: bounded, checked storage under its CPU tier.
+"""A kvtide store as a secondary tier of vLLM's ``OffloadingConnector``: bounded, verified storage under its CPU tier.
 
 ::
 
@@ -10,15 +10,15 @@
     }
 
 vLLM copies chunks of KV between the GPU and a region of host memory, and offers each to its secondary tiers. It calls
-all methods here in its scheduler, between two steps of the model, so none of them waits: questions to the store are
-asked by one thread, loads made by a second and stores by a third, and what came of them is told when vLLM asks.
+all methods here in its scheduler, between two steps of the model, so none of them waits: one thread makes lookups, a
+second loads and a third stores; the results are returned when vLLM polls for them.
 
-*Never in the way.* A question that a hung node has not answered after ``_PATIENCE`` is a miss, a load that is late is
-one too, and a store fails when too many wait. Without a node everything misses at once, until there is one again.
+*No delays.* A lookup that a hung node has not answered after ``_PATIENCE`` is a miss, so is a late load, and a store
+fails when too many wait. Without a node everything is a miss at once, until there is one again.
 
-*Never wrong bytes.* vLLM's hash names tokens, salts and the names of adapters, but neither the weights nor how their KV
-lies in a row. All that a tier is told of that is in our namespace, vLLM's version included, with the identity of the
-weights.
+*No wrong bytes.* vLLM's hash covers tokens, salts and the names of adapters, but neither the weights nor the layout of
+their KV in a row. So the namespace includes everything that vLLM tells a tier about these, vLLM's version, and the
+identity of the weights.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ __all__ = ["KvtideTier"]
 log = logging.getLogger("kvtide.vllm")
 
 _PATIENCE = 0.5
-"""Seconds that a request waits for one answer about what the store has."""
+"""Seconds that a request waits for a lookup."""
 _DEADLINE = 5.0
-"""Seconds that a load may take, from when vLLM asks for it, unless ``plan.deadline_seconds`` says otherwise."""
+"""Seconds that a load may take, from vLLM's request on, unless ``plan.deadline_seconds`` is set."""
 _OPENING = 30.0
-"""Seconds that the start waits for the node; also between attempts to reach it."""
+"""Seconds that the start waits for the node; also the interval between attempts to reach it."""
 _CLOSING = 5.0
-"""Seconds that the end waits for an attempt to reach the node."""
+"""Seconds that shutdown waits for an attempt to reach the node."""
 _WAITING = 256
-"""Loads, and stores, that may wait. They keep rows of vLLM's region from being used otherwise."""
+"""Maximum loads, and stores, that may wait. They keep rows of vLLM's region occupied."""
 
 _Move = Callable[[Chunks, Sequence[bytes], Sequence[Row]], list[bool]]
 
 
 class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
-    """What vLLM calls. In its scheduler's thread, all of it."""
+    """The tier as vLLM calls it, always in its scheduler's thread."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -92,19 +92,19 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         locality: str | None = None,
         **sections: object,
     ) -> None:
-        """``sections`` are settings of kvtide, over those of its file and the environment."""
+        """``sections``: settings of kvtide that override its file and the environment."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         self._store = _Store(configuration.read(overrides=sections), offloading_spec.config, self.block_size_bytes)
         self._rows: Row = np.asarray(primary_kv_view).view(np.uint8)
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._loading: dict[int, Sequence[OffloadKey]] = {}
-        """What a load under way was to bring, by the number of the job."""
+        """The keys of loads under way, by job number."""
         self._loader = Background("kvtide-vllm-load", _WAITING)
         self._storer = Background("kvtide-vllm-store", _WAITING)
         self._lookup_manager = _Lookups(self._store, tier_type)
 
-    # -- what there is ------------------------------------------------------------------------------------
+    # -- lookups ------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -121,7 +121,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookup_manager.cleanup(req_context.req_id)
 
-    # -- moving it ----------------------------------------------------------------------------------------
+    # -- transfers ----------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._storer, job_metadata, Chunks.store)
@@ -135,7 +135,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
             self._tell(job, [], 0.0)
 
     def _run(self, job: TransferJob, move: _Move) -> None:
-        """In the background. Whatever happens, vLLM is told: else the rows would be lost to it."""
+        """Runs in the background. vLLM always gets a result: otherwise it could not reuse the rows."""
         began, moved = time.monotonic(), list[bool]()
         try:
             if (chunks := self._store.chunks) is not None:
@@ -155,7 +155,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         while not self._finished.empty():
             result = self._finished.get()
             keys = self._loading.pop(result.job_id, ())
-            # Else the same request would find them, and fail to load them, for ever.
+            # Otherwise the same request would find them, and fail to load them, for ever.
             self._lookup_manager.mark_miss(set(keys).difference(result.successful_keys or ()))
             results.append(result)
         return results
@@ -165,7 +165,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._storer.flush()
 
     def shutdown(self) -> None:
-        """Fail what waits, finish what is under way, and let go of vLLM's memory. The node and its blocks live on."""
+        """Fail waiting jobs, finish those under way, and release vLLM's memory. The node and its blocks remain."""
         self._store.leave()
         self._loader.close()
         self._storer.close()
@@ -175,7 +175,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Asks the store about the keys of each step, on a thread of its own, and remembers for vLLM's requests."""
+    """Looks up the keys of each step on its own thread, and remembers the results for vLLM's requests."""
 
     def __init__(self, store: _Store, tier_type: str) -> None:
         self._store = store
@@ -184,7 +184,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
     @property
     def hangs(self) -> bool:
-        """Whether an answer has been overdue for a while."""
+        """Whether a lookup has been overdue for longer than ``_PATIENCE``."""
         return (asked := self._asked) is not None and time.monotonic() - asked > _PATIENCE
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
@@ -198,7 +198,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 class _Store:
-    """The store, as soon as it can be reached."""
+    """Access to the store, as soon as it can be reached."""
 
     def __init__(self, config: Config, deployment: OffloadingConfig, row: int) -> None:
         if not config.engine.weights_id and not Path(deployment.model.name).exists():
@@ -218,15 +218,15 @@ class _Store:
 
     @property
     def chunks(self) -> Chunks | None:
-        """What it has. None while it cannot be reached, and after ``leave``."""
+        """The chunks of the store. None while it cannot be reached, and after ``leave``."""
         return None if self._leaving.is_set() else self._chunks
 
     def _open(self, deployment: OffloadingConfig, row: int) -> None:
-        """Reach the node, or try again later: that it is away is no reason for vLLM not to start."""
+        """Reach the node, or try again later: vLLM must start even without a node."""
         engine = self._config.engine
         while self._chunks is None and not self._leaving.is_set():
             try:
-                # Of a folder, all files are read the first time.
+                # For a folder, all files are read the first time.
                 weights = identify(deployment.model.name, engine.weights_id or None, self._config.naming.weights_cache)
                 self._session_host = self._session_host or (
                     connect(engine.address) if engine.address else open_node(self._config)
@@ -242,11 +242,11 @@ class _Store:
             self._hang_up()
 
     def leave(self) -> None:
-        """From now on everything is a miss."""
+        """Make everything a miss from now on."""
         self._leaving.set()
 
     def close(self) -> None:
-        """Let go of the node, when nobody uses ``chunks`` any more."""
+        """Disconnect from the node, after the last use of ``chunks``."""
         self._opener.join(_CLOSING)
         self._hang_up()
 
@@ -256,7 +256,7 @@ class _Store:
 
 
 def _facts(config: OffloadingConfig) -> dict[str, canonical.Value]:
-    """All that vLLM tells a tier about the bytes of a row."""
+    """Everything that vLLM tells a tier about the bytes of a row."""
     p = config.parallel
     portable = p.is_parallelism_agnostic or config.replicated_layout
     return {

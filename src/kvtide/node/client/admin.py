@@ -1,7 +1,7 @@
-"""A node of another host, as its administrators reach it: over HTTPS, for what they ask and not for blocks.
+"""Client for administrators of a node on another host: over HTTPS, for status and administration, not for blocks.
 
-Who we are is said by the certificate of ``node.certificate``, or by a token in ``KVTIDE_TOKEN``. A token goes to nobody
-who has not shown, by a certificate, that he is whom we want to talk to; unless he is on this host.
+The caller authenticates by the certificate of ``node.certificate``, or by a token in ``KVTIDE_TOKEN``. A token is sent
+only to a server that has proven its identity by a certificate, or that is on this host.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["HttpAdminClient"]
 T = TypeVar("T")
 
 _PATIENCE = 10.0
-"""Seconds to connect, and to answer what is known at once."""
+"""Seconds to connect, and to answer requests that need no work."""
 _ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""An act may take long; by these the kernel tells a host that works from one that is gone."""
+"""An administrative operation may take long; TCP keepalive distinguishes a host that works from one that is gone."""
 
 _ERRORS: dict[int, type[KvtideError]] = {401: AccessError, 403: AccessError, 422: UnknownTenantError}
 
 
 class HttpAdminClient:
-    """The node at ``https://host:port``. Has of ``Client`` what administrators need."""
+    """The node at ``https://host:port``. Has the methods of ``Client`` that administrators need."""
 
     def __init__(self, address: str, settings: Node, environment: Mapping[str, str] = os.environ) -> None:
         wrong = f"a node's address is {address!r}; it must be like https://host:9410 (http only to this host)"
@@ -52,16 +52,16 @@ class HttpAdminClient:
         token = environment.get("KVTIDE_TOKEN", "").strip()
         if not token.isascii() or not token.isprintable():
             raise ConfigError(
-                "the token in KVTIDE_TOKEN has letters that cannot be sent; see that it is all of one line"
+                "the token in KVTIDE_TOKEN has characters that cannot be sent; it must be one line of printable ASCII"
             )
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def status(self) -> Status:
-        """What it and its store have done."""
+        """Statistics of the node and its store."""
         return self._ask("GET", "/status", Status, _PATIENCE)
 
     def forget(self, tenant: bytes) -> Forgotten:
-        """Let it destroy the keys and blocks of the tenant with that tag; answers how many blocks there were."""
+        """Let the node destroy the keys and blocks of the tenant with that tag; returns how many blocks there were."""
         return self._ask("POST", f"/forget?tenant={tenant.hex()}", Forgotten, None)
 
     def _ask(self, method: str, path: str, kind: type[T], patience: float | None) -> T:
@@ -92,4 +92,4 @@ class HttpAdminClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """There is nothing to give back: each question has a connection of its own."""
+        """Nothing to close: each request has a connection of its own."""

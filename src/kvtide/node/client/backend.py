@@ -1,6 +1,6 @@
-"""The desk of a store that is behind a socket.
+"""The Backend of a store that runs in a node, reached over a socket.
 
-Without a node every answer is that of an empty store: nothing is found, nothing is taken.
+While no node is available, every call behaves as with an empty store: nothing is found and nothing is stored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["RemoteBackend"]
 
 _FIRST_PART = 128 << 20
 _REST = 1 << 16
-"""Bytes of a reservation's message besides digests and tokens, at most."""
+"""Maximum bytes of a reservation's message besides digests and token ids."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 T = TypeVar("T", bound="Transfer | Completion")
 
 
 class LinkOwner(Protocol):
-    """The client that a desk belongs to."""
+    """The client that a RemoteBackend belongs to."""
 
     clock: Clock
     deadline: float
@@ -47,22 +47,22 @@ class LinkOwner(Protocol):
 
     @property
     def link(self) -> NodeLink:
-        """The node that there is now. Raises Lost."""
+        """The link to the current node. Raises NodeUnavailable."""
 
     def promised(self, link: NodeLink, operation: p.Operation, completion: T) -> T:
-        """Ask for something whose end will be told to ``completion``."""
+        """Send an operation whose end the node will report to ``completion``."""
 
     def settle(self) -> None:
-        """A right of a line that was lost is not used any more."""
+        """A right of a lost link is not used any more."""
 
 
 class RemotePrefixLease(PrefixLease):
-    """A holding of the node's, by its number."""
+    """A prefix lease at the node, known by its number."""
 
     __slots__ = ("_backend", "_counts", "_layout", "_loads", "_matched", "link", "number", "slots")
 
     def __init__(self, backend: RemoteBackend, link: NodeLink | None, have: int, found: p.Matched) -> None:
-        """Without a ``link``: what is found without a node."""
+        """``link`` is None for the result of a match without a node."""
         self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds, found.slower)
         self.have = have
         self.ready = found.ready
@@ -80,16 +80,16 @@ class RemotePrefixLease(PrefixLease):
     @property
     def held(self) -> int:
         if self.link is not None and self.slots is None and not self.link.alive:
-            return min(self.have, self.plan.blocks)  # nobody can say any more where the others are
+            return min(self.have, self.plan.blocks)  # without the node, the places of the other blocks are unknown
         told = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
         return max([self._matched, *told])
 
     def loaded_by(self, transfer: Transfer) -> None:
-        """At its end the node says how much is held by then."""
+        """Follow a load: at its end the node reports how many blocks are in memory."""
         self._loads = [load for load in self._loads if load.report is not None] + [transfer]
 
     def collected(self, blocks: int) -> None:
-        """The node has said how much is held."""
+        """The node has reported how many blocks are in memory."""
         self._matched = max(self._matched, blocks)
 
     @property
@@ -107,7 +107,7 @@ class RemotePrefixLease(PrefixLease):
 
 
 class _RemoteReservation(Reservation):
-    """A reservation of the node's, by its number; ``link`` is None when there is nothing to tell it any more."""
+    """A reservation at the node, known by its number; ``link`` is None when the node need not be told of its end."""
 
     __slots__ = ("link", "number")
 
@@ -124,7 +124,7 @@ class _RemoteReservation(Reservation):
 
 
 class RemoteBackend:
-    """The desk of a store that is behind a socket."""
+    """The Backend of a store that runs in a node."""
 
     def __init__(self, client: LinkOwner, model: Model, tenant: Tenant) -> None:
         self._client = client
@@ -150,7 +150,7 @@ class RemoteBackend:
             return 0
 
     def _session(self) -> tuple[NodeLink, int]:
-        """Our session at the node that there is now."""
+        """The session at the current node; opens it if necessary."""
         if self._link is not None and self._link.alive:
             return self._link, self._number
         with self._lock:
@@ -161,19 +161,19 @@ class RemoteBackend:
                 try:
                     if self._invited is not None:
                         link.ask_one(p.Invite(number, *self._invited))
-                except RightError:  # the node has not let go of our last session's crew yet
+                except RightError:  # the node has not yet ended the worker group of the last session
                     link.post(p.Close(number))
                     raise NodeUnavailable from None
-                except NodeLate:  # nobody will know of this session
+                except NodeLate:  # this session will not be used
                     link.post(p.Close(number))
                     raise
                 self._number = number
-                self._link = link  # last: who finds it takes the number with it
+                self._link = link  # assigned last: a thread that finds it reads the number without the lock
             return link, self._number
 
     def open(self) -> None:
-        """Open our session at the node now, and not when it is first used: a node tells events of open sessions'
-        blocks. Whatever is wrong with it is told at its first use."""
+        """Open the session at the node now instead of at its first use: a node reports events only for blocks of open
+        sessions. An error is reported at the first use."""
         with contextlib.suppress(NodeUnavailable, KvtideError):
             self._session()
 
@@ -182,7 +182,7 @@ class RemoteBackend:
         with self._lock:
             self._invited, link = (token, ranks), self._link
         with contextlib.suppress(NodeUnavailable):
-            if link is self._session()[0]:  # else it was just opened, with the invitation
+            if link is self._session()[0]:  # otherwise it was just opened, with the invitation
                 link.tell(p.Invite(self._number, token, ranks))
 
     # -- reading ------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class RemoteBackend:
     def _wired(
         self, prefill: Prefill | None, have: int, blocks: int
     ) -> tuple[float | None, tuple[float, float] | None]:
-        """A caller's cost of computing as ``Match`` has it: with the mean speed for a node that knows no other."""
+        """The caller's prefill cost as fields of ``Match``: with the mean speed, for nodes that know only that."""
         if not isinstance(prefill, PrefillCost):
             return prefill, None
         tokens = self.layout.block_tokens
@@ -307,17 +307,18 @@ class RemoteBackend:
         return reservation
 
     def _ask_reserve(self, link: NodeLink, wanted: p.Reserve, last: _RemoteReservation | None) -> p.Reserved:
-        """What the node answers. ``last`` is sealed with it, if it is of the same line. Raises Lost."""
+        """Ask for a reservation. ``last`` is sealed in the same request if it is of the same link. Raises
+        NodeUnavailable."""
         try:
             made = link.ask_one(wanted)
         except NodeLate as late:
             if last is not None:  # it is written, and counts as stored
                 if late.sent and wanted.after is not None:
                     link.disown(last.number)
-                    last.link = None  # the node seals it with this request, or is told to: see late_answers.py
+                    last.link = None  # the node seals it with this request or is told to: see late_answers.py
                 last.seal()
             raise
-        except AccessError:  # who may only read goes on without storing, as if no node were there
+        except AccessError:  # a client that may only read continues without storing, as without a node
             raise NodeUnavailable from None
         assert isinstance(made, p.Reserved)
         return made
@@ -334,12 +335,14 @@ class RemoteBackend:
         writers: Sequence[int] = (),
         wait: bool = True,
     ) -> tuple[NodeLink, p.Reserve]:
-        """What the node is asked for a reservation, for ourselves or for ``writers``, and whom to ask. Raises Lost."""
+        """The request for a reservation, to be written by this client or by ``writers``, and the link to send it over.
+        Raises NodeUnavailable."""
         link, session = self._session()
         digests, tokens = names.joined[: 32 * stop], b""
         first = start if p.TOKENS_FROM_START in link.welcome.features else 0
         if link.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
-            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))  # records do without those of more
+            # for longer prompts the records have no token ids
+            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))
         sealed = last.number if last is not None and last.link is link else None
         numbers = [self.layout.groups.index(g) for g in groups]
         return link, p.Reserve(
@@ -347,22 +350,22 @@ class RemoteBackend:
         )
 
     def keys(self, wanted: p.Reserve, made: p.Reserved) -> list[BlockKey]:
-        """Of the blocks that were given slots."""
+        """The keys of the blocks that were given slots."""
         return [
             BlockKey(wanted.digests[32 * d : 32 * d + 32] + self.layout.groups[g].suffix)
             for g, d in zip(made.groups, made.depths, strict=True)
         ]
 
     def abort(self, link: NodeLink, reservation: int) -> None:
-        """Give up what was reserved for others."""
-        with contextlib.suppress(NodeUnavailable, RightError):  # it has ended
+        """Give up a reservation made for workers."""
+        with contextlib.suppress(NodeUnavailable, RightError):  # it has ended already
             link.tell(p.Finish(self._number, reservation, False))
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
         assert isinstance(reservation, _RemoteReservation)
         link, number = reservation.link, reservation.number
-        if link is not None:  # without a node it is not stored, as if it had been evicted
-            # Nobody waits for the end of an abort: least of all who closes while the node hangs.
+        if link is not None:  # without a node the blocks are not stored, as if they were evicted
+            # No caller waits for the end of an abort, least of all one that closes while the node hangs.
             self._give_back(link, number, p.Finish(self._number, number, sealed), wait=sealed)
 
     def persist(self, names: BlockNames, wanted: Mapping[str, range]) -> PersistRequest:
@@ -380,7 +383,7 @@ class RemoteBackend:
             refused = Unwritten.TIMEOUT
         except NodeUnavailable:
             refused = Unwritten.NODE_GONE
-        except AccessError:  # who may only read has stored nothing
+        except AccessError:  # a client that may only read has stored nothing
             refused = Unwritten.NOT_STORED
         except RightError:
             refused = Unwritten.CLIENT_LIMIT
@@ -465,9 +468,7 @@ class RemoteBackend:
         return completion.count
 
     def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
-        with contextlib.suppress(
-            NodeUnavailable, KvtideError
-        ):  # a hint that does not reach the node costs nothing else
+        with contextlib.suppress(NodeUnavailable, KvtideError):  # losing the hint has no other effect
             link, session = self._session()
             if p.EXPECT in link.welcome.features and not link.behind:
                 link.post(p.Expect(session, names.joined, turn or "", returns_in))

@@ -1,16 +1,17 @@
-"""A store behind a socket: the same interface, with the bytes in memory that both processes map.
+"""A store that runs in a node: the interface of ``Store``, with the blocks in memory that both processes map.
 
-A client has two connections. Over the first the calling thread itself sends a request and reads the reply, so that no
-other thread must wake for it. Over the second a thread of ours hears what happens in its own time: ends of loads and
-drops, events, and the node's death. Followers and callbacks are called on a third thread, where they may do what
-they like.
+A client has two connections. On the first, the calling thread itself sends a request and reads the reply, so that no
+other thread has to wake up for it. On the second, the listener thread receives notices: ends of loads and drops,
+events, and the end of the connection when the node dies. Followers and callbacks are called on a third thread, where
+they may do anything.
 
-When the node dies everything is a miss at once: no call waits for it, blocks that were handed out stay readable (the
-mapping is ours), and the thread tries to reach its successor. If it is not dead at all and only our connection was
-lost, it still keeps for us what we held: it is told to forget that when nothing of it is in use any more.
+When the node dies, every call is a miss at once: no call waits for it, blocks that were handed out stay readable (the
+mapping belongs to this process), and the listener thread tries to reach the node's successor. If the node is alive and
+only the connection was lost, the node keeps what it granted to this client; the client tells it to forget that when
+none of it is in use any more.
 
-When the node lives but does not answer for 2 seconds, because it was stopped or is starved, that call is a miss, and
-soon all are, without waiting. The connection stays, with what we hold: see link.py.
+When the node is alive but does not answer for 2 seconds, because it was stopped or is starved, that call is a miss, and
+soon all calls are, without waiting. The connection and all rights are kept: see link.py.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ log = logging.getLogger("kvtide.client")
 T = TypeVar("T", bound="Transfer | Completion")
 
 _SOON, _LATER, _MUCH_LATER = 0.05, 2.0, 30.0
-"""Seconds between attempts to reach a node: the first, those to one that is away, and to one that will not have us."""
+"""Seconds between attempts to reach a node: the first pause, and the longest one if no node answers, or if it refuses
+this client."""
 _RANKS = 1 << 16
-"""Of one engine: more than any has."""
+"""Maximum number of ranks of one engine: more than any engine has."""
 _CLOSING = 5.0
 """Seconds that closing waits for a callback."""
 
@@ -72,7 +74,7 @@ class Client(SessionHost):
     """
 
     def __init__(self, path: Path, dial: Callable[[str, Mappings], NodeLink] | None = None) -> None:
-        """``dial`` reaches the node, and may start it; it is given our name and mappings."""
+        """``dial`` connects to the node, and may start it; it is given this client's name and mappings."""
         super().__init__("connect again with kvtide.connect(...)")
         self.path = path
         self._dial = dial or functools.partial(NodeLink, path)
@@ -82,13 +84,13 @@ class Client(SessionHost):
         self._backlog = Backlog()
         self._following = threading.Lock()
         self._past: set[NodeLink] = set()
-        """Lines that were lost, while the node may still keep for us what they gave."""
+        """Lost links whose rights the node may still keep for this client."""
         self._closing = threading.Event()
         self.dialing = False
-        """Whether a node is just being called."""
+        """Whether the listener thread is connecting to a node."""
         self._name = secrets.token_hex(16)
         self._mappings = Mappings(lambda: self.calls.put(self._tell_unmapped))
-        # Whatever fails, a thread that cannot be started say, the node is hung up on and our threads end.
+        # If anything fails, such as starting a thread, the connection is closed and the threads are ended.
         with contextlib.ExitStack() as undo:
             undo.callback(self.copier.close)
             try:
@@ -99,7 +101,7 @@ class Client(SessionHost):
             undo.callback(link.close)
             self.deadline = link.welcome.deadline
             self.dram = link.welcome.dram
-            """Bytes of DRAM that the blocks of the node may take, or of the last one."""
+            """Bytes of DRAM that the blocks of the current node, or of the last one, may use."""
             self.calls = CallbackThread("kvtide-client-calls")
             undo.callback(self.calls.close, _CLOSING)
             self._deferred_sender = DeferredSender()
@@ -116,12 +118,12 @@ class Client(SessionHost):
 
     @property
     def connected(self) -> bool:
-        """Whether a node is there. Without one everything is a miss."""
+        """Whether a node is connected. Without one every call is a miss."""
         return self._link is not None and self._link.alive
 
     @property
     def slow(self) -> bool:
-        """Whether the node is there but has not answered in time; everything is a miss until it does."""
+        """Whether the node is connected but has not answered in time; every call is a miss until it does."""
         link = self._link
         return link is not None and link.alive and link.slow
 
@@ -133,10 +135,10 @@ class Client(SessionHost):
             raise NodeUnavailable
         return link
 
-    # -- what ends in its own time ------------------------------------------------------------------------
+    # -- operations that end later, and notices -----------------------------------------------------------
 
     def promised(self, link: NodeLink, operation: p.Operation, completion: T) -> T:
-        """Ask for something whose end will be told to ``completion``."""
+        """Send an operation whose end the node will report to ``completion``."""
         if isinstance(completion, Transfer):
             completion.expect([0])
         number = link.ask_one(operation)
@@ -147,7 +149,7 @@ class Client(SessionHost):
         return completion
 
     def _over(self, link: NodeLink, number: int) -> None:
-        """A transfer ended; if the node does not know that, tell it."""
+        """A transfer has ended; cancel it at the node if the node has not reported its end."""
         if link.completions.withdraw(number):
             with contextlib.suppress(NodeUnavailable):
                 link.post(p.Cancel(number))
@@ -164,7 +166,7 @@ class Client(SessionHost):
                 self.dialing = True
                 self._connect(self._dial(self._name, self._mappings))
             except (OSError, KvtideError, msgspec.MsgspecError) as e:
-                if isinstance(e, KvtideError) and str(e) != refusal:  # once, however often it is tried
+                if isinstance(e, KvtideError) and str(e) != refusal:  # logged once, however often it is tried
                     refusal = str(e)
                     log.warning("the node at %s is not used, and everything is a miss: %s", self.path, e)
                 self._closing.wait(pause)
@@ -173,14 +175,14 @@ class Client(SessionHost):
                 self.dialing = False
 
     def _hear(self, link: NodeLink) -> None:
-        """Hear the node until it is gone."""
+        """Receive notices until the connection ends."""
         try:
             while True:
                 self._heard(link, link.hear())
         except NodeUnavailable:
             pass
         except Exception:
-            log.exception("the node said what cannot be understood; hanging up")
+            log.exception("the node sent an invalid notice; the connection is closed")
         link.close()
         link.unmap()
         self._past.add(link)
@@ -190,7 +192,7 @@ class Client(SessionHost):
         link.completions.give_up()
 
     def _connect(self, link: NodeLink) -> None:
-        """There is a node again."""
+        """Start to use a new link."""
         link.watch = self._deferred_sender.watch
         self._link, self.dram = link, link.welcome.dram
         if self._closing.is_set():
@@ -204,7 +206,7 @@ class Client(SessionHost):
             self._happened(EventsLost(0))
 
     def _tell_unmapped(self) -> None:
-        """Tell the node which memory we have let go of."""
+        """Tell the node which memory this client has unmapped."""
         with contextlib.suppress(NodeUnavailable):
             link = self.link
             gone = link.lent - set(self._mappings.names)
@@ -212,7 +214,7 @@ class Client(SessionHost):
             link.lent -= gone
 
     def settle(self) -> None:
-        """Let the node forget what it keeps for us of lines that were lost, as far as nothing of it is in use."""
+        """Let the node forget the rights of lost links, as far as none of them is in use."""
         if self.origin is not forks.here:
             return
         for past in [link for link in list(self._past) if link.finish()]:
@@ -239,7 +241,7 @@ class Client(SessionHost):
         while (event := self._backlog.take()) is not None:
             self._feed.publish([event])
 
-    # -- for everybody ------------------------------------------------------------------------------------
+    # -- the interface of a store -------------------------------------------------------------------------
 
     def _backend(self, model: Model, tenant: Tenant) -> Backend:
         backend = RemoteBackend(self, model, tenant)
@@ -259,7 +261,7 @@ class Client(SessionHost):
         return WorkerGroup(session, ranks)
 
     def join(self, token: str, rank: int) -> Worker:
-        """Work for a session of another process, which gave us the token of its crew."""
+        """Become a worker of another process's session; ``token`` is that of its worker group."""
         token, rank = arguments.text(token, "token"), arguments.integer(rank, "rank")
         try:
             return Worker(self, token, rank)
@@ -267,15 +269,15 @@ class Client(SessionHost):
             raise TierError(f"no node answers at {self.path}; join again when it is back") from None
 
     def weights(self, path: str | Path | None = None, weights_id: str | None = None) -> WeightsId:
-        """The identity of weights by their path or a name of your own: what ``Model`` takes as ``weights``."""
+        """The identity of weights by their path or by a name of your own, for ``weights`` of ``Model``."""
         return identify(path, weights_id, "")
 
     def follow(self, follower: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``follower`` for every block stored or removed at the node that this client has a session for: of that
-        model and tenant. An administrator is told of all. The answer, called, ends that.
+        """Call ``follower`` for every block stored or removed at the node of the models and tenants that this client
+        has a session for; an administrator's follower is called for all blocks. Call the returned function to stop.
 
-        It is called on a thread for such calls, one event after the other, and may use and close this store. If it is
-        slow, or the node was away, it gets ``EventsLost``.
+        The follower is called on the callback thread, one event after the other, and may use and close this store. If
+        it is slow, or the node was away, it gets ``EventsLost``.
         """
         forks.check(self.origin, "client")
         leave = self._feed.follow(follower)
@@ -289,7 +291,7 @@ class Client(SessionHost):
         return unfollow
 
     def _follow(self) -> None:
-        """Let the node tell events if, and only if, somebody follows."""
+        """Let the node send events if, and only if, there are followers."""
         with self._following, contextlib.suppress(NodeUnavailable):
             self.link.tell(p.Follow(self._feed.followed))
         if self._feed.followed:
@@ -300,7 +302,7 @@ class Client(SessionHost):
     def flush(self, timeout: float | None = None) -> Flushed:
         """Wait until the node's tiers below DRAM have written what they were given, ``timeout`` seconds at most.
 
-        The answer is of the whole node, and as that of ``Store.flush``: what is written, what is not and why.
+        The result covers the whole node and has the form of ``Store.flush``: what is written, what is not and why.
         """
         timeout = arguments.seconds(timeout, "timeout")
         try:
@@ -312,15 +314,15 @@ class Client(SessionHost):
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
     def dropped(self, reason: p.DropReason, blocks: int) -> None:
-        """An engine could not store so many blocks: let the node count them."""
+        """Let the node count blocks that an engine could not store."""
         with contextlib.suppress(NodeUnavailable):
             self.link.post(p.Dropped(reason, blocks))
 
     def forget(self, tenant: bytes) -> Forgotten:
-        """Let the node destroy the keys and blocks of the tenant with that tag; answers how many blocks there were.
+        """Let the node destroy the keys and blocks of the tenant with that tag; returns how many blocks there were.
 
-        For administrators. Raises UnknownTenantError if it has neither a key nor a block of it, TierError if it could
-        not.
+        For administrators. Raises UnknownTenantError if the node has neither a key nor a block of the tenant, TierError
+        if the node could not forget it.
         """
         arguments.kind(tenant, bytes, "tenant")
         if len(tenant) != 16 or tenant == bytes(16):
@@ -347,7 +349,7 @@ class Client(SessionHost):
         return self.status().store
 
     def status(self) -> Status:
-        """The same, and those of the node itself. Empty while there is none."""
+        """The statistics of the node's store and of the node itself. Empty while there is no node."""
         try:
             found = self.link.ask_one(p.Statistics())
         except NodeUnavailable:
@@ -355,21 +357,22 @@ class Client(SessionHost):
         return msgspec.convert(found, Status)
 
     def close(self) -> None:
-        """End all sessions and hang up. The node and its blocks live on."""
+        """End all sessions and hang up. The node keeps running, and keeps its blocks."""
         if not self._end_sessions():
             return
         self._ended = True
         if (link := self._link) is not None:
             link.unmap()
         self._mappings.close()
-        self._tell_unmapped()  # when it answers, it knows of all else that was given back, too
+        self._tell_unmapped()  # once this is answered, the node has also processed everything given back before
         self._closing.set()
         if (link := self._link) is not None:
             try:
                 link.push()
             finally:
                 link.close()
-        if not self.dialing:  # else it would wait for a node that hangs; should that answer, it is hung up on
+        # otherwise this would wait for a node that hangs; if that node answers later, the listener closes the link
+        if not self.dialing:
             self._listener.join(_CLOSING)
         self._deferred_sender.close()
         self.calls.close(_CLOSING)

@@ -1,6 +1,6 @@
-"""What one life of a node has promised to tell: the ends of loads, drops and flushes, by their numbers.
+"""Operations whose end one run of a node will report: loads, drops and flushes, by their numbers.
 
-The notice of an end comes over another connection than the number, and may overtake it.
+The notice of an end comes over another connection than the number, and may arrive before it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["Completion", "Completions"]
 
 _EARLY = 1000
-"""Ends to remember that nobody asked for: those of loads that were given up are never asked for."""
+"""Number of early ends to remember: nothing will ask for those of loads that were given up."""
 
 
 class Completion:
-    """Something that the node will say has ended."""
+    """An operation whose end the node will report."""
 
     __slots__ = ("count", "event", "failure", "lost", "report")
 
@@ -26,13 +26,13 @@ class Completion:
         self.count = 0
         self.failure = ""
         self.report: p.Ended | None = None
-        """All that the node said."""
+        """The node's whole report."""
         self.lost = False
-        """The node went away before."""
+        """Whether the link was lost before the end was reported."""
 
 
 class Completions:
-    """Those of one line. Safe from any thread."""
+    """The completions of one link. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class Completions:
         self._over = False
 
     def add(self, number: int, completion: Transfer | Completion) -> None:
-        """The end with that number will be told to ``completion``."""
+        """Report the end with that number to ``completion``."""
         with self._lock:
             ended = self._early.pop(number, None)
             if ended is None and not self._over:
@@ -53,12 +53,12 @@ class Completions:
             _give_up(completion)
 
     def withdraw(self, number: int) -> bool:
-        """Nobody waits for that end any more; False if it was told already."""
+        """Do not report that end any more; False if it was reported already."""
         with self._lock:
             return self._open.pop(number, None) is not None
 
     def ended(self, ended: p.Ended) -> None:
-        """The node has told an end."""
+        """The node has reported an end."""
         with self._lock:
             completion = self._open.pop(ended.number, None)
             if completion is None:
@@ -69,7 +69,7 @@ class Completions:
             _keep(completion, ended)
 
     def give_up(self) -> None:
-        """The node will tell nothing any more."""
+        """The link is lost: no more ends will be reported."""
         with self._lock:
             self._over = True
             given_up, self._open = self._open, {}

@@ -1,8 +1,8 @@
-"""Sends what a client has put off, when no request came that could take it along.
+"""Sends deferred operations of a client when no request came that could take them along.
 
-A release need not be told at once, and a message of its own costs as much as a match. So it waits for the next
-request, but not for long. While an engine is at work it puts something off at every step: then somebody looks again and
-again, instead of being woken each time.
+A release need not be sent at once, and a message of its own costs as much as a match. So it waits for the next request,
+but not for long. A working engine defers something at every step: then this thread polls, instead of being woken each
+time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from kvtide.node.client.link import NodeLink, NodeUnavailable
 __all__ = ["DeferredSender"]
 
 _SOON = 0.02
-"""Seconds that what was put off waits for a request to go with, and as long again."""
+"""Seconds between two nudges. A deferred operation waits for a request for one to two of these intervals."""
 _QUIET = 5
-"""After so many times that nothing was put off nobody looks any more, until something is."""
+"""After this many nudges of a link on which nothing was deferred, it is not polled until something is deferred
+again."""
 
 
 class DeferredSender:
-    """Nudges lines, on a thread of its own."""
+    """Nudges links, on a thread of its own."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[NodeLink | None] = queue.SimpleQueue()
@@ -29,12 +30,12 @@ class DeferredSender:
         self._thread.start()
 
     def watch(self, link: NodeLink) -> None:
-        """Something was put off on that line."""
+        """Something was deferred on that link."""
         self._lines.put(link)
 
     def _run(self) -> None:
         watched: dict[NodeLink, int] = {}
-        """How often nothing was put off on each line."""
+        """By link, the number of consecutive nudges at which nothing was deferred."""
         while True:
             try:
                 link = self._lines.get(timeout=_SOON if watched else None)
@@ -58,7 +59,7 @@ class DeferredSender:
 
     def _leave(self, link: NodeLink) -> None:
         link.watched = False
-        if link.busy and link.alive:  # put off while we did not look
+        if link.busy and link.alive:  # deferred after the last nudge
             link.watched = True
             self.watch(link)
 

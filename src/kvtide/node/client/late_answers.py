@@ -1,18 +1,18 @@
-"""What a node has granted with an answer that came too late, and how that is given back.
+"""Gives back what a node has granted with an answer that came too late.
 
-A caller waits for an answer for a limited time, and then goes on as if there were no node. The node does not know that:
-when it gets to the request it does it, and with its answer may grant something that nobody will use or end. So when the
-answer comes at last, whatever it grants is given back:
+A caller waits for an answer for a limited time, and then continues as if there were no node. The node does not know
+that: it still executes the request, and its answer may grant something that no caller will use or end. So when the
+answer arrives at last, everything that it grants is given back:
 
-- a session, a holding, a reservation, a membership in a crew, a worker's use of a right: closed, released, aborted,
-  resigned, left. A reservation for workers is aborted in the same way.
-- the right to hear the end of a load or a flush: cancelled, because the caller has cancelled its own. Drops, expiries
-  and the forgetting of a tenant are done all the same. Their callers were told that they may or may not be.
+- a session, a prefix lease, a reservation, a membership in a worker group, a worker's use of a right: closed, released,
+  aborted, resigned, left. A reservation for workers is aborted in the same way.
+- the notice of the end of a load or a flush: cancelled, because the caller has cancelled its own operation. Drops,
+  expiries and the forgetting of a tenant are still executed. Their callers were told that they may or may not be.
 - pins: unpinned, because the caller was told that nothing was pinned.
 
-Answers that grant nothing (``Found``, ``Collected`` of a holding, statistics) are ignored. What gives back or sets
-something (``Release``, ``Finish``, ``Close``, ``Leave``, ``Resign``, ``Cancel``, ``Forget``, ``Unmapped``, ``Follow``,
-``Invite``) is done in its order, and its answer matters to nobody.
+Answers that grant nothing (``Found``, ``Collected`` of a lease, statistics) are ignored. Operations that give back or
+set something (``Release``, ``Finish``, ``Close``, ``Leave``, ``Resign``, ``Cancel``, ``Forget``, ``Unmapped``,
+``Follow``, ``Invite``) are executed in their order, and their answers are not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["giving_back"]
 
 
 def giving_back(operation: p.Operation, answer: p.Answer) -> p.Operation | None:
-    """What must be sent to the node because it answered that operation so, and nobody has the answer."""
+    """The operation that gives back what ``answer`` granted, if the caller of ``operation`` did not get the answer."""
     match operation, answer:
         case p.Open(), int():
             return p.Close(answer)
@@ -31,7 +31,7 @@ def giving_back(operation: p.Operation, answer: p.Answer) -> p.Operation | None:
             return p.Release(operation.session, [answer.holding])
         case p.Reserve(), p.Reserved():
             return p.Finish(operation.session, answer.reservation, False)
-        case p.Reserve(after=int(after)), p.Failure():  # then it was not sealed, and its owner believes that it was
+        case p.Reserve(after=int(after)), p.Failure():  # it was not sealed, and its owner assumes that it was
             return p.Finish(operation.session, after, True)
         case ((p.Load() | p.Flush()), int()):
             return p.Cancel(answer)

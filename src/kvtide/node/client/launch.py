@@ -1,8 +1,8 @@
-"""A node for whoever asks first: ``kvtide.open(..., node="auto")``.
+"""Starts a node on demand: ``kvtide.open(..., node="auto")``.
 
-Whichever process comes first starts it, and everybody with the same configuration, of the same user, finds it at the
-same place. It is detached: it is nobody's child, so engines that kill their children do not kill it. Some time after
-its last client has gone it writes down what is worth keeping and goes too.
+The first process starts the node, and all processes of the same user with the same configuration find it at the same
+socket. The node is detached: it is not a child of any of them, so engines that kill their children do not kill it. Some
+time after its last client has left, it writes what is worth keeping to colder tiers and exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["home", "open_anywhere", "open_node", "place"]
 S = TypeVar("S", bound=msgspec.Struct)
 
 _IDLE = 60.0
-"""Seconds that a node waits for another client."""
+"""Seconds that a node without clients waits for another one."""
 
 
 @overload
@@ -48,8 +48,8 @@ def open_anywhere(file: str | Path | None = None, /, *, node: Any = None, **sett
 
     >>> store = kvtide.open(dram={"budget": "8GiB"}, nvme={"path": "/nvme/kv", "budget": "200GiB"})
 
-    With ``node="auto"`` the store is in a process of its own, which is started if need be, outlives this one, and
-    serves all that open it with the same settings.
+    With ``node="auto"`` the store runs in a process of its own, which is started if necessary, outlives this one, and
+    serves all processes that open it with the same settings.
     """
     config = configuration.read(file, **settings)
     if node is None:
@@ -60,7 +60,7 @@ def open_anywhere(file: str | Path | None = None, /, *, node: Any = None, **sett
 
 
 def place(config: Config) -> Path:
-    """Where the node with that configuration listens."""
+    """The path of the socket of the node with that configuration."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(runtime) / f"kvtide-{os.getuid()}"
     try:
@@ -74,17 +74,18 @@ def place(config: Config) -> Path:
 
 
 def open_node(config: Config, idle: float = _IDLE) -> Client:
-    """A client of the node with that configuration; it is started whenever there is none."""
+    """A client of the node with that configuration; the node is started whenever there is none."""
     config, path = home(config)
     return Client(path, functools.partial(_connector, config, path, idle))
 
 
 def home(config: Config) -> tuple[Config, Path]:
-    """What a node of their own is told by those with that configuration, and where it listens."""
+    """The configuration that an automatically started node is given, and the path of its socket."""
     nvme = config.nvme
     if config.engine.store == "through":
         nvme = msgspec.structs.replace(nvme, store="through")
-    # The node has another working directory, another program's "kv" is not ours, and a node knows of no engine.
+    # The node has another working directory, so relative paths are made absolute: another program's "kv" is a different
+    # folder. Engine settings are left out, because a node has none.
     config = msgspec.structs.replace(
         config,
         nvme=_absolute(nvme, "path"),
@@ -113,12 +114,12 @@ def _absolute_source(section: S, name: str) -> S:
 
 def _connector(config: Config, path: Path, idle: float, name: str, mappings: Mappings) -> NodeLink:
     with LockFile(path.with_suffix(".lock")) as lock:
-        lock.take(wait=True)  # else two that come first would start two
+        lock.take(wait=True)  # otherwise two processes that come first would start two nodes
         try:
             return NodeLink(path, name, mappings)
         except NodeRefused:
             raise
-        except (OSError, TierError):  # there is none, or it is just going
+        except (OSError, TierError):  # there is no node, or it is stopping
             _start(config, path, idle)
         return NodeLink(path, name, mappings)
 
@@ -133,7 +134,7 @@ def _start(config: Config, path: Path, idle: float) -> None:
     command += ["--idle-seconds", str(idle)]
     log = path.with_suffix(".log")
     with log.open("ab") as output:
-        # In a folder that has no kvtide.toml: the environment says it all.
+        # The folder has no kvtide.toml: all settings are in the environment.
         ended = subprocess.run(
             command, env=others | settings, cwd=path.parent, stdout=output, stderr=output, check=False
         )

@@ -1,19 +1,18 @@
-"""A client's two connections to one life of a node, and its memory as far as we have mapped it.
+"""A client's two connections to one run of a node, and the node's memory that the client has mapped.
 
-A caller waits for an answer for 2 seconds. A node that takes longer may be stopped, starved or swapped out, and its
-process lives: then the link is kept, with all that was mapped and granted, and only that request is a miss
-(``NodeLate``). From then on the link is *behind*:
+A caller waits 2 seconds for an answer. A node that takes longer may be stopped, starved or swapped out while its
+process is alive. In that case the link is kept, with everything that was mapped and granted, and only that request is a
+miss (``NodeLate``). From then on the link is *behind*:
 
-- The answer will still come. It is received, its memory is mapped, and what it grants is given back: see
-  late_answers.py.
-  Before that no other request is sent, so that what is given back reaches the node before anything that is asked later.
-  The same holds for a request of which only a part went into the socket: its rest goes first.
-- What gives back or sets something is put off, and reaches the node when it answers again.
-- The next caller waits too. If that is in vain the line is *slow*: from then on every request is a miss at once. The
-  thread that nudges receives what comes and asks something empty (a probe) each time that all is answered. When a probe
-  is answered in time, the line is as before.
+- The answer will still arrive. It is received, its memory is mapped, and what it grants is given back: see
+  late_answers.py. No other request is sent before that, so that what is given back reaches the node before any later
+  request. The same holds for a request of which only a part went into the socket: the rest is sent first.
+- Operations that give back or set something are deferred, and reach the node when it answers again.
+- The next caller waits too. If it also gets no answer in time, the link is *slow*: from then on every request is a miss
+  at once. The deferred sender's thread receives what arrives, and sends an empty request (a probe) each time that
+  everything is answered. When a probe is answered in time, the link is neither slow nor behind any more.
 
-Where the process is dead, or nobody can say whether it lives, the line is lost.
+If the process is dead, or it is unknown whether it is alive, the link is closed and the node is unavailable.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ log = logging.getLogger("kvtide.client")
 
 _SPACE = socket.CMSG_SPACE(64 * 4)
 _TOGETHER = 256
-"""Operations that were put off and go with one request, at most."""
+"""Maximum number of deferred operations sent with one request."""
 _LONGEST = p.LENGTH.size + p.LARGEST
-"""Bytes of a frame, with its length."""
+"""Maximum bytes of a frame, including its length field."""
 _PATIENCE = 10.0
-"""Seconds that a node may take to say hello: nobody but our own thread waits for that."""
+"""Seconds that a node may take to answer a hello: only the client's own thread waits for that."""
 _ANSWER = 2.0
-"""Seconds that a request waits for its answer. An event loop may wait for it."""
+"""Seconds that a request waits for its answer. An event loop may be waiting for it."""
 _IN_A_ROW = 2
-"""After so many requests that were not answered in time nobody waits any more."""
+"""After this many consecutive requests without an answer in time, no caller waits any more."""
 
 
 class NodeRefused(TierError):  # noqa: N818 - to its user it is a TierError
-    """There is a node, and it will not have us."""
+    """There is a node, and it refuses this client."""
 
 
 class NodeUnavailable(Exception):  # noqa: N818 - a state, not an error: it becomes a miss
@@ -69,16 +68,17 @@ class NodeUnavailable(Exception):  # noqa: N818 - a state, not an error: it beco
 
 
 class NodeLate(NodeUnavailable):
-    """There is a node, and it has not answered in time. The line is kept."""
+    """There is a node, and it has not answered in time. The link is kept."""
 
     def __init__(self, sent: bool) -> None:
-        """``sent``: the node will do all that it was asked; what it grants is given back. Else it does nothing."""
+        """``sent``: the node will execute all that was asked, and what it grants is given back. Otherwise it executes
+        nothing."""
         super().__init__("the node has not answered in time")
         self.sent = sent
 
 
 class NodeLink:
-    """The two connections to one life of a node, and its memory as far as we have mapped it."""
+    """The two connections to one run of a node, and the node's memory that the client has mapped."""
 
     def __init__(self, path: Path, name: str, mappings: Mappings) -> None:
         self._sockets: list[socket.socket] = []
@@ -89,7 +89,7 @@ class NodeLink:
         self._patience = _ANSWER
         self._peer: PeerProcess | None = None
         self.lent = set(mappings.names)
-        """Memory that the node knows us to have, of earlier nodes too."""
+        """Names of the memory that the node knows this client to have mapped, including memory of earlier nodes."""
         self._origin = forks.here
         self._lock = threading.Lock()
         self._rights_lock = threading.Lock()
@@ -105,7 +105,7 @@ class NodeLink:
             self._notices = self._dial(path)
             self._greet(self._notices, self.welcome.token, [])
             self._notices.settimeout(None)
-            # The kernel's own patience: with Python's each call would poll first.
+            # Use the kernel's socket timeout: with Python's, each call would poll first.
             self._requests.settimeout(None)
             seconds, rest = divmod(self._patience, 1)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -115,33 +115,34 @@ class NodeLink:
             self.close()
             raise
         self._flags = 0
-        """With which is sent and received; for whoever has the lock."""
+        """Flags for sending and receiving; used by the thread that holds the lock."""
         self._numbers = itertools.count(1)
         self._buffers = [bytearray(1 << 16)]
         self._received = bytearray()
-        """The beginning of a reply whose end has not come yet."""
+        """The beginning of a reply that has not arrived completely."""
         self._behind = False
-        """Whether something is owed or unsent, or the line is slow."""
+        """Whether an answer is overdue, a frame is partly unsent, or the link is slow."""
         self.slow = False
         """Whether requests are not sent, because the last ones were not answered in time."""
         self._overdue = 0
-        """Requests in a row that were not answered in time."""
+        """Number of consecutive requests that were not answered in time."""
         self._owed: tuple[int, list[p.Operation], int] | None = None
-        """A request that is answered late: its number, what its caller asked, and how many were before that in it."""
+        """The request whose answer is overdue: its number, its caller's operations, and how many operations precede
+        those in it."""
         self._unsent = memoryview(b"")
-        """The rest of a frame that has gone into the socket in part."""
+        """The rest of a frame that went into the socket only in part."""
         self._last = self._answered = 0
-        """Numbers of the last request that was sent, and, while we are behind, of the last one that was answered."""
+        """Number of the last request sent, and, while the link is behind, of the last one answered."""
         self._probed: float | None = None
-        """When the node was last asked something only to see how long it takes."""
+        """When the last probe was sent, to measure how long the node takes to answer."""
         self._waiting: deque[p.Operation] = deque()
-        """What was put off."""
+        """Deferred operations."""
         self._late: p.Operation | None = None
-        """What was the first of it at the last nudge."""
+        """The first deferred operation at the time of the last nudge."""
         self.busy = False
-        """Whether anything was put off since."""
+        """Whether anything was deferred since the last nudge."""
         self.watch: Callable[[NodeLink], None] | None = None
-        """Lets somebody nudge us from now on. Without it nothing is put off."""
+        """Registers this link to be nudged regularly. Without it nothing is deferred."""
         self.watched = False
         self._heard = bytearray()
         self._descriptors: list[int] = []
@@ -151,7 +152,7 @@ class NodeLink:
         self.completions = Completions()
         self._rights: dict[Hashable, Sequence[p.Slots]] = {}
         self._kept: dict[Hashable, dict[int, Span]] = {}
-        """By right, once the node is lost: the memory of its slots."""
+        """By right, once the link is lost: the memory of its slots."""
         self.alive = True
 
     def _dial(self, path: Path) -> socket.socket:
@@ -182,10 +183,10 @@ class NodeLink:
         return answer
 
     def close(self) -> None:
-        """Hang up. Wakes whoever waits."""
+        """Hang up. Wakes the threads that wait for this link."""
         self.alive = False
         for sock in self._sockets:
-            if self._origin is forks.here:  # else it is our parent's line too, which goes on
+            if self._origin is forks.here:  # otherwise it is also the parent process's link, which stays in use
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             sock.close()
@@ -193,44 +194,45 @@ class NodeLink:
             self._peer.close()
 
     def forked(self) -> None:
-        """A line cannot be shared with a child: each would take the other's answers."""
+        """Close the link in a forked child: parent and child would take each other's answers."""
         self._lock, self._rights_lock = threading.Lock(), threading.Lock()
         self.close()
 
     def unmap(self) -> None:
-        """Let go of the memory, but for what rights or views of it are still in use."""
+        """Drop the references to mapped memory, except for memory of rights still held. Views in use keep their mapping
+        too."""
         with self._rights_lock:
             self._kept = {right: self._memory(slots) for right, slots in self._rights.items()}
             self._segments = {}
 
     def _memory(self, slots: Sequence[p.Slots]) -> dict[int, Span]:
-        """The memory that slots lie in, by segment."""
+        """The memory that contains these slots, by segment."""
         named = {address >> 40 for some in slots for address in memoryview(some.places).cast("Q")}
         return {serial: memory for serial, memory in self._segments.items() if serial in named}
 
     # -- rights -------------------------------------------------------------------------------------------
 
     def own(self, right: Hashable, slots: Sequence[p.Slots] = ()) -> None:
-        """We have that right, until ``disown``, and with it the memory of slots, whatever becomes of the node."""
+        """Register a right, until ``disown``, and keep the memory of its slots until then, even if the node dies."""
         with self._rights_lock:
             if not self.alive:
                 raise NodeUnavailable
             self._rights[right] = slots
 
     def disown(self, right: Hashable) -> None:
-        """The memory of that right is not looked at any more."""
+        """The memory of that right is not used any more."""
         with self._rights_lock:
             self._rights.pop(right, None)
             self._kept.pop(right, None)
 
     def finish(self) -> bool:
-        """For a line that was lost: whether nothing that it gave us is in use, nor ever will be."""
+        """For a link that was lost: whether nothing that the node granted over it is in use, or ever will be."""
         return not self._rights
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def ask_one(self, operation: p.Operation) -> p.Answer:
-        """Send an operation and wait for its answer. Raises what the node says is wrong, or Lost."""
+        """Send an operation and wait for its answer. Raises the error that the node reports, or NodeUnavailable."""
         answer = self.ask([operation])[-1]
         if isinstance(answer, p.Failure):
             kind = getattr(errors, answer.kind, KvtideError)
@@ -238,10 +240,10 @@ class NodeLink:
         return answer
 
     def ask(self, operations: list[p.Operation]) -> list[p.Answer]:
-        """Send operations, after those that were put off, and wait for their answers.
+        """Send operations, after those that were deferred, and wait for their answers.
 
-        More than go into one request become several, one after the other. Raises LayoutError, and sends nothing, for
-        an operation that is larger than a request may be.
+        If there are too many for one request, several are sent, one after the other. Raises LayoutError, and sends
+        nothing, for an operation that is larger than a request may be.
         """
         if len(operations) > p.OPERATIONS:
             return self._ask_in_parts(operations)
@@ -252,13 +254,13 @@ class NodeLink:
                 number, before = self._send(operations)
                 try:
                     while (reply := self._receive()).number != number:
-                        pass  # of a request whose answers nobody wanted
+                        pass  # the reply to a request whose answers are not needed
                 except BlockingIOError:
                     self._owed = number, operations, before
                     raise self._waited(sent=True) from None
             except Exception:
                 raise
-            except BaseException:  # interrupted in the middle of a message: what follows would mean nothing
+            except BaseException:  # interrupted in the middle of a message: the following bytes would be misread
                 self.close()
                 raise
             self._overdue = 0
@@ -275,8 +277,8 @@ class NodeLink:
         return answers
 
     def tell(self, operation: p.Operation) -> None:
-        """Let the node do something whose answer does not matter, and wait until it is done; if that takes too long, it
-        is done when the node answers again. Raises what the node says is wrong, or Lost."""
+        """Send an operation whose answer is not needed, and wait until it is done; if that takes too long, it is done
+        when the node answers again. Raises the error that the node reports, or NodeUnavailable."""
         try:
             self.ask_one(operation)
         except NodeLate as late:
@@ -284,7 +286,8 @@ class NodeLink:
                 self.later(operation)
 
     def post(self, *operations: p.Operation) -> None:
-        """Send operations whose answers do not matter, after those that were put off; put them off while behind."""
+        """Send operations whose answers are not needed, after those that were deferred; defer them while the link is
+        behind."""
         with self._lock:
             try:
                 self._check()
@@ -304,11 +307,11 @@ class NodeLink:
 
     @property
     def behind(self) -> bool:
-        """Whether the node owes us answers, so that what is posted now waits here."""
+        """Whether answers of the node are overdue, so that operations posted now are deferred."""
         return self._behind
 
     def later(self, operation: p.Operation) -> None:
-        """Put off an operation whose answer does not matter: it goes with the next request, or soon, by ``nudge``."""
+        """Defer an operation whose answer is not needed: it is sent with the next request, or soon by ``nudge``."""
         self._check()
         self._waiting.append(operation)
         if self.watch is None:
@@ -317,14 +320,15 @@ class NodeLink:
             self._attract()
 
     def _attract(self) -> None:
-        """Let somebody nudge us."""
+        """Register the link to be nudged."""
         self.busy = True
         if self.watch is not None and not self.watched:
             self.watched = True
             self.watch(self)
 
     def nudge(self) -> bool:
-        """Send what was put off before the last nudge, and receive what is late. Whether to look again soon."""
+        """Send what was deferred before the last nudge, and receive overdue answers. Returns whether to nudge again
+        soon."""
         if self._behind:
             self._attend()
             return True
@@ -340,10 +344,10 @@ class NodeLink:
             raise NodeUnavailable
 
     def _send(self, operations: list[p.Operation]) -> tuple[int, int]:
-        """The number of the request, and how many operations were before ours in it."""
+        """Returns the number of the request, and how many deferred operations precede the given ones in it."""
         self._check()
         before: list[p.Operation] = []
-        while self._waiting:  # under the lock: nobody else takes from it
+        while self._waiting:  # the lock is held: no other thread takes from it
             before.append(self._waiting.popleft())
             if len(before) == _TOGETHER:
                 self._transmit(before)
@@ -354,13 +358,13 @@ class NodeLink:
                 before = []
             number, frame = self._encoded(before + operations)
             if len(frame) > _LONGEST:
-                number, frame = self._encoded(operations)  # these alone may still be short enough
+                number, frame = self._encoded(operations)  # without the deferred ones they may be short enough
                 self._check_length(frame)
                 self._transmit(before)
                 before = []
         except NodeUnavailable:
             raise
-        except Exception:  # something in it is no message; what was put off before is
+        except Exception:  # one of the operations cannot be encoded; keep the deferred ones, which can
             self._waiting.extendleft(reversed(before))
             raise
         try:
@@ -371,13 +375,14 @@ class NodeLink:
         return number, len(before)
 
     def _encoded(self, operations: list[p.Operation]) -> tuple[int, bytes]:
-        """The number of a request, and its frame."""
+        """Returns the number of a request and its frame."""
         number = next(self._numbers)
         return number, p.frame(p.Request(number, operations))
 
     @staticmethod
     def _check_length(frame: bytes) -> None:
-        """The node hangs up on whoever sends a longer one, and all sessions of this process would miss."""
+        """Raises LayoutError if a frame is too long: the node would hang up, and all sessions of this process would
+        miss."""
         if len(frame) > _LONGEST:
             raise LayoutError(
                 f"this call needs a message of {len(frame)} bytes, and a node takes {p.LARGEST} at most: give a "
@@ -385,14 +390,15 @@ class NodeLink:
             )
 
     def _transmit(self, operations: list[p.Operation]) -> None:
-        """Send what was put off in a request of its own. If not all of it goes, nothing may follow yet."""
+        """Send deferred operations in a request of their own. If it is sent only in part, nothing else may be sent
+        yet."""
         try:
             self._put(*self._encoded(operations))
         except NodeLate:
             raise NodeLate(sent=False) from None
 
     def _put(self, number: int, frame: bytes) -> None:
-        """Send a frame. Raises Late if only a part went: the rest is kept, and goes first."""
+        """Send a frame. Raises NodeLate if only a part was sent: the rest is kept and sent first."""
         assert self._requests is not None
         self._last = number
         try:
@@ -408,7 +414,7 @@ class NodeLink:
             self._send_rest()
 
     def _send_rest(self) -> None:
-        """Send what is left of a frame. Raises Late, or Lost."""
+        """Send the rest of a frame. Raises NodeLate or NodeUnavailable."""
         assert self._requests is not None
         try:
             while self._unsent:
@@ -422,18 +428,18 @@ class NodeLink:
     # -- a node that is late ------------------------------------------------------------------------------
 
     def _waited(self, sent: bool) -> NodeUnavailable:
-        """What to raise: the node has not answered in time, or has not read what we sent."""
+        """The exception to raise when the node has not answered in time, or has not read what was sent."""
         assert self._peer is not None
         if self.watch is None or not self._peer.alive:
             self.close()
             return NodeUnavailable()
         self._behind = True
-        if not self._flags:  # else nobody waited
+        if not self._flags:  # otherwise no caller waited
             self._overdue += 1
         if self._overdue >= _IN_A_ROW and not self.slow:
             self.slow, self._probed = True, None
             log.warning(
-                "the node at %s lives, but has twice not answered within %g s: everything is a miss until it does",
+                "the node at %s is alive, but has twice not answered within %g s: everything is a miss until it does",
                 self._path,
                 self._patience,
             )
@@ -441,7 +447,8 @@ class NodeLink:
         return NodeLate(sent)
 
     def _catch_up(self) -> None:
-        """Wait for what the node owes us, under the lock. Raises Late if it does not come, or nobody waits any more."""
+        """Wait for the overdue answer; the lock is held. Raises NodeLate if it does not arrive, or if the link is
+        slow."""
         self._check()
         if self.slow:
             raise NodeLate(sent=False)
@@ -456,22 +463,23 @@ class NodeLink:
         self._behind = False
 
     def _settle(self, reply: p.Reply) -> None:
-        """An answer that nobody waits for."""
+        """Process an answer that no caller waits for."""
         self._answered = reply.number or self._answered
         if self._owed is not None and self._owed[0] == reply.number:
             (_, operations, before), self._owed = self._owed, None
             self._give_back(operations, reply.answers[before:])
 
     def _give_back(self, operations: list[p.Operation], answers: list[p.Answer]) -> None:
-        for operation, answer in zip(operations, answers, strict=False):  # of those before the last part
+        # there may be answers only for the parts before the last
+        for operation, answer in zip(operations, answers, strict=False):
             if (given_back := giving_back(operation, answer)) is not None:
                 self._waiting.append(given_back)
         self._attract()
 
     def _attend(self) -> None:
-        """Receive what is late, and send what is left, without waiting; while the line is slow, probe it."""
+        """Receive overdue answers and send the rest of a frame, without waiting; while the link is slow, probe it."""
         if not self._lock.acquire(blocking=False):
-            return  # whoever asks just now receives it
+            return  # the thread that holds the lock receives it
         try:
             self._flags = socket.MSG_DONTWAIT
             self._check()
@@ -488,7 +496,7 @@ class NodeLink:
             self._lock.release()
 
     def _probe(self) -> None:
-        """Nothing is left of what was late: see how long the node takes now, if that is in doubt."""
+        """No answer is overdue: end the slow state if a probe was answered in time, otherwise send another probe."""
         if self.slow and self._probed is not None and self._answered == self._last:
             if time.monotonic() - self._probed <= self._patience:
                 self.slow, self._overdue = False, 0
@@ -503,7 +511,8 @@ class NodeLink:
             self._send([])
 
     def push(self) -> None:
-        """Send what was put off, as far as that goes without waiting: nothing will be received any more."""
+        """Send what was deferred, as far as possible without waiting. For closing: nothing will be received any
+        more."""
         with self._lock, contextlib.suppress(NodeUnavailable):
             try:
                 self._flags = socket.MSG_DONTWAIT
@@ -515,7 +524,8 @@ class NodeLink:
                 self._flags = 0
 
     def _receive(self) -> p.Reply:
-        """The next reply. Raises BlockingIOError if it does not come in time: what has come of it is kept."""
+        """Returns the next reply. Raises BlockingIOError if it does not arrive in time: the bytes received so far are
+        kept."""
         received, (buffer,) = self._received, self._buffers
         assert self._requests is not None
         while not received or not (end := p.whole(received)):
@@ -558,7 +568,7 @@ class NodeLink:
         return reply
 
     def spans(self, addresses: bytes, nbytes: int, right: Hashable = None) -> list[Span]:
-        """The memory of slots, those of a right or new ones."""
+        """The memory of slots, either of a right or newly granted ones."""
         with self._rights_lock:
             memory = self._kept.get(right, self._segments)
         found = []

@@ -1,7 +1,7 @@
-"""A client's view of a node's memory: what it has mapped, and when it has let go.
+"""The node's memory that a client has mapped, and when it was unmapped.
 
-Views keep their mapping alive, whatever became of the node. When the last view of a segment is gone so is the mapping,
-and the node, or its successor, is told: until then it counts the memory as ours.
+Views keep their mapping alive, even if the node dies. When the last view of a segment is freed, its mapping is removed,
+and the node or its successor is told: until then it counts that memory as used by this client.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class Mappings:
     """All memory that a client has mapped, of this node and of earlier ones."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
-        """``ended`` is called when some is not mapped any more, on any thread and at any point: it takes no lock."""
+        """``ended`` is called after memory was unmapped, on any thread and at any point of its code: it must take no
+        lock."""
         self._names: set[str] = set()
         self._ended = ended
         self._touching: set[threading.Thread] = set()
         self._closed = threading.Event()
 
     def map(self, fd: int, name: str) -> Span:
-        """The memory behind a descriptor, which is closed. It cannot shrink under us: that was sealed."""
+        """Map the memory behind a descriptor, and close the descriptor. The memory cannot shrink: its file seals
+        prevent that."""
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise TierError("the node sent memory that is not sealed")
@@ -49,7 +51,7 @@ class Mappings:
         self._touching.add(toucher)
         try:
             toucher.start()
-        except RuntimeError:  # no more threads: then whoever comes first pays
+        except RuntimeError:  # no more threads: then the first caller waits for it
             self._touching.discard(toucher)
         weakref.finalize(memory, self._unmapped, name).atexit = False
         return memoryview(memory)
@@ -59,8 +61,8 @@ class Mappings:
         self._ended()
 
     def _touch(self, memory: mmap.mmap) -> None:
-        """Enter every page into our page table. The node has them all, but the first to use one would wait for that.
-        Reading does it, and disturbs nobody who writes."""
+        """Enter every page into this process's page table. The node has allocated all pages, but the first access to
+        each would still fault. Reading is enough, and does not disturb a thread that writes."""
         for start in range(0, len(memory), _STRETCH):
             if self._closed.is_set():
                 break
@@ -69,12 +71,12 @@ class Mappings:
         self._touching.discard(threading.current_thread())
 
     def close(self) -> None:
-        """Look at nothing any more ourselves: what callers do not use is not mapped when this returns."""
+        """Stop touching pages: when this returns, all memory that callers do not use is unmapped."""
         self._closed.set()
         for toucher in list(self._touching):
             toucher.join()
 
     @property
     def names(self) -> list[str]:
-        """What is mapped now."""
+        """Names of the memory that is mapped now."""
         return list(self._names)

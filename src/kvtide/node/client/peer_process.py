@@ -1,4 +1,4 @@
-"""Whether the process at the other end of a socket lives: one that does not answer may be stopped, or busy."""
+"""Tells whether the process at the other end of a socket is alive: one that does not answer may be stopped or busy."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from io import FileIO
 __all__ = ["PeerProcess"]
 
 _SO_PEERPIDFD = 77
-"""Linux's, since 6.5; Python has no name for it."""
+"""Constant of Linux, since 6.5; Python has no name for it."""
 
 
 class PeerProcess:
-    """The process that listens at the other end, by a pidfd: its number may be another's by now."""
+    """The process that listens at the other end, by a pidfd: its process id may have been reused."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._file: FileIO | None = None
-        """Closed once, whoever closes it at the same time."""
+        """A file object closes the descriptor only once, even if several threads close it at the same time."""
         with contextlib.suppress(OSError):
             self._file = FileIO(_pidfd(sock), "rb")
 
     @property
     def alive(self) -> bool:
-        """Whether it surely lives; False too where nobody can say: it may be in another pid namespace."""
+        """Whether the process is certainly alive; False also if that is unknown: it may be in another pid namespace."""
         if self._file is None:
             return False
         try:
             poll = select.poll()
             poll.register(self._file, select.POLLIN)
             return not poll.poll(0)
-        except (OSError, ValueError):  # closed meanwhile
+        except (OSError, ValueError):  # closed by another thread
             return False
 
     def close(self) -> None:

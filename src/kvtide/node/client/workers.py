@@ -1,7 +1,7 @@
-"""Both halves of an engine of several processes, as its own code uses them.
+"""Client interface for an engine of several processes: a scheduler that decides, and workers that move the bytes.
 
 The scheduler's process has a session and makes a ``WorkerGroup`` of it; each worker's process joins with the group's
-token and its rank. Between them only tickets travel, over the engine's own channel::
+token and its rank. Only tickets are passed between them, over the engine's own channel::
 
     crew = client.crew(session, ranks=2)          worker = client.join(token, rank)
     match = session.match(tokens)
@@ -9,9 +9,9 @@ token and its rank. Between them only tickets travel, over the engine's own chan
     match.release()                       <---    (all have loaded)
     given = crew.delegate(tokens)
     given.ticket                          --->    with worker.step(stores=[ticket]) as step: ...
-                                                  (sealed when every writer is through)
+                                                  (sealed when every writer has finished)
 
-A ticket that means nothing any more (released, given up, of a node that is gone) is a miss: None in the step.
+A ticket that is no longer valid (released, aborted, or of a node that has exited) is a miss: None in the step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger("kvtide.node")
 
 
 _TOGETHER = 1 << 22
-"""Bytes of names and token ids after which no more is asked for with one question."""
+"""Bytes of digests and token ids after which no more reservations are added to one request."""
 _DIGITS = 18
-"""Of a right's number, at most."""
+"""Maximum number of digits in the number of a right."""
 
 
 class Delegated:
-    """Blocks that workers are to write. Sealed when each writer has; ``abort`` gives them up before."""
+    """Blocks that workers are to write. Sealed when every writer is done; ``abort`` gives them up before."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Delegated:
         """For the workers. Empty: there is nothing to write."""
         self.keys = keys
         self.refused = refused
-        """Blocks that are not here, and for which there was no room."""
+        """Blocks that are not stored, and for which there was no space."""
         self.abort = abort
         self.again: Mapping[str, int] = again or {}
-        """By group the block from which on to ask again: the node is just taking memory for it."""
+        """By group, the first block to ask for again: the node is taking memory for it."""
 
 
 class WorkerGroup:
-    """The scheduler's half. Made by ``client.crew``; ends with its session."""
+    """The scheduler's side. Made by ``client.crew``; ends with its session."""
 
     def __init__(self, session: Session, ranks: int) -> None:
         assert isinstance(session.backend, RemoteBackend)
@@ -80,13 +80,13 @@ class WorkerGroup:
         self._backend = session.backend
         self.ranks = ranks
         self.token = secrets.token_hex(16)
-        """For the workers: who has it may read and write what the session holds."""
+        """For the workers: a process that has it may read and write what the session has leased and reserved."""
         groups = session.layout.groups
         self._writers = sorted({s.rank for g in groups for s in g.slices(ranks)})
         self._backend.invite(self.token, ranks)
 
     def ticket(self, match: Match) -> str:
-        """With which workers read a match. Do not release it before they are through."""
+        """The ticket with which workers read a match. Do not release the match before all workers have finished."""
         arguments.kind(match, Match, "match")
         holding = match.holding
         if match.session is not self._session or not match.held or not isinstance(holding, RemotePrefixLease):
@@ -105,9 +105,10 @@ class WorkerGroup:
         priority: int = 0,
         wait: bool = True,
     ) -> Delegated:
-        """Let the workers store blocks ``start`` to ``stop`` of a prompt, of these groups or all, each its own heads of
-        every block. A node that is just taking memory answers when it has some, within a second or so; without ``wait``
-        it answers at once, with what memory it has, and says what to ask for ``again``."""
+        """Let the workers store blocks ``start`` to ``stop`` of a prompt, of these groups or all; each worker writes
+        its own heads of every block. A node that is taking memory from the system answers when it has some, within a
+        second or so; without ``wait`` it answers at once, with the memory that it has, and returns in ``again`` what to
+        ask for again."""
         chain, start, stop, ttl, priority = self._session.write_arguments(tokens, extras, start, stop, ttl, priority)
         layout = self._session.layout
         names = None if groups is None else arguments.items(groups, str, "groups")
@@ -115,12 +116,12 @@ class WorkerGroup:
         return delegate([Wanted(self, chain, some, start, stop, ttl, priority, wait)])[0]
 
     def ask(self, wanted: Wanted) -> tuple[NodeLink, p.Reserve]:
-        """What the node is asked for that. Raises Lost."""
+        """The request for these blocks, and the link to send it over. Raises NodeUnavailable."""
         _, chain, groups, start, stop, ttl, priority, wait = wanted
         return self._backend.reserving(groups, chain, start, stop, ttl, priority, None, self._writers, wait)
 
     def given(self, wanted: Wanted, link: NodeLink, asked: p.Reserve, made: p.Reserved) -> Delegated:
-        """What became of it."""
+        """The result of the request ``asked``."""
         keys = self._backend.keys(asked, made)
         given = Delegated(
             _ticket(link, made.reservation) if keys else "",
@@ -135,7 +136,7 @@ class WorkerGroup:
 
 
 class Wanted(NamedTuple):
-    """Blocks of a prompt that the workers of a crew are to store."""
+    """Blocks of a prompt that the workers of a group are to store."""
 
     crew: WorkerGroup
     chain: Chain
@@ -149,8 +150,8 @@ class Wanted(NamedTuple):
 
 
 def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
-    """``WorkerGroup.delegate`` for several prompts, of groups of one client, with one request to the node. What the
-    node refuses is as if there were no room."""
+    """``WorkerGroup.delegate`` for several prompts, of worker groups of one client, with one request to the node.
+    Blocks that the node refuses are treated as if there were no space for them."""
     found = [Delegated("", [], (w.stop - w.start) * len(w.groups), lambda: None) for w in wanted]
     asked: list[tuple[int, NodeLink, p.Reserve]] = []
     for i, w in enumerate(wanted):
@@ -158,7 +159,7 @@ def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
             asked.append((i, *w.crew.ask(w)))
         except NodeUnavailable:
             pass
-        except KvtideError as e:  # the others' room is theirs
+        except KvtideError as e:  # the other prompts are still stored
             log.warning("blocks are not stored: %s", e)
     while asked:
         link, nbytes, part = asked[0][1], 0, 0
@@ -178,7 +179,7 @@ def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
                 with contextlib.suppress(NodeUnavailable):
                     found[i] = wanted[i].crew.given(wanted[i], link, operation, made)
             elif isinstance(made, p.Failure) and made.kind == "LayoutError" and len(some) > 1:
-                # All of them together were too much work for one question: this one has one of its own.
+                # All of them together were too much work for one request: this one is sent in a request of its own.
                 (found[i],) = delegate([wanted[i]])
             elif isinstance(made, p.Failure) and made.kind != "AccessError":
                 log.warning("the node does not store blocks: %s", made.text)
@@ -186,7 +187,8 @@ def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
 
 
 def _again(made: p.Reserved, layout: Layout, groups: Sequence[Group], start: int, stop: int) -> dict[str, int]:
-    """Of each group what follows the last block that was given, where memory was short. Slots are given in order."""
+    """For each group the block after the last one that was given a slot, where memory was short. Slots are given in
+    order."""
     if not made.later:
         return {}
     last = dict(zip(made.groups, made.depths, strict=True))
@@ -196,7 +198,7 @@ def _again(made: p.Reserved, layout: Layout, groups: Sequence[Group], start: int
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Slots that a worker is to write its part of: ``views[i]`` is block ``depths[i]`` of ``groups[i]``."""
+    """Slots of which a worker is to write its part: ``views[i]`` is block ``depths[i]`` of ``groups[i]``."""
 
     groups: list[str]
     depths: list[int]
@@ -204,9 +206,9 @@ class Filling:
 
 
 class Step:
-    """What a worker moves in one step; use it in a ``with``. At its end the slots are not used any more.
+    """The loads and stores of a worker in one step; use it in a ``with``. At its end the slots are not used any more.
 
-    If the block is left by an exception, what was to be stored is given up.
+    If the ``with`` block is left by an exception, what was to be stored is given up.
     """
 
     def __init__(self, loads: list[Loaded | None], stores: list[Filling | None], done: Callable[[bool], None]) -> None:
@@ -223,7 +225,8 @@ class Step:
 
 
 class Worker:
-    """A worker's half. Made by ``client.join``; close it, or use it in a ``with``. One thread at a time."""
+    """A worker's side. Made by ``client.join``; close it, or use it in a ``with``. Not safe for several threads at
+    once."""
 
     def __init__(self, client: LinkOwner, token: str, rank: int) -> None:
         self._client = client
@@ -254,11 +257,12 @@ class Worker:
         return rows[:, share.start * size : share.stop * size]
 
     def writes(self, group: str) -> bool:
-        """Whether this rank writes its heads of that group: of several that hold the same ones, the lowest does."""
+        """Whether this rank writes its heads of that group: if several ranks hold the same heads, the lowest one writes
+        them."""
         return self.layout.group(group).share(self.rank, self.ranks).rank == self.rank
 
     def step(self, loads: Sequence[str] = (), stores: Sequence[str] = ()) -> Step:
-        """Begin to move what tickets stand for, in one message to the node."""
+        """Begin to move the blocks of these tickets, with one message to the node."""
         reads, writes = ([_parse(t) for t in arguments.items(some, str, "tickets")] for some in (loads, stores))
         try:
             link = self._client.link
@@ -277,7 +281,7 @@ class Worker:
         operations += [p.Fill(member, n) for one, n in writes if one == life]
         all_answers = self._ask(link, operations)
         if again and all_answers and all(isinstance(a, p.Failure) and a.kind == "ClosedError" for a in all_answers):
-            with self._lock:  # our scheduler has another session by now
+            with self._lock:  # the scheduler has another session by now
                 self._join(link)
             return self._step(link, reads, writes, again=False)
         answers = iter(all_answers)
@@ -306,23 +310,23 @@ class Worker:
             raise
 
     def _ask(self, link: NodeLink, operations: list[p.Operation]) -> list[p.Answer]:
-        """What the node says to visits and fills. Raises Late if it does not say it of all: then none is under way, and
-        what was to be filled is given up."""
+        """Send visits and fills. Raises NodeLate if the node does not answer all of them: then none stays in use, and
+        the reservations that were to be written are given up."""
         answers: list[p.Answer] = []
         try:
             answers = link.ask(operations) if operations else []
             for i, answer in enumerate(answers):
                 if isinstance(answer, p.Failure) and answer.kind == "LayoutError":
-                    (answers[i],) = link.ask([operations[i]])  # all together were too much for one request
+                    (answers[i],) = link.ask([operations[i]])  # all together were too much work for one request
         except NodeLate as late:
             if not answers and late.sent:
-                raise  # the line gives it back
+                raise  # the link gives back what is granted
             for operation, answer in zip_longest(operations, answers):
                 match operation:
                     case p.Visit(holding=right) if _good(answer):
                         link.later(p.Leave(self._number, [right], False))
                     case p.Fill(reservation=right):
-                        if not _good(answer):  # that nothing will be written must be known even so
+                        if not _good(answer):  # even so, the node must learn that nothing will be written
                             link.later(operation)
                         link.later(p.Leave(self._number, [right], False))
             raise
@@ -346,7 +350,7 @@ class Worker:
         return Filling([g.name for g in groups], given.depths, views)
 
     def close(self) -> None:
-        """Leave the crew. What it was still to write is given up; what it has written is not."""
+        """Leave the worker group. What this worker has still to write is given up; what it has written is kept."""
         with contextlib.suppress(NodeUnavailable, RightError):
             if self._link is not None:
                 self._link.tell(p.Resign(self._number))

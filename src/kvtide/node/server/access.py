@@ -1,11 +1,12 @@
-"""Who may connect to a node, what they may do, and what they see of it.
+"""Which users may connect to a node, what they may do, and which blocks they see.
 
-The node's own user, and root, are its administrators. Others come in by ``node.users``, by their user or a group of
-theirs, each with a role (``roles.py``) and a *trust domain*: its blocks have names of their own in every tier and lie
-in segments of their own, whose descriptors nobody outside the domain gets. One that may only read gets descriptors
-that cannot be mapped for writing. Without a domain they share the node's own blocks.
+The node's own user and root are its administrators. Other users are admitted by ``node.users``, by user or by group,
+each with a role (``roles.py``) and a *trust domain*. The blocks of a domain have names of their own in every tier and
+are stored in segments of their own, whose descriptors are given to no process outside the domain. A user that may only
+read gets descriptors that cannot be mapped for writing. Users without a domain share the node's own blocks.
 
-The system's users are the border because it guards nothing finer: processes of one user can look into each other.
+The boundary is the system user because the system protects nothing finer: processes of one user can read each other's
+memory.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ __all__ = ["Access", "AccessList", "seen"]
 
 _MOST = 4000
 _LETTERS = 8
-"""Of a domain's name: it ends the keys of its blocks, and records have little room for them."""
+"""Maximum letters of a domain's name: it ends the keys of its blocks, and records have little space for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a client may do, and where."""
+    """The role and the trust domain of a client."""
 
     role: Role
     domain: int = 0
-    """Its number, in this life of the node; 0 is the node's own."""
+    """The domain's number, in this run of the node; 0 is the node's own domain."""
     tag: bytes = b""
-    """What ends the names of its blocks, in every life."""
+    """The suffix of the names of the domain's blocks, the same in every run."""
 
 
 def seen(
     tag: bytes, keys: Sequence[BlockKey], identities: Sequence[int] = (), mine: Collection[int] | None = None
 ) -> tuple[BlockKey, ...]:
-    """Those keys that are of the domain with that tag, as its clients know them.
+    """The keys that belong to the domain with this tag, as its clients know them.
 
-    With ``mine``: of these those alone whose ``identities`` are among them.
+    With ``mine``: only keys whose ``identities`` are among them.
     """
     if mine is not None:
         keys = [key for key, whose in zip(keys, identities, strict=False) if whose in mine]
@@ -53,15 +54,15 @@ def seen(
 
 
 class AccessList:
-    """Those of ``node.users``: ``1001:blue 1002:blue:read alice:green @kvops::admin``."""
+    """The users of ``node.users``: ``1001:blue 1002:blue:read alice:green @kvops::admin``."""
 
     def __init__(self, users: str) -> None:
         self._users: dict[int, Access] = {}
         self._groups: dict[int, Access] = {}
-        """In the order in which they are given."""
+        """In the order of the setting."""
         domains: dict[str, int] = {}
         self._members: dict[str, list[str]] = {}
-        """By trust domain: who is in it, as the setting has it."""
+        """By trust domain: its users and groups, as the setting names them."""
         for text in users.replace(",", " ").split():
             who, _, rest = text.partition(":")
             name, _, role = rest.partition(":")
@@ -80,7 +81,9 @@ class AccessList:
             number = domains.setdefault(name, len(domains) + 1) if name else 0
             kind, member = (self._groups, _group(who[1:])) if who[0] == "@" else (self._users, _user(who))
             if member in kind or (kind is self._users and member in (0, os.getuid())):
-                raise ConfigError(f"node.users has {who}, who is there already: root and our own user always are")
+                raise ConfigError(
+                    f"node.users has {who}, which is listed twice: root and the node's own user are always included"
+                )
             if given is not Role.ADMIN:
                 self._members.setdefault(name, []).append(who)
             kind[member] = Access(given, number, b"\0" + name.encode() if name else b"")
@@ -88,27 +91,27 @@ class AccessList:
             raise ConfigError(f"node.users has {len(domains)} trust domains; there can be {_MOST}")
 
     def __bool__(self) -> bool:
-        """Whether anybody but ourselves may come."""
+        """Whether users other than the node's own and root may connect."""
         return bool(self._users or self._groups)
 
     @property
     def warnings(self) -> list[str]:
-        """What whoever runs the node should know of the domains that several share."""
+        """Warnings for the node's administrator about trust domains that several users share."""
         said = []
         for name, who in self._members.items():
-            # A group may be several users; in the node's own domain its own user is one more.
+            # A group may have several users; in the node's own domain the node's own user is another member.
             if len(who) > 1 or not name or who[0][0] == "@":
                 others = f"the {'user' if len(who) == 1 else 'users'} {', '.join(who)}"
                 domain = f"the trust domain {name!r}" if name else "the node's own trust domain, with its own user"
                 said.append(
-                    f"node.users puts {others} into {domain}: whoever is in it can read all blocks of the others in "
+                    f"node.users puts {others} into {domain}: each of its users can read all blocks of the others in "
                     "memory, whatever their tenants. If they must not, give each a domain of its own in node.users, "
                     f"such as {who[0]}:{'first' if name != 'first' else 'one'}"
                 )
         return said
 
     def of(self, user: int, groups: Collection[int] = ()) -> Access | None:
-        """What a user of those groups may do; None: nothing. A user's own entry wins, then the first of a group."""
+        """The access of a user in those groups; None: no access. A user's own entry wins, then the first of a group."""
         if user in (0, os.getuid()):
             return Access(Role.ADMIN)
         return self._users.get(user) or next((t for group, t in self._groups.items() if group in groups), None)

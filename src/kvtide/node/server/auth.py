@@ -1,19 +1,19 @@
-"""Who may ask a node over HTTP, and what: by a client's certificate, or by a token.
+"""Authentication and roles of HTTP callers: by a client's certificate, or by a token.
 
 ::
 
     node.certificate  node.authority  node.tokens
            x                x              -        mutual TLS: roles by the names in clients' certificates, node.names
            x                -              x        tokens over TLS
-           -                -              x        tokens in the clear: behind something that speaks TLS for us
-           -                -              -        nobody is known, and everybody may read what names nobody: on
-                                                    loopback alone, by names that are known (host_names.py)
+           -                -              x        tokens without encryption: behind a proxy that terminates TLS
+           -                -              -        no authentication: every caller may read pages without names, on
+                                                    loopback only, by known host names (host_names.py)
 
-A token is known by its hash, which is compared with all there are in the same time whatever is right about it. Files
-that have changed are read again for the next connection, so that certificates and tokens can be renewed while the node
-serves; what cannot be read then leaves the old ones in force, with a line in the log.
+Tokens are stored as hashes and compared with all known ones in constant time. Files that have changed are read again
+for the next connection, so that certificates and tokens can be renewed while the node serves; if they cannot be read,
+the old ones stay in force and an error is logged.
 
-Every connection shows its certificate anew: sessions are not resumed, else one could outlive its authority.
+Every connection presents its certificate anew: TLS sessions are not resumed, because one could outlive its authority.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = ["HttpAuth", "HttpCaller"]
 log = logging.getLogger("kvtide.http")
 
 _SHORTEST = 16
-"""Letters of a token."""
+"""Minimum number of characters of a token."""
 
 
 class HttpCaller(NamedTuple):
-    """Somebody who is known."""
+    """An authenticated caller."""
 
     name: str
     role: Role
 
 
 class HttpAuth:
-    """Those of a configuration. Raises ConfigError for what would not keep anybody out."""
+    """The authentication of a configuration. Raises ConfigError for settings that would not keep anyone out."""
 
     def __init__(self, settings: Node, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
@@ -64,35 +64,37 @@ class HttpAuth:
                 "(their roles), all three"
             )
         if settings.authority and settings.tokens:
-            raise ConfigError("node.authority and node.tokens are both set: callers are known by one of them, not both")
+            raise ConfigError(
+                "node.authority and node.tokens are both set: callers authenticate by one of them, not both"
+            )
         self.tls = _server(settings) if settings.certificate else None
 
     @property
     def needed(self) -> bool:
-        """Whether whoever asks must show who he is."""
+        """Whether authentication is required."""
         return bool(self._names or self._tokens)
 
     @property
     def hosts(self) -> list[str]:
-        """Names by which it may be asked for where nobody must show who he is, beside those that are always known."""
+        """Additional host names that are answered without authentication, besides those that are always known."""
         return self._settings.hosts.replace(",", " ").split()
 
     def guard(self, address: str, hosts: Iterable[str]) -> None:
-        """Raises ConfigError if other hosts can reach one of ``hosts`` and nobody would ask who they are."""
+        """Raises ConfigError if other hosts can reach one of ``hosts`` and authentication is not required."""
         if all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
             return
         if not self.needed:
             raise ConfigError(
-                f"node.http is {address!r}, which other hosts can reach, and nobody there is asked who he is: set "
+                f"node.http is {address!r}, which other hosts can reach without authentication: set "
                 "node.certificate, node.authority and node.names (mutual TLS), or node.tokens; or give 127.0.0.1"
             )
         if self.tls is None:
             log.warning(
-                "tokens travel in the clear at %s: set node.certificate, or put what speaks TLS before it", address
+                "tokens are sent unencrypted at %s: set node.certificate, or use a proxy that terminates TLS", address
             )
 
     def of(self, authorization: str, certificate: Mapping[str, Any] | None) -> HttpCaller | None:
-        """Who asks, by his header and his certificate; None: nobody we know."""
+        """The caller with this header and certificate; None if it is unknown."""
         if not self.needed:
             return HttpCaller("anybody", Role.READ)
         if self._names:
@@ -103,7 +105,7 @@ class HttpAuth:
         return found[0] if found else None
 
     def renewed(self) -> HttpAuth:
-        """These, or new ones if a file of theirs has changed."""
+        """Returns itself, or a new instance if one of its files has changed."""
         if (stamp := self._stamped()) == self._stamp:
             return self
         try:
@@ -134,7 +136,7 @@ def _server(settings: Node) -> ssl.SSLContext:
 
 
 def _names(text: str) -> dict[str, HttpCaller]:
-    """``prometheus:read ops.example.com:admin``; a name may have colons itself."""
+    """Parses ``prometheus:read ops.example.com:admin``; a name may contain colons itself."""
     found = {}
     for entry in text.replace(",", " ").split():
         name, _, role = entry.rpartition(":")
@@ -163,7 +165,7 @@ def _source(source: str, environment: Mapping[str, str]) -> str:
 
 
 def _tokens(text: str, source: str) -> dict[bytes, HttpCaller]:
-    """Lines of ``name role token``, by the token's hash."""
+    """Parses lines of ``name role token``; returns callers by the token's hash."""
     found: dict[bytes, HttpCaller] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -176,7 +178,7 @@ def _tokens(text: str, source: str) -> dict[bytes, HttpCaller]:
             )
         found[_hash(words[2])] = HttpCaller(words[0], Role[words[1].upper()])
     if not found:
-        raise ConfigError(f"node.tokens: there are none in {source}; nobody could come in")
+        raise ConfigError(f"node.tokens: there are none in {source}; no caller could authenticate")
     return found
 
 
@@ -185,7 +187,7 @@ def _hash(token: str) -> bytes:
 
 
 def _named(certificate: Mapping[str, Any]) -> list[str]:
-    """The common name and the alternative names of a certificate that was verified."""
+    """The common name and the alternative names of a verified certificate."""
     common = [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
     return common + [value for _, value in certificate.get("subjectAltName", ()) if isinstance(value, str)]
 
@@ -199,5 +201,5 @@ def _stamp(file: Path) -> tuple[int, int, int, int]:
         about = file.stat()
     except OSError:
         return 0, 0, 0, 0
-    # The mode counts: a file that was refused for it is read again once it was put right.
+    # The mode counts: a file that was refused because of its mode is read again once that is corrected.
     return about.st_mtime_ns, about.st_size, about.st_ino, about.st_mode

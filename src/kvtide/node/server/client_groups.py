@@ -1,4 +1,4 @@
-"""A client as a worker: the crews that it has joined, in which it uses what others hold."""
+"""The worker groups that one client has joined, in which it uses rights of other clients' sessions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvtide.node.server.workers import GroupMember, ServerWorkerGroup
 __all__ = ["ClientGroups"]
 
 _MOST = 1024
-"""Workers that one process may be at a time."""
+"""Maximum number of worker groups that one process may have joined at a time."""
 _VISITS = 4096
-"""Uses of others' rights that a worker may have at a time: when it is gone, all of them end in one turn."""
+"""Maximum number of uses of other clients' rights by a worker: when it disconnects, all of them end in one turn."""
 
 Charge = Callable[[int], None]
-"""Counts the units of work that an operation is about to be, and raises if they are too many; see
+"""Counts the units of work of an operation before it is executed, and raises if they are too many; see
 ``work_limits.py``."""
 
 
 class ClientGroups:
-    """All crews of one client."""
+    """All worker groups that one client has joined."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class ClientGroups:
 
     @property
     def visits(self) -> int:
-        """Rights of others that it uses."""
+        """Number of other clients' rights that this client uses."""
         return sum(len(m.visits) for m in self._members.values())
 
     def join(self, o: p.Join, charge: Charge) -> p.Joined:
         worker_group = self._worker_groups.get(o.token)
         if worker_group is None or worker_group.domain != self._access.domain:
-            raise RightError("no session has this token; its scheduler is not here, or has ended it")
+            raise RightError("no session has this token; its scheduler is not connected, or has closed the session")
         charge(len(worker_group.backend.layout.groups) * work_limits.GROUP + len(self._members))
         for number in [n for n, m in self._members.items() if self._stale(m) and not m.visits]:
             del self._members[number]
@@ -70,7 +70,7 @@ class ClientGroups:
     def _current(self, number: int) -> GroupMember:
         member = self._member(number)
         if self._stale(member):
-            raise ClosedError("its session has ended, or goes on elsewhere; join again")
+            raise ClosedError("its session has ended, or continues on another connection; join again")
         return member
 
     def visit(self, o: p.Visit, charge: Charge) -> p.Collected:
@@ -92,10 +92,10 @@ class ClientGroups:
     @staticmethod
     def _check_visits(member: GroupMember) -> None:
         if member.visiting >= _VISITS:
-            raise RightError(f"this worker uses holdings and reservations {_VISITS} times at once; leave some")
+            raise RightError(f"this worker uses leases and reservations {_VISITS} times at once; leave some")
 
     def leave(self, o: p.Leave) -> int:
-        """Answers how many units of work it was."""
+        """Returns the units of work that it took."""
         member, units = self._member(o.member), len(o.rights)
         for number in o.rights:
             units += member.worker_group.blocks_of(number) * work_limits.MOVE
@@ -107,12 +107,12 @@ class ClientGroups:
         del self._members[o.member]
 
     def lost(self) -> None:
-        """The connection is gone; what it uses stays as it is until its process is dead."""
+        """The connection is closed; the rights in use are kept until the client's process has exited."""
         for member in self._members.values():
             member.lost()
 
     def end(self) -> None:
-        """Its process is dead, or uses nothing any more."""
+        """The client's process has exited, or does not use any rights any more."""
         for member in self._members.values():
             member.end()
         self._members.clear()

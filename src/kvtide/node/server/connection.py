@@ -1,4 +1,4 @@
-"""A client's socket, as the node's loop serves it: whole frames in, frames with descriptors out."""
+"""A client's socket in the node's loop: receives complete frames, sends frames with file descriptors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _READ = 1 << 16
 _PAUSE = 0.005
 """Seconds after which work that waits for memory is tried again."""
 _UNSENT = 8 << 20
-"""A client that lets more than this pile up does not read, and is sent away."""
+"""Maximum unsent bytes: a client with more does not read, and its connection is closed."""
 _BEHIND = 1 << 20
 _GIVEN = 4
-"""Descriptors that a client may send."""
+"""Maximum number of descriptors that a client may send."""
 _SPACE = socket.CMSG_SPACE(_GIVEN * 4 + 4)
 _SO_PEERGROUPS = 59
-"""Linux's; Python has no name for it."""
+"""Constant of Linux; Python has no name for it."""
 _GROUPS = 256
-"""Of a user's groups so many are looked at, as many as Python's call has room for: who has more counts as in none."""
+"""Maximum number of a user's groups, as many as Python's call has space for: a user with more counts as in no group."""
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a socket, as the system knows it: nothing need be read for that."""
+    """The process at the other end of a socket, as reported by the kernel: nothing need be read for that."""
 
     pid: int
     uid: int
@@ -51,36 +51,38 @@ class Peer(NamedTuple):
 
 
 class Connection:
-    """``receive`` is called with each frame's body, and ``lost``, once, when it is over.
+    """A connection. ``receive`` is called with the body of each frame, and ``lost``, once, when the connection has
+    ended.
 
-    What ``receive`` returns is the work on that frame, in steps, each of which says how many units it took (see
-    ``work_limits.py``), or the units of what is done already. Nothing of it may need the body. When a turn's units are
-    spent, the other clients are served before the next step, and nothing more is read of this one.
+    ``receive`` returns the work on that frame as an iterator of steps, each yielding the units it took (see
+    ``work_limits.py``), or the units if the work is done already. The steps must not use the body. When the units of a
+    turn are spent, the other clients are served before the next step, and nothing more is read from this one.
     """
 
     def __init__(self, loop: Loop, sock: socket.socket, peer: Peer, largest: int = p.LARGEST) -> None:
-        """``largest``: bytes of its first frame, at most."""
+        """``largest``: maximum bytes of its first frame."""
         self._loop = loop
         self.largest = largest
-        """Bytes that a frame may have; a longer one closes the connection before it is read."""
+        """Maximum bytes of a frame; a longer one closes the connection before it is read."""
         self._sock = sock
         self._buffer = bytearray(_READ)
         self._received = bytearray()
-        """The beginning of a frame whose end has not come yet."""
+        """The beginning of a frame that has not arrived completely."""
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
         self._reading = True
         self._writing = False
         self._work: Iterator[int] | None = None
-        """What is left to do of the last frame."""
+        """The remaining work on the last frame."""
         self._spent = 0
-        """Units of this turn."""
+        """Units spent in this turn."""
         self._paused = False
         """Whether the work on a frame waits for something other than its turn."""
         self.descriptors: list[int] = []
-        """That came and were not asked for yet."""
+        """Received descriptors that were not taken yet."""
         self.greeted = False
-        """Descriptors come with its hello. Later they are not wanted, and the system closes them."""
+        """Whether the hello was accepted. Descriptors are received with the hello only; later the kernel closes
+        them."""
         self.receive: Callable[[bytes | memoryview], Iterator[int] | int | None] = lambda body: None
         self.lost: Callable[[], None] = lambda: None
         self.drained: Callable[[], None] = lambda: None
@@ -93,7 +95,7 @@ class Connection:
         return f"<Connection of process {self.pid}{'' if self.open else ', closed'}>"
 
     def close(self, reason: str = "") -> None:
-        """End it; a reason goes to the log."""
+        """Close the connection; ``reason`` is logged."""
         if not self.open:
             return
         self.open = False
@@ -114,7 +116,7 @@ class Connection:
         try:
             self._loop.attend(self._sock.fileno(), readable, writable)
         except OSError as e:
-            self.close(f"it cannot be listened to: {e.strerror}")
+            self.close(f"its socket cannot be polled: {e.strerror}")
 
     def _readable(self) -> None:
         try:
@@ -162,7 +164,7 @@ class Connection:
         del received[:at]
 
     def _advance(self, body: bytes | memoryview | None = None) -> bool:
-        """Go on with the work on a frame, or begin with that of ``body``. False if this turn's units are spent."""
+        """Continue the work on a frame, or begin that on ``body``. Returns False if this turn's units are spent."""
         try:
             if body is not None:
                 self._spent += work_limits.MESSAGE + len(body) // work_limits.DECODED
@@ -185,13 +187,13 @@ class Connection:
             self.close(f"not understood: {e}")
         except RecursionError:
             self.close("not understood: nested too deeply")
-        except Exception:  # a fault of ours costs this client its connection, and nobody else anything
-            log.exception("client %d asked for what we could not do", self.pid)
+        except Exception:  # a bug of the node closes only this client's connection
+            log.exception("a request of client %d failed", self.pid)
             self.close("its request failed")
         return False
 
     def _wait_for_others(self) -> None:
-        """Go on with what has come when they have had their turn, and read no more before."""
+        """Stop reading, and continue after the other clients were served."""
         if self.open:
             if self._reading:
                 self._reading = False
@@ -215,11 +217,11 @@ class Connection:
 
     @property
     def behind(self) -> bool:
-        """Whether the client reads slower than we write: what can wait should."""
+        """Whether the client reads more slowly than the node writes: whatever can wait should not be sent."""
         return self.unsent_bytes > _BEHIND
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame, now or when the client reads. The descriptors are ours from now on."""
+        """Send a frame, now or when the client reads. Takes ownership of the descriptors."""
         if not self.open:
             for fd in descriptors:
                 os.close(fd)
@@ -231,7 +233,7 @@ class Connection:
             except BlockingIOError:
                 pass
             except ConnectionError:
-                return  # it has hung up; what it gave back before that is still to be read
+                return  # the client hung up; what it gave back before must still be read
             except OSError:
                 self.close()
                 return
@@ -242,17 +244,17 @@ class Connection:
         if not self._writing:
             self._writable()
         if self.unsent_bytes > _UNSENT:
-            self.close("it does not read what it asked for")
+            self.close("it does not read its replies")
 
     def _writable(self) -> None:
         while self._unsent:
             data, descriptors = self._unsent[0]
             try:
-                # Descriptors go with the first byte.
+                # Descriptors are sent with the first byte.
                 sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else self._sock.send(data)
             except BlockingIOError:
                 break
-            except ConnectionError:  # it has hung up; what it gave back before that is still to be read
+            except ConnectionError:  # the client hung up; what it gave back before must still be read
                 sent = len(data)
             except OSError:
                 self.close()
@@ -272,7 +274,7 @@ class Connection:
 
 
 def _groups(sock: socket.socket) -> array.array[int]:
-    """The groups of the process at the other end, besides its own, as it connected."""
+    """The supplementary groups of the process at the other end, as of when it connected."""
     try:
         return array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS * 4))
     except OSError:

@@ -1,4 +1,4 @@
-"""The node, as the handlers of its clients see it."""
+"""The interface of the node for its client handlers."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ __all__ = ["NodeContext"]
 
 
 class NodeContext(Protocol):
-    """What a handler needs of the node."""
+    """The parts of a node that a client handler uses."""
 
     store: Store
     loop: Loop
     ledger: Ledger
     numbers: Iterator[int]
-    """Of sessions, rights and promises: never given twice in its life."""
+    """Numbers of sessions, rights and completions: never reused during the node's run."""
     worker_groups: dict[str, ServerWorkerGroup]
     """By the token of the session that they belong to."""
     refusals: Refusals
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call in the loop, from any thread."""
+        """Call ``call`` in the loop. Safe from any thread."""
 
     def left(self, token: str, domain: int, requests: int, failures: int) -> None:
-        """The client with that token has ended, and holds nothing any more. Its trust domain, and how many requests it
-        made, and how many of them failed."""
+        """The client with that token has ended and has no rights any more; with its trust domain, and how many requests
+        it made and how many of its operations failed."""
 
     def flush(self, done: Callable[[Flushed], None]) -> None:
-        """Call when colder tiers have what they were given."""
+        """Call ``done`` when the colder tiers have written what they were given."""
 
     def status(self, domain: int | None) -> Status:
-        """What it and its store have done, as clients of that trust domain may know it; None: all."""
+        """Statistics of the node and its store, as clients of that trust domain may see them; None: all of them."""
 
     def forget(self, token: str, process: int) -> None:
-        """A process says that it uses nothing of an earlier client of its own any more."""
+        """A process reports that it does not use the rights of an earlier client of its own any more."""

@@ -1,4 +1,4 @@
-"""A node forgets a tenant: on a thread of its own, for it reads a page of every slot on disk."""
+"""Forgets a tenant, on a thread of its own, because it reads a page of every slot on disk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def erase(
     who: str,
     done: Callable[[Forgotten, str], None],
 ) -> None:
-    """Destroy a tenant's keys and blocks; then call ``done``, by ``soon`` in the loop, with what there was and what
-    went wrong."""
+    """Destroy a tenant's keys and blocks; then call ``done`` in the loop, by way of ``soon``, with the result and the
+    failure, if any."""
 
     def forget() -> None:
         forgotten, failure = Forgotten(0), ""
@@ -34,7 +34,7 @@ def erase(
             forgotten, failure = Forgotten(NO_TENANT), str(e)
         except KvtideError as e:
             failure = str(e)
-        except Exception as e:  # a fault of ours; whoever waits must be told all the same
+        except Exception as e:  # a bug of the node; the caller that waits must still be told
             log.exception("a tenant could not be forgotten")
             failure = f"{type(e).__name__}: {e}"
         soon(lambda: done(forgotten, failure))

@@ -1,8 +1,10 @@
-"""A client as the node sees it: a process, its sessions, and what it holds.
+"""The node's side of one client: its process, its sessions, and the rights that it holds.
 
-What a client holds, it holds until it says so or its process is dead: a closed socket alone proves nothing, for a
-stopped process may still write into its slots. It sent a pidfd with its hello; when its socket closes, its rights wait
-for that.
+A *right* is permission to use slots of the node's memory: a prefix lease, a reservation, or a worker's use of either.
+
+A client keeps its rights until it gives them back or its process has exited. A closed socket is not enough: a process
+that is stopped (SIGSTOP) may later go on writing into its slots. Each client therefore sends a pidfd of its process
+with its hello, and when its socket closes, the node keeps its rights until that pidfd reports the exit.
 """
 
 from __future__ import annotations
@@ -50,34 +52,35 @@ log = logging.getLogger("kvtide.node")
 
 _SESSIONS = 4096
 LARGEST_PART = 1 << 30
-"""Bytes that one reservation has at most: taking more memory from the system would keep the others waiting."""
+"""Maximum bytes of one reservation. Taking more memory from the system would make the other clients wait."""
 _RANKS = 4096
-"""Workers of one session."""
+"""Maximum number of workers of one session."""
 _SUFFIX = 16
-"""Bytes of a key after its digest: records have room for no more."""
+"""Maximum bytes of a key after its digest: records have no space for more."""
 _LARGEST = 1 << 40
-"""No block has so many bytes: offsets of slots have 40 bits."""
+"""Upper limit of a block's bytes: offsets of slots have 40 bits."""
 _STATUS = 4 << 20
-"""Bytes of the statistics, at most: a connection with more than 8 MiB unsent is closed."""
+"""Maximum bytes of the statistics: a connection with more than 8 MiB unsent is closed."""
 _MODELS = 16
-"""Of a client's models so many are told."""
+"""Maximum number of models listed in the statistics of one client."""
 _SHORT = 1 << 13
-"""Bytes of a request that need not be done in steps, if it is only a match."""
+"""Maximum bytes of a request that is executed in one step, if it is only a match."""
 _WHOLE = 1 << 16
-"""Bytes of a request that is decoded at once. Short numbers in long lists take much longer than their bytes suggest."""
+"""Maximum bytes of a request that is decoded in one go. Short numbers in long lists take much longer to decode than
+their bytes suggest."""
 _DAY = 86400.0
-"""Seconds after which a prompt may be expected, at most."""
+"""Maximum seconds until the expected next use of a prompt."""
 _GROWING = 1.0
-"""Seconds that a client waits for memory which is being taken, before it is given what there is. It waits no longer for
-any answer than twice that."""
+"""Seconds that a client waits for memory that is being taken from the system, before it gets what is available. A
+client waits for any answer at most twice that long."""
 _TRIES = 4
-"""How often a reservation is made anew, for a client that waits for memory."""
+"""How often a reservation is tried for a client that waits for memory."""
 _DESCRIPTORS = 64
-"""That go with one frame."""
+"""Maximum number of descriptors in one frame."""
 
 
 _TEXT = 1000
-"""Characters of an error that a client is told: it may contain what the client sent."""
+"""Maximum characters of an error message sent to a client: it may contain what the client sent."""
 _FAULT = "client %d could not be served: %s"
 UNSTORED: dict[p.DropReason, str] = {
     "memory": "stores dropped: memory was not taken in time",
@@ -89,7 +92,7 @@ _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Ope
 
 
 class ClientHandler:
-    """A client: a process, what it may do, and what it holds."""
+    """One connected client: its process, its access, its sessions and rights."""
 
     def __init__(
         self,
@@ -101,22 +104,23 @@ class ClientHandler:
         pidfd: int,
         features: frozenset[str] = frozenset(),
     ) -> None:
-        """``features``: what both it and the node can do."""
+        """``features``: the features that both the client and the node support."""
         self._tokens_from_start = p.TOKENS_FROM_START in features
         self._left = self._spent = 0
-        """Units of work that the request under way may still take, and that were spent in its last step."""
+        """Units of work that the current request may still take, and units spent in its current step."""
         self._context = host
         self._store = host.store
         self._connection = connection
         self._access = access
         self._forget = connection.lost
         self.name = name
-        """What it calls itself, in all its lives' nodes."""
+        """The name that the client chose; it stays the same when the node is restarted."""
         self.token = token
         self._pidfd = pidfd
         self._numbers = host.numbers
         self._heard: Counter[int] = Counter()
-        """Whose blocks its sessions are for, by fingerprint, and how many sessions."""
+        """Fingerprints of the identities (model and tenant) that its sessions are for, with the number of sessions of
+        each."""
         mine = None if access.role is Role.ADMIN else self._heard
         self.notices = NoticeSender(host.store.feed, host.soon, self._numbers, access.tag, mine)
         self._sessions: dict[int, ServerSession] = {}
@@ -129,10 +133,10 @@ class ClientHandler:
         self._came = host.loop.time()
         self.requests = self.failures = 0
         self._told = msgspec.Raw()
-        """The statistics, as they were in that request:"""
+        """The encoded statistics, computed during the request number ``_told_at``."""
         self._told_at = 0
         self._lost_blocks = host.store.lost
-        """Blocks that the node has lost unwritten, as they were told to this client."""
+        """Blocks that the node lost unwritten, as last reported to this client."""
         connection.receive = self._receive
         connection.lost = self._lost
 
@@ -153,7 +157,7 @@ class ClientHandler:
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
         rights = len(sessions), reading, writing, self._crews.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
-        # Each once, and a few: what is told of all clients must fit into one answer.
+        # Each model once, and only a few of them: the statistics of all clients must fit into one answer.
         models = {(s.model.namespace, s.layout.digest): s.model for s in sessions if s.model is not None}
         return ClientStatistics(
             c.pid,
@@ -170,9 +174,10 @@ class ClientHandler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def _receive(self, body: bytes | memoryview) -> Iterator[int] | int:
-        """Do what a request asks for, and answer it: in steps, or at once, in so many units; see ``work_limits.py``."""
+        """Execute a request and answer it. Returns the work as steps, or the units it took if it is done; see
+        ``work_limits.py``."""
         self.requests += 1
-        if len(body) > _WHOLE:  # then each operation is decoded in its turn
+        if len(body) > _WHOLE:  # then each operation is decoded just before it is executed
             raw = _RAW.decode(body)
             return self._in_steps(raw.number, raw.operations)
         try:
@@ -189,12 +194,12 @@ class ClientHandler:
         return self._in_steps(request.number, operations)
 
     def _at_once(self, number: int, match: p.Match, release: p.Release | None) -> int:
-        """The request that engines make at every step: a match, and what the step before gives back. It is so short
-        that the others need no turn in between."""
+        """Execute the request that engines send at every step: a match, and the release of the previous step's lease.
+        It is so short that other clients need not be served in between."""
         self._left, self._spent = work_limits.FRAME, 2 * work_limits.OPERATION
         if release is None:
-            self._reply(number, [self._answer(match)])  # type: ignore[list-item]  # no iterator: see _match
-        elif self._account.ample:  # then nobody waits for what is given back: the answer goes first
+            self._reply(number, [self._answer(match)])  # type: ignore[list-item]  # not an iterator: see _match
+        elif self._account.ample:  # memory is plentiful, so the release can wait: the answer goes first
             self._reply(number, [None, self._answer(match)])  # type: ignore[list-item]
             self._answer(release)
         else:
@@ -202,7 +207,7 @@ class ClientHandler:
         return self._spent
 
     def _in_steps(self, number: int, operations: Sequence[p.Operation | p.Failure | msgspec.Raw]) -> Iterator[int]:
-        # Somebody waits for a match, and nobody for what is given back with it: that is done when the answer is out.
+        # A caller waits for the match, but not for the releases sent with it: they are executed after the reply.
         late = p.Release if operations and type(operations[-1]) is p.Match and self._account.ample else None
         answers: list[p.Answer] = []
         self._left, self._spent = work_limits.FRAME, 0
@@ -240,7 +245,8 @@ class ClientHandler:
         return spent
 
     def _charge(self, units: int) -> None:
-        """Count the work that an operation is about to be. Raises if it is too much for one request."""
+        """Count the work of an operation before it is executed. Raises LayoutError if it is too much for one
+        request."""
         if units > self._left < work_limits.FRAME and units:
             raise LayoutError(
                 f"the operations of one request may take {work_limits.FRAME} units of work together, and those before "
@@ -250,7 +256,8 @@ class ClientHandler:
         self._spent += units
 
     def _in_slices(self, kind: type, steps: Iterator[p.Answer]) -> Generator[int, None, p.Answer]:
-        """Do an operation that is done in slices: each step is a number of units, and the last one its answer."""
+        """Execute an operation that is done in slices: each step yields its number of units, the last one the
+        answer."""
         try:
             last = next(steps)
             for step in steps:
@@ -266,7 +273,8 @@ class ClientHandler:
 
     @staticmethod
     def _understood(raw: msgspec.Raw) -> p.Operation | p.Failure:
-        """An operation of a request in which something is wrong, or a failure if that is this one."""
+        """Decode one operation of a request that could not be decoded as a whole; returns a Failure if this one is
+        invalid."""
         try:
             return _OPERATION.decode(raw)
         except msgspec.DecodeError as e:
@@ -290,12 +298,12 @@ class ClientHandler:
         return p.Failure(type(e).__name__, str(e)[:_TEXT])
 
     def _faulty(self, kind: type) -> p.Failure:
-        """A fault of ours costs its operation, and nothing else."""
+        """The failure to answer after a bug in the node: only this operation fails."""
         self.failures += 1
         return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
-        """Send answers, with the memory that they speak of and the client does not have yet."""
+        """Send the answers, with descriptors of the segments that they refer to and the client does not have yet."""
         gone, new = self._exporter.gone(), self._exporter.take_new()
         if not new:
             self._connection.send(p.Reply(number, answers, [], gone))
@@ -353,13 +361,13 @@ class ClientHandler:
         yield None
 
     def _end_session(self, session: ServerSession) -> Iterator[int]:
-        """In steps of so many units."""
+        """Yields the units of work of each step."""
         if session.worker_group is not None:
             self._withdraw(session.worker_group)
         yield from session.ending()
 
     def _withdraw(self, worker_group: ServerWorkerGroup) -> None:
-        """No more workers can join, and those that have must join again: elsewhere."""
+        """Let no more workers join. Those that have joined must join again, in another session."""
         if self._context.worker_groups.get(worker_group.token) is worker_group:
             del self._context.worker_groups[worker_group.token]
 
@@ -381,7 +389,7 @@ class ClientHandler:
             [len(rows) for rows in found.part.rows.values()],
             found.ready,
             found.pending,
-            # Where a session has workers they read the blocks: its own process need not map the memory.
+            # If the session has workers, they read the blocks: the client's own process need not map the memory.
             self._ready_slots(session, found) if found.ready and session.worker_group is None else None,
             found.held,
             plan.slower,
@@ -392,7 +400,8 @@ class ClientHandler:
         return p.Found(session.backend.find(self._names(session, o.digests)))
 
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
-        """What a request names, counted as its work; ``first`` is the block whose tokens come first."""
+        """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
+        ``tokens``."""
         layout = session.layout
         groups = len(layout.groups)
         names = WireBlockNames(digests, groups, tokens, 4 * layout.block_tokens, self._access.tag, first)
@@ -431,7 +440,7 @@ class ClientHandler:
         end = time.monotonic() + _GROWING
         for count in slices:
             if not count and time.monotonic() >= end:
-                transfer.cancel()  # this client's other requests wait behind it; what has come by now is used
+                transfer.cancel()  # this client's other requests wait behind it; what has been loaded by now is used
             yield count * work_limits.MOVE or work_limits.PAUSE
         yield number
 
@@ -445,7 +454,7 @@ class ClientHandler:
         return self._exporter.slots(session.backend, holding)
 
     def _release(self, o: p.Release) -> Iterator[p.Answer] | None:
-        # What gives back is counted, and never refused.
+        # Giving back is counted as work, but never refused.
         session = self._session(o.session)
         if len(o.holdings) == 1:
             self._spent += 1 + session.release(o.holdings[0]) // work_limits.MOVE
@@ -501,9 +510,9 @@ class ClientHandler:
     def _reserve_later(
         self, o: p.Reserve, session: ServerSession, made: Reservation, reserve: Callable[[], Reservation], refused: int
     ) -> Iterator[p.Answer]:
-        """The client waits until there is memory for it, and the others do not."""
+        """Let this client wait until there is memory for its reservation, while the other clients are served."""
         end, dram = time.monotonic() + _GROWING, self._store.dram
-        for _ in range(_TRIES):  # each is as much work as the first
+        for _ in range(_TRIES):  # each try is as much work as the first
             needed = (len(made.keys) + made.later) * max(g.footprint for g in session.layout.geometry.values())
             made.abort()
             yield work_limits.PAUSE
@@ -609,19 +618,20 @@ class ClientHandler:
         session.backend.expect(names, TURNS.get(o.turn), returns_in)
 
     def _all_of(self, step: Callable[[], bool]) -> Iterator[int]:
-        """Call ``step``, each a slice of the index's, until it is False; then the request's next operation is done."""
+        """Call ``step``, which does one slice of the index's, until it returns False; then the request's next operation
+        follows."""
         try:
             while step():
                 yield slices.SLICE * work_limits.MOVE
         except (
             GeneratorExit
-        ):  # the client has hung up. What is half dropped would come back, so it is done all the same
+        ):  # the client hung up. Blocks that are half dropped would come back, so the work is still completed
             self._in_turns(step)
             raise
         self._spent += slices.SLICE * work_limits.MOVE
 
     def _in_turns(self, step: Callable[[], bool]) -> None:
-        """Call ``step`` until it is False, with the other clients served in between."""
+        """Call ``step`` until it returns False, and serve the other clients in between."""
         if step():
             self._context.loop.after_others(lambda: self._in_turns(step))
 
@@ -634,7 +644,7 @@ class ClientHandler:
             if not found.complete:
                 self.notices.keep(number)
                 return
-            # What was lost is told to each client once, whoever else flushes.
+            # Lost blocks are reported once to each client, whichever other clients flush.
             before, self._lost_blocks = self._lost_blocks, self._store.lost
             lost = _values(self._lost_blocks - before)
             self.notices.end(p.Ended(number, written=found.written, unwritten=_values(found.unwritten), lost=lost))
@@ -676,15 +686,13 @@ class ClientHandler:
         return number
 
     def _statistics(self, _: p.Statistics) -> Any:
-        # Once a frame: a thousand of them in one would keep the others waiting for a second.
+        # Computed once per frame: a thousand of them in one frame would make the other clients wait for a second.
         if self._told_at != self.requests:
             self._told_at = self.requests
             status = self._context.status(None if self._access.role is Role.ADMIN else self.domain)
             self._told = msgspec.Raw(msgspec.msgpack.encode(status))
         if len(memoryview(self._told)) > _STATUS:
-            raise RightError(
-                "there are too many clients and models to tell of all in one answer; ask the node's /metrics"
-            )
+            raise RightError("there are too many clients and models for one answer; ask the node's /metrics")
         self._charge(len(memoryview(self._told)) // work_limits.ANSWER_BYTES)
         return self._told
 
@@ -702,7 +710,7 @@ class ClientHandler:
     # -- the end ------------------------------------------------------------------------------------------
 
     def _lost(self) -> None:
-        """The socket was closed: the rights stay until the process cannot use them any more."""
+        """The socket was closed: the rights are kept until the process cannot use them any more."""
         self._forget()
         self._exporter.close()
         self.notices.close()
@@ -714,11 +722,15 @@ class ClientHandler:
         if not self.rights:
             self._end()
             return
-        log.info("client %d is gone with %d rights; they wait for its death", self._connection.pid, self.rights)
+        log.info(
+            "client %d has disconnected with %d rights; they are kept until its process exits",
+            self._connection.pid,
+            self.rights,
+        )
         self._context.loop.add_reader(self._pidfd, self.over)
 
     def over(self) -> None:
-        """Its process is dead, or says that it uses nothing of it any more."""
+        """The client's process has exited, or has said that it uses none of these rights any more."""
         self._connection.close()
         if not self._ended:
             self._context.loop.remove_reader(self._pidfd)
@@ -738,7 +750,7 @@ class ClientHandler:
         self._context.left(self.token, self.domain, self.requests, self.failures)
 
     def _give_back(self, steps: Iterator[int]) -> None:
-        """In turns: it may have held so much that the others would wait."""
+        """Run the steps in turns: the client may have held so much that the other clients would have to wait."""
         spent = 0
         for units in steps:
             spent += units

@@ -1,19 +1,19 @@
-"""What a node answers over HTTP, in its own loop: for probes, Prometheus, and administrators of other hosts.
+"""The node's HTTP server, in the node's own loop: for health probes, Prometheus, and administrators of other hosts.
 
 =====================  =========  ==========================================================================
-``GET /healthz``       anybody    whether it serves; how it is, for those who may read
+``GET /healthz``       everyone   whether the node serves; with details, for callers who may read
 ``GET /metrics``       read       for Prometheus
 ``GET /status``        read       what ``kvtide status`` shows, as JSON
-``POST /forget``       admin      ``?tenant=TAG``: destroy a tenant's keys and blocks; the answer says how many
+``POST /forget``       admin      ``?tenant=TAG``: destroy a tenant's keys and blocks; returns how many
 =====================  =========  ==========================================================================
 
-``auth.py`` says who asks. Where nobody has to say it, only known names in ``Host`` are answered (``host_names.py``),
-but for ``/healthz``, and what is told names no tenant, process, model or path.
+``auth.py`` authenticates callers. Where no authentication is configured, requests other than ``/healthz`` are answered
+only for known names in ``Host`` (``host_names.py``), and the answers name no tenant, process, model or path.
 
-A tiny server: one request a connection, of some kilobytes, and a few seconds to shake hands, to send it and to take the
-answer. Whoever is slower, or says what this does not understand, loses his connection; when there are too many
-connections the next is closed at once, and no more than a hundred begin in a second, because a handshake is work.
-Nothing here waits for anybody else, and what is read is worked out at most ten times a second.
+The server is minimal: one request per connection, of some kilobytes, with a few seconds for the handshake, the request
+and its answer. A caller that is slower, or sends something invalid, is disconnected. When too many connections are
+open, the next one is closed at once, and at most a hundred begin per second, because a handshake costs CPU time.
+Requests do not wait for each other, and pages are computed at most ten times a second.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = ["PAGES", "Http"]
 log = logging.getLogger("kvtide.http")
 
 _MOST = 32
-"""Connections at a time."""
+"""Maximum number of connections at a time."""
 _LARGEST = 8192
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 _PATIENCE = 5.0
 """Seconds for a handshake, a request and its answer together."""
 _PACE = 0.01
-"""Seconds between the beginnings of two connections."""
+"""Minimum seconds between the beginnings of two connections."""
 _PAUSE = 0.5
-"""Seconds without new connections when there are no descriptors for them."""
+"""Seconds without accepting connections after the node ran out of file descriptors for them."""
 _FRESH = 0.1
-"""Seconds for which an answer is good."""
+"""Seconds for which a computed page is reused."""
 
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found"}
 _REASONS |= {
@@ -72,7 +72,7 @@ PAGES: dict[str, Role | None] = {
     "/status": Role.READ,
     "/forget": Role.ADMIN,
 }
-"""What each needs. Those for administrators are acts, and asked for by POST."""
+"""The role that each page needs. Those for administrators are actions, requested by POST."""
 _ACTS = {"/forget"}
 
 
@@ -83,7 +83,7 @@ class _Asked(NamedTuple):
     authorization: str
     host: str
     by_page: bool
-    """Whether a page in a browser asks: it shows the certificate of whoever looks at it."""
+    """Whether a page in a browser sent the request: the browser would present its user's certificate."""
 
 
 class _Refused(Exception):  # noqa: N818 - an answer
@@ -93,13 +93,13 @@ class _Refused(Exception):  # noqa: N818 - an answer
 
 
 class Http:
-    """Serves what a node knows. Call it in its loop's thread."""
+    """Serves a node's pages. Call it in the thread of the node's loop."""
 
     def __init__(self, host: NodeContext, passes: HttpAuth) -> None:
         self._context = host
         self._auth = passes
         self._answers: dict[tuple[str, bool], tuple[float, bytes]] = {}
-        """By page, and whether it tells all: when it was worked out, and what it is."""
+        """By page, and whether it has all details: when it was computed, and the response."""
         self._listening: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Task[None]] = set()
         self.address = ""
@@ -141,7 +141,7 @@ class Http:
                 try:
                     sock, _ = await loop.sock_accept(listener)
                 except OSError as e:
-                    log.warning("cannot take a connection: %s", e.strerror)
+                    log.warning("cannot accept a connection: %s", e.strerror)
                     await asyncio.sleep(_PAUSE)
                     continue
                 if len(self._open) >= _MOST:
@@ -181,7 +181,7 @@ class Http:
             caller = self._admitted(asked, self._auth.of(asked.authorization, certificate))
             if asked.path in _ACTS:
                 assert caller is not None
-                patience.reschedule(None)  # he may wait for as long as it takes
+                patience.reschedule(None)  # the caller may wait for as long as it takes
                 answer = await self._forget(asked, caller)
                 patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
             else:
@@ -192,27 +192,28 @@ class Http:
             return _response(431, "the request is too large")
         except (OSError, asyncio.IncompleteReadError):
             raise
-        except Exception:  # a fault of ours costs this answer, and nobody else anything
-            log.exception("could not answer")
+        except Exception:  # a bug of the node costs only this answer
+            log.exception("an HTTP request could not be answered")
             return _response(500, "see the log")
         return answer if asked.method != "HEAD" else answer[: answer.index(b"\r\n\r\n") + 4]
 
     def _asked_by_name(self, asked: _Asked) -> bool:
-        """Whether no other site's page can be asking, in a browser that takes us for that site."""
+        """Whether the request cannot come from another site's page, in a browser that takes this server for that
+        site."""
         return self._auth.needed or self._hosts.knows(asked.host)
 
     def _admitted(self, asked: _Asked, caller: HttpCaller | None) -> HttpCaller | None:
-        """Whoever asks, if he may. Raises _Refused."""
+        """Returns the caller if it may make this request. Raises _Refused."""
         if asked.path not in PAGES:
             raise _Refused(404, f"there are {', '.join(PAGES)}")
         methods = ("POST",) if asked.path in _ACTS else ("GET", "HEAD")
         if asked.method not in methods:
-            raise _Refused(405, f"{asked.path} is asked for by {' or '.join(methods)}")
+            raise _Refused(405, f"{asked.path} must be requested by {' or '.join(methods)}")
         needed = PAGES[asked.path]
         if needed is not None and not self._asked_by_name(asked):
             raise _Refused(
                 421,
-                f"the name {asked.host[:100]!r} is not known here, and nobody has to show who he is: ask for "
+                f"the name {asked.host[:100]!r} is not known here, and authentication is not required: ask for "
                 "localhost, or set node.hosts or node.tokens",
             )
         if needed is not None and (caller is None or caller.role < needed):
@@ -220,7 +221,7 @@ class Http:
             refusal = self._context.refusals.refuse(f"{who} over HTTP", role, asked.path[1:], needed)
             raise _Refused(401 if caller is None else 403, str(refusal))
         if asked.by_page and asked.path in _ACTS:
-            raise _Refused(403, "a page in a browser asks; this is for kvtide forget and its like")
+            raise _Refused(403, "pages in a browser must not request this; use kvtide forget")
         return caller
 
     def _page(self, path: str, told: bool) -> bytes:

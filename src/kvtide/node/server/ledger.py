@@ -1,13 +1,14 @@
-"""Who has mapped which memory: what the next node must know, should this one die.
+"""Records which process has mapped which memory, for the node's successor in case this node dies.
 
-A client's mappings outlive the node, so that what it was handed stays readable. Until it lets go, that memory is still
-taken from the host, and a new node that took its whole budget beside it would exceed it. So a node writes down, beside
-its socket and before it hands memory out, which process gets it. The next one sets as many bytes aside until the client
-has come back and said that it has let go, or its process is dead.
+A client's mappings outlive the node, so that blocks handed out stay readable. Until the client unmaps them, that memory
+is still in use on the host, and a new node that took its whole budget in addition would exceed it. So before a node
+hands out memory, it records in a file beside its socket which process gets it. The next node sets that many bytes aside
+until the client has reconnected and reported that it unmapped them, or its process has exited.
 
-All clients wait while that is written, so it must not wait for a disk: a file system writes a file down before it takes
-the place of another, which takes 20 ms and at times half a second. So a file is made once, and then written over, by
-turns in two places, each with a number and a digest: if a node dies while it writes to one, the other still counts.
+All clients wait while the file is written, so the write must not wait for a disk. Writing a new file and renaming it
+would: a file system flushes a file before it replaces another one, which takes 20 ms and at times half a second. So the
+file is created once and then overwritten, alternately at two places, each version with a number and a digest: if a node
+dies while it writes one, the other is still valid.
 """
 
 from __future__ import annotations
@@ -32,43 +33,45 @@ __all__ = ["Ledger", "beside"]
 log = logging.getLogger("kvtide.node")
 
 _CLIENTS = 200
-"""Of one process, those included that have left with memory mapped: each is a line in the book."""
+"""Maximum number of clients of one process, including those that left with memory mapped: each is an entry in the
+file."""
 
 
 _PLACES = 0, 64 << 20
-"""Where in the file the two versions are. It is sparse."""
+"""Offsets of the two versions in the file. It is sparse."""
 _HEAD = struct.Struct("<QQ16s")
-"""Before a version: its number, its length and its digest."""
+"""Header of a version: its number, its length and its digest."""
 
 
 class _Entry(msgspec.Struct):
-    """A client's process, and the memory that it has: bytes by name."""
+    """A client's process, and the memory that it has mapped: bytes by name."""
 
     pid: int
     started: int
-    """When, in the kernel's ticks: a number of a process is given again."""
+    """When the process was started, in the kernel's ticks: the kernel reuses process ids."""
     memory: dict[str, int]
 
 
 def beside(socket: Path, kind: str) -> Path:
-    """The file of that kind of the node at a socket. Sockets may differ after a dot alone, and have files of their own:
-    only what is always the same is left out."""
+    """The file with extension ``kind`` that belongs to the node at a socket. Only the usual ``.sock`` is removed from
+    the name: sockets whose names differ only after a dot must have different files."""
     return socket.with_name(f"{socket.name.removesuffix('.sock')}.{kind}")
 
 
 class Ledger:
-    """Call everything in the node's loop once it is attached."""
+    """The record of lent memory. Once it is attached, call its methods only in the node's loop."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.life = secrets.token_hex(8)
         self._entries: dict[str, _Entry] = {}
         self._watched: dict[int, int] = {}
-        """By process: its pidfd. One for all its clients, or many of them would take all descriptors."""
+        """By process: its pidfd. One for all clients of a process: many clients could otherwise use up the
+        descriptors."""
         self._dram: Dram | None = None
         self._file = -1
         self._version = 0
-        with contextlib.suppress(OSError):  # one that an earlier version wrote for all to read
+        with contextlib.suppress(OSError):  # an earlier version made it readable for everyone
             path.chmod(0o600)
         try:
             entries = msgspec.json.decode(_read(path), type=dict[str, _Entry])
@@ -76,23 +79,24 @@ class Ledger:
         except FileNotFoundError:
             pass
         except (msgspec.MsgspecError, OSError) as e:
-            log.warning("%s is unreadable (%s): memory that clients still have is not counted", path, e)
+            log.warning("%s is unreadable (%s): memory that clients still have mapped is not counted", path, e)
 
     @property
     def elsewhere(self) -> int:
-        """Bytes of earlier nodes that their clients still have."""
+        """Bytes of earlier nodes' memory that clients still have mapped."""
         found = {n: size for e in self._entries.values() for n, size in e.memory.items() if not self._ours(n)}
         return sum(found.values())
 
     @property
     def segments(self) -> int:
-        """Segments of any node that clients have, those that several have once for each."""
+        """Number of segments, of any node, that clients have mapped; a segment counts once for each client."""
         return sum(len(entry.memory) for entry in self._entries.values())
 
     def attach(self, loop: asyncio.AbstractEventLoop, drams: Sequence[Dram]) -> None:
-        """Begin to watch the clients of earlier nodes, and to keep the account of ``drams``.
+        """Begin to watch the clients of earlier nodes, and to follow the segments that ``drams`` remove.
 
-        What those still have is set aside in the first: a reserved share is not made smaller by what others did.
+        The bytes that those clients still have are set aside in the first: a share reserved for a tenant is not made
+        smaller by what others did.
         """
         self._loop, self._dram = loop, drams[0]
         self._dram.set_aside(self.elsewhere)
@@ -102,34 +106,35 @@ class Ledger:
             self._watch(entry.pid)
 
     def name(self, serial: int) -> str:
-        """What the memory with that serial number is called in all nodes' lives."""
+        """The name of the memory with that serial number, unique across restarts of the node."""
         return f"{self.life}-{serial}"
 
     def _ours(self, name: str) -> bool:
         return name.startswith(f"{self.life}-")
 
-    # -- what clients do ----------------------------------------------------------------------------------
+    # -- calls for what clients do ------------------------------------------------------------------------
 
     def arrived(self, client: str, pid: int, mapped: Iterable[str]) -> str:
-        """A client is here, and of what it had before it still has ``mapped``. Answers why it cannot be, if so."""
+        """A client has connected, and still has ``mapped`` of its earlier memory. Returns why it must be refused, or
+        ""."""
         known = self._entries.get(client)
         if known is None and sum(e.pid == pid for e in self._entries.values()) >= _CLIENTS:
-            return f"this process has memory of {_CLIENTS} clients; let go of views that closed ones gave it"
+            return f"this process has memory of {_CLIENTS} clients; release views that closed clients gave it"
         if known is not None and known.pid != pid:
-            return "this client calls itself by another process's name"
+            return "this client uses the name of another process's client"
         entry = self._entry(client, pid)
         self.unmapped(client, entry.memory.keys() - set(mapped))
         return ""
 
     def lent(self, client: str, pid: int, serials: Sequence[int], sizes: Sequence[int]) -> None:
-        """A client is about to get memory of ours."""
+        """A client is about to get memory of this node."""
         entry = self._entry(client, pid)
         entry.memory |= {self.name(s): size for s, size in zip(serials, sizes, strict=True)}
         self._watch(pid)
         self._write()
 
     def unmapped(self, client: str, names: Iterable[str]) -> None:
-        """A client has let go of memory."""
+        """A client has unmapped memory."""
         memory = self._entries[client].memory if client in self._entries else {}
         if gone := memory.keys() & set(names):
             for name in gone:
@@ -137,7 +142,7 @@ class Ledger:
             self._settle()
 
     def left(self, client: str) -> None:
-        """A client has hung up. What it has not let go of stays written down until its process is dead."""
+        """A client has disconnected. Memory that it has not unmapped stays recorded until its process has exited."""
         entry = self._entries.get(client)
         if entry is not None and not entry.memory:
             del self._entries[client]
@@ -147,17 +152,17 @@ class Ledger:
     def _entry(self, client: str, pid: int) -> _Entry:
         return self._entries.setdefault(client, _Entry(pid, _started(pid), {}))
 
-    # -- the account --------------------------------------------------------------------------------------
+    # -- the file -----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Memory was let go."""
+        """Clients have unmapped memory: update what is set aside, and the file."""
         assert self._dram is not None
         self._dram.set_aside(self.elsewhere)
         self._write()
 
     def _given_up(self, serial: int) -> None:
-        """Memory of ours has no pages any more, whoever has mapped it. Any thread says so."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        """A segment of this node has no pages any more, even where it is mapped. Called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             self._loop.call_soon_threadsafe(self._strike, self.name(serial))
 
     def _strike(self, name: str) -> None:
@@ -173,14 +178,14 @@ class Ledger:
         try:
             if first:
                 self._file = self._make()
-            if len(head + text) > _PLACES[1]:  # it would reach into the other version
+            if len(head + text) > _PLACES[1]:  # it would overlap the other version
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             if os.pwrite(self._file, head + text, _PLACES[self._version % 2]) < len(head + text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if first:
                 self._fresh.replace(self._path)
         except OSError as e:
-            self._let_go()  # the next time it is made anew
+            self._let_go()  # the next write creates it again
             log.warning(
                 "cannot write %s (%s): should the node die, its successor may take too much memory", self._path, e
             )
@@ -190,7 +195,7 @@ class Ledger:
         return self._path.with_name(f"{self._path.name}-new")
 
     def _make(self) -> int:
-        # Whose processes these are is for nobody else; what a crash left there may have another mode.
+        # Process ids of clients are not for other users; a file left by a crash may have another mode.
         self._fresh.unlink(missing_ok=True)
         return os.open(self._fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -200,7 +205,7 @@ class Ledger:
             self._file = -1
 
     def _watch(self, pid: int) -> None:
-        """Wait for the death of a process that has clients."""
+        """Watch for the exit of a process that has clients."""
         if pid in self._watched:
             return
         try:
@@ -222,7 +227,7 @@ class Ledger:
         self._settle()
 
     def close(self) -> None:
-        """Stop watching. The book stays, while clients have memory of ours."""
+        """Stop watching. The file is kept while clients have memory of this node mapped."""
         for pidfd in self._watched.values():
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -233,7 +238,8 @@ class Ledger:
 
 
 def _read(path: Path) -> bytes:
-    """The newest version in a file that is whole, or all of it: an earlier kvtide wrote one version. Raises OSError."""
+    """The newest intact version in a file, or the whole file: an earlier kvtide wrote one version only. Raises
+    OSError."""
     found: list[tuple[int, bytes]] = []
     with path.open("rb") as file:
         for place in _PLACES:
@@ -249,7 +255,7 @@ def _read(path: Path) -> bytes:
 
 
 def _started(pid: int) -> int:
-    """When a process was started; -1 if it is none."""
+    """When a process was started; -1 if there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):

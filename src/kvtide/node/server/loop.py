@@ -1,11 +1,14 @@
-"""The node's event loop: asyncio's, with clients served in the order in which they called.
+"""The node's event loop: asyncio's, with clients served in the order in which their requests arrived.
 
-asyncio asks the system who is ready, and then serves all of them. The system keeps whom it has named in their places:
-of eight busy clients those that were served first call again before the last are done, and so come once more before one
-that called in the meantime. One request in ten took twice as long as the others. So clients are not callbacks of the
-loop. Its selector serves them itself, and asks for the next one alone after each; that also spares every request the
-loop's own bookkeeping. After a few of them the loop has its turn: timers, notices, connections. If serving them has
-given the loop nothing to do, the selector waits for the next one itself, until the loop's next timer.
+asyncio asks the kernel which sockets are ready, and then serves all of them. The kernel keeps the reported sockets in
+their places in its ready list: of eight busy clients, those served first send another request before the last ones are
+served, and are then served again before a client whose request arrived in the meantime. One request in ten took twice
+as long as the others.
+
+So clients are not callbacks of the loop. The loop's selector serves them itself and asks the kernel for a single event
+after each; that also spares every request the loop's own bookkeeping. After a few clients the loop has its turn:
+timers, notices, connections. If serving the clients has given the loop nothing to do, the selector itself waits for the
+next one, until the loop's next timer.
 """
 
 from __future__ import annotations
@@ -30,24 +33,24 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _TURN = 8
-"""Clients that are served before the loop does what else there is."""
+"""Number of clients that are served before the loop does its other work."""
 
 _Call = Callable[[], None]
 
 
 class _Selector(selectors.EpollSelector):
-    """Tells the loop what is ready, except for clients, which it calls."""
+    """Reports ready descriptors to the loop, except those of clients, which it serves itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self._epoll = select.epoll.fromfd(os.dup(self.fileno()))
-        """The same one, to ask for a single event."""
+        """The same epoll instance, for asking for a single event."""
         self._clients: dict[int, tuple[_Call | None, _Call | None]] = {}
         self._served = 0
         self._waiting: deque[tuple[int, _Call]] = deque()
-        """What is due when so many were served."""
+        """Calls to make, each once ``_served`` has reached its number."""
         self.loop_waits = False
-        """Whether the loop has got something to do since it asked who is ready."""
+        """Whether the loop has been given something to do since it last called ``select``."""
 
     def attend(self, fd: int, readable: _Call | None, writable: _Call | None) -> None:
         events = (select.EPOLLIN if readable else 0) | (select.EPOLLOUT if writable else 0)
@@ -84,7 +87,7 @@ class _Selector(selectors.EpollSelector):
         self._served += 1
         readable, _ = self._clients[fd]
         if readable is not None and events & ~select.EPOLLOUT:
-            # First: who has hung up cannot be written to, and what it said before counts.
+            # Read first: a client that hung up cannot be written to, but what it sent before must be processed.
             _guarded(readable)
         if events & ~select.EPOLLIN:
             _, writable = self._clients.get(fd, (None, None))
@@ -106,15 +109,15 @@ class _Selector(selectors.EpollSelector):
 
 
 def _until(end: float) -> float:
-    """How long to wait for the system, or -1: as long as it takes."""
+    """Seconds to wait in the kernel; -1: without limit."""
     if end == math.inf:
         return -1.0
-    # The system counts in milliseconds: without rounding up a timer would be asked for again and again.
+    # The kernel counts in milliseconds: without rounding up, the loop would poll repeatedly until a timer is due.
     return max(0.0, math.ceil((end - time.monotonic()) * 1e3) * 1e-3)
 
 
 def _guarded(call: _Call) -> None:
-    """As the loop does with its own callbacks."""
+    """Call, and log exceptions, as the loop does with its own callbacks."""
     try:
         call()
     except (SystemExit, KeyboardInterrupt):
@@ -124,13 +127,13 @@ def _guarded(call: _Call) -> None:
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop that serves clients in their order."""
+    """An event loop that serves clients in the order of their requests."""
 
     def __init__(self) -> None:
         self._clients = _Selector()
         super().__init__(self._clients)
 
-    # All ways to give the loop something to do. Other threads and signals wake it by a socket of its own.
+    # All ways to give the loop something to do. Other threads and signals wake it through a socket of its own.
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -149,15 +152,16 @@ class Loop(asyncio.SelectorEventLoop):
         super().stop()
 
     def attend(self, fd: int, readable: _Call | None = None, writable: _Call | None = None) -> None:
-        """From now on call these when a client's socket is so; without both it is let go."""
+        """From now on call these when a client's socket is readable or writable; with neither, the socket is
+        removed."""
         self._clients.attend(fd, readable, writable)
 
     def after_others(self, call: _Call) -> None:
-        """Call when all clients that wait now were served."""
+        """Call ``call`` when all clients that wait now were served."""
         self._clients.after_others(call)
 
 
 def run_in_loop(main: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, in a loop that a node can serve in."""
+    """Like ``asyncio.run``, in a loop of the kind that a node needs."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(main)

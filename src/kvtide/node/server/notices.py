@@ -1,9 +1,11 @@
-"""What a client is told in its own time, over its connection for notices: ends of loads, drops and flushes, and events.
+"""Notices to a client, over its second connection: ends of loads, drops and flushes, and events.
 
-Ends are always told. Events are told as fast as the client reads them: one that is too slow loses some, is told how
-many, and loses nothing else. They are told of blocks of those models and tenants alone that the client has a session
-for: to open one it needs a namespace, which is made with the tenant's naming secret. Administrators are told of all
-blocks in their domain, those too of which nobody knows whose they are.
+Ends are always sent. Events are sent as fast as the client reads them: a client that is too slow misses some events, is
+told how many, and misses nothing else.
+
+Events are sent only for blocks of models and tenants that the client has a session for: opening one needs a namespace,
+which is derived with the tenant's naming secret. Administrators get events of all blocks in their domain, including
+blocks whose identity is unknown.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from kvtide.transfer.transfer import Transfer
 __all__ = ["NoticeSender"]
 
 _UNDER_WAY = 1000
-"""Loads, drops and flushes of one client at a time."""
+"""Maximum number of loads, drops and flushes of one client at a time."""
 
 
 class NoticeSender:
-    """What one client is told. All in the node's loop, but for events, which come on any thread."""
+    """Sends one client's notices. Call it in the node's loop; only events arrive from any thread."""
 
     def __init__(
         self,
@@ -36,8 +38,8 @@ class NoticeSender:
         tag: bytes,
         mine: Collection[int] | None,
     ) -> None:
-        """``soon`` makes a call in the loop; ``tag`` is that of the client's trust domain; ``mine`` are the identities
-        of whose blocks it may be told, by their fingerprints; None: of all."""
+        """``soon`` makes a call in the loop; ``tag`` is that of the client's trust domain; ``mine`` are the
+        fingerprints of the identities for whose blocks the client gets events; None: for all."""
         self._tag = tag
         self._mine = mine
         self._feed = feed
@@ -49,7 +51,7 @@ class NoticeSender:
         self.connection: Connection | None = None
 
     def connect(self, connection: Connection) -> None:
-        """The client hears us from now on."""
+        """The client's connection for notices is open."""
         self.connection = connection
         connection.drained = self._tell_events
         self._tell_events()
@@ -61,7 +63,7 @@ class NoticeSender:
     # -- ends ---------------------------------------------------------------------------------------------
 
     def completion(self) -> int:
-        """A number for something whose end will be told."""
+        """A new number for an operation whose end will be reported."""
         if len(self._under_way) >= _UNDER_WAY:
             raise RightError(f"this client has {_UNDER_WAY} loads, drops and flushes under way; wait for some")
         number = next(self._numbers)
@@ -69,33 +71,33 @@ class NoticeSender:
         return number
 
     def follow_load(self, number: int, transfer: Transfer, holding: PrefixLease) -> None:
-        """What was promised is the end of a load."""
+        """Report the end of a load under ``number``."""
         self._under_way[number] = transfer
         transfer.on_end(lambda: self._soon(lambda: self.end(p.Ended(number, held=holding.held))))
 
     def follow_persist(self, number: int, transfer: Transfer, ended: Callable[[], p.Ended]) -> None:
-        """What was promised is that blocks are durable."""
+        """Report the end of a wait for durable blocks under ``number``."""
         self._under_way[number] = transfer
         transfer.on_end(lambda: self._soon(lambda: self.end(ended())))
 
     def keep(self, number: int, count: int = 0, failure: str = "") -> None:
-        """It has ended."""
+        """Report the end of a drop, an expiry or a flush."""
         self.end(p.Ended(number, count, failure))
 
     def end(self, ended: p.Ended) -> None:
-        """It has ended, and this is what there is to say of it."""
+        """Send the report of an operation's end."""
         del self._under_way[ended.number]
         self.tell(ended)
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for a load any more."""
+        """Cancel a load or a wait for durable blocks."""
         if (transfer := self._under_way.get(number)) is not None:
             transfer.cancel()
 
     # -- events -------------------------------------------------------------------------------------------
 
     def follow(self, on: bool) -> None:
-        """Tell events, or no longer."""
+        """Start or stop sending events."""
         if on and self._unfollow is None:
             self._unfollow = self._feed.follow(self._happened)
         elif not on and self._unfollow is not None:

@@ -1,8 +1,8 @@
-"""What is said to those whose role does not suffice; and administrative acts among it, written down in the audit log.
+"""Refusals of operations for which a caller's role does not suffice. Refused administrative operations are audited.
 
-Whoever may connect may try, and as often as he likes: the log must not grow with every attempt, and the node's loop
-must not wait for the disk. So the first is written at once, by a thread, and those alike that come within a second are
-one line, which says how many they were.
+Any user that may connect can try repeatedly: the audit log must not grow with every attempt, and the node's loop must
+not wait for the disk. So the first refusal is written at once, by a thread, and equal ones within a second become one
+line with their number.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Refusals"]
 log = logging.getLogger("kvtide.node")
 
 _PAUSE = 1.0
-"""Seconds between lines that are alike."""
+"""Seconds between equal lines."""
 
 
 class Refusals:
-    """Made and called in the node's loop."""
+    """Created and called in the node's loop."""
 
     def __init__(self, audit: Audit | None) -> None:
         self._audit = audit
@@ -35,7 +35,8 @@ class Refusals:
         self._busy = False
 
     def refuse(self, who: str, role: Role | None, what: str, needed: Role) -> AccessError:
-        """What to say to somebody whose role does not suffice. ``who`` is one of few: each has lines of his own."""
+        """The error for a caller whose role does not suffice. ``who`` must have few values: each gets lines of its
+        own."""
         why = f"{what} needs the role {needed}, and {who} has {'none' if role is None else role}"
         if needed is Role.ADMIN:
             self._waiting[who, what, why] += 1
@@ -57,5 +58,5 @@ class Refusals:
                     self._audit.record(what, f"refused: {why}", who, times=times)
                 except AuditError as e:
                     log.error("%s", e)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody can be refused any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there will be no more refusals
             self._loop.call_soon_threadsafe(self._loop.call_later, _PAUSE, self._write)

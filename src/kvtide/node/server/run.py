@@ -1,4 +1,4 @@
-"""Runs a node until it is told to stop, or is idle."""
+"""Runs a node until it is stopped by a signal or has been idle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["detach", "serve"]
 log = logging.getLogger("kvtide.node")
 
 _PATIENCE = 60.0
-"""Seconds to wait for a predecessor that is writing down what it has."""
+"""Seconds to wait for a predecessor that is still writing its blocks to colder tiers."""
 
 
 def serve(
@@ -41,13 +41,13 @@ def serve(
     idle_seconds: float | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve a store at ``path`` until SIGTERM or SIGINT, or until no client was there for ``idle_seconds``.
+    """Serve a store at ``path`` until SIGTERM or SIGINT, or until there was no client for ``idle_seconds``.
 
-    Then write down what is worth keeping, for ``stop_seconds`` at most: if it takes longer the process ends at once,
-    whatever hangs. ``ready`` is called when clients may come.
+    Then write what is worth keeping to colder tiers, for ``stop_seconds`` at most: after that the process exits at
+    once, whatever hangs. ``ready`` is called when the node accepts clients.
     """
     if not run_in_loop(_serve(config, path, stop_seconds, idle_seconds, ready)):
-        log.warning("not all was written down within %g seconds; the rest is lost", stop_seconds)
+        log.warning("not all blocks were written to colder tiers within %g seconds; the rest is lost", stop_seconds)
         logging.shutdown()
         os._exit(1)
 
@@ -55,7 +55,7 @@ def serve(
 async def _serve(
     config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
 ) -> bool:
-    """Answers whether it ended in good order."""
+    """Returns whether the store was closed in time."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +81,7 @@ async def _serve(
         ready()
         _notify("READY=1")
         gc.collect()
-        gc.freeze()  # what is here stays: looking at it again and again would make clients wait
+        gc.freeze()  # these objects stay alive: scanning them in every collection would make clients wait
         if idle_seconds is not None:
             node.when_idle(idle_seconds, stop.set)
         await stop.wait()
@@ -96,9 +96,9 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
-    """Be the only node of a socket. One that is just stopping is waited for; one that serves is not.
+    """Make sure that this is the only node of a socket. Waits for a node that is stopping, but not for one that serves.
 
-    False if we were stopped before.
+    Yields False if this process was told to stop while it waited.
     """
     end = time.monotonic() + _PATIENCE
     file = beside(path, "alive")
@@ -116,14 +116,14 @@ async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
                     raise ConfigError(f"another node serves {path}; stop it, or give another socket") from None
                 await asyncio.sleep(0.02)
         if not stop.is_set() and path.is_socket():
-            path.unlink()  # left behind by one that was killed
+            path.unlink()  # left behind by a node that was killed
         yield not stop.is_set()
 
 
 def detach(run: Callable[[Callable[[], None]], None]) -> None:
-    """Let ``run`` go on in a process that is nobody's child; returns when it has called what it was given.
+    """Run ``run`` in a detached child process; returns when ``run`` has called its argument.
 
-    Call it before there are other threads. Raises KvtideError if it ends before.
+    Call it before there are other threads. Raises KvtideError if the child process ends before.
     """
     ours, theirs = os.pipe()
     if os.fork():
@@ -156,7 +156,7 @@ def detach(run: Callable[[Callable[[], None]], None]) -> None:
 
 
 def _notify(state: str) -> None:
-    """Tell systemd, if it started us."""
+    """Notify systemd, if it started this process."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""What a client sees of the node's memory: slots by address, and descriptors of segments that it has not got yet."""
+"""Makes the node's memory accessible to a client: addresses of slots, and descriptors of segments new to the client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LentSegment", "SegmentExporter"]
 
 
 class LentSegment(NamedTuple):
-    """A segment that a client is about to get."""
+    """A segment whose descriptor is about to be sent to a client."""
 
     serial: int
     fd: int
@@ -23,24 +23,24 @@ class LentSegment(NamedTuple):
 
 
 class SegmentExporter:
-    """For one client, which may write through it or not."""
+    """The segments known to one client; ``writable``: whether it may write to them."""
 
     def __init__(self, store: Store, writable: bool) -> None:
         self._drams = [part.dram for part in store.parts]
         self._writable = writable
         self._known: set[int] = set()
-        """Segments whose descriptors it has."""
+        """Segments whose descriptors the client has."""
         self._new: list[LentSegment] = []
         self._removals = 0
 
     def slots(self, backend: LocalBackend, holding: LocalPrefixLease) -> p.Collected:
-        """Where a holding lies."""
+        """The slots of a leased prefix."""
         blocks, first, places = backend.places(holding)
         slots = [p.Slots(first[g.name], self._addresses(backend, places[g.name])) for g in backend.layout.groups]
         return p.Collected(blocks, slots)
 
     def reserved(self, number: int, made: Reservation, backend: LocalBackend, addressed: bool = True) -> p.Reserved:
-        """A reservation and, if it is ``addressed`` to this client, where it lies."""
+        """A reservation and, if ``addressed``, the addresses of its slots for this client to write."""
         groups = [backend.numbers[k[32:]] for k in made.keys]
         places = self._addresses(backend, backend.store.index.place[DRAM][made.rows]) if addressed else b""
         return p.Reserved(number, made.refused, groups, list(made.depths), places, made.pending, made.later)
@@ -49,7 +49,7 @@ class SegmentExporter:
         dram = backend.store.dram
         found, serials = dram.addresses(places)
         for serial in serials - self._known:
-            # A copy: what comes later in the same frame may give the segment back.
+            # A copy: a later operation of the same frame may free the segment.
             self._new.append(LentSegment(serial, self._copy(dram.descriptor(serial)), dram.nbytes(serial)))
             self._known.add(serial)
         return found.tobytes()
@@ -58,12 +58,12 @@ class SegmentExporter:
         return os.dup(fd) if self._writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def take_new(self) -> list[LentSegment]:
-        """What goes with the next reply; whoever takes it closes the descriptors."""
+        """The segments to send with the next reply; the caller closes the descriptors."""
         new, self._new = self._new, []
         return new
 
     def gone(self) -> list[int]:
-        """Segments that it has and that there are no more, told once."""
+        """Segments that the client has and that were removed; each is returned once."""
         removals = sum(dram.removals for dram in self._drams)
         if removals == self._removals:
             return []

@@ -1,8 +1,8 @@
-"""The node: one store for all processes of a host, behind a unix socket.
+"""The node: one store for all processes of a host, reached over a unix socket.
 
-One thread runs everything here, in an asyncio loop that reads and writes its sockets itself, because descriptors go
-with the bytes. Nothing in it blocks: a desk decides in microseconds, and what takes longer (loads, drops, flushes) ends
-with a notice.
+One thread runs everything here, in an asyncio loop that reads and writes its sockets directly, because file descriptors
+are sent with the bytes. Nothing in the loop blocks: a Backend decides in microseconds, and operations that take longer
+(loads, drops, flushes) end with a notice.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ __all__ = ["Node"]
 log = logging.getLogger("kvtide.node")
 
 _FIRST = 30.0
-"""Seconds that a node waits for its first client at least."""
+"""Minimum seconds that a node waits for its first client."""
 _HELLO = 5.0
-"""Seconds that a connection has to say hello."""
+"""Seconds within which a new connection must send its hello."""
 _STRANGERS = 64
-"""Connections of one user that have not yet; the oldest of them must go for another."""
+"""Connections of one user that have not sent a hello; if there are more, the oldest is closed."""
 _TURNED_AWAY = 64
-"""Connections of users without a role that are told so; the oldest must go for another."""
+"""Connections of users without a role that are kept open to be told so; if there are more, the oldest is closed."""
 _TOLD = 1.0
-"""Seconds that such a connection stays open, so that who has just connected can read why."""
+"""Seconds that such a connection stays open, so that the client can read the refusal."""
 _GREETING = 4096
-"""Bytes of a hello, besides ``_MAPPED`` for each segment that there may be: it names those that a client has mapped."""
+"""Bytes of a hello, plus ``_MAPPED`` for each possible segment: a hello names the segments that a client has mapped."""
 _MAPPED = 32
 _CONNECTIONS = 2048
 _OF_ONE_USER = 0.75
-"""Of all connections, those that a user who is no administrator may have: others must find some."""
+"""Share of all connections that one user who is not an administrator may have: the rest is left to others."""
 _CLIENTS = 100
-"""Of one process, those included that are gone while it may still use what they held."""
+"""Clients of one process, including those that are disconnected while the process may still use what they held."""
 _HIDDEN = (
-    "this node cannot see the process that connects, and so could not tell when memory that it lent is free again; let "
+    "this node cannot see the process that connects, and so could not know when memory that it lent is free again; let "
     "it see all of the host's processes: hostPID: true in Kubernetes, docker run --pid=host"
 )
 _PAUSE = 0.5
-"""Seconds without new connections when there are no descriptors for them."""
+"""Seconds without accepting connections after the node ran out of file descriptors for them."""
 
 
 class Node:
-    """Serves a store at ``path``. Make it and call everything here in the thread of a ``Loop``."""
+    """Serves a store at ``path``. Create it and call its methods in the thread of a ``Loop``."""
 
     def __init__(self, store: Store, path: Path, ledger: Ledger | None = None) -> None:
         self.store = store
@@ -81,10 +81,10 @@ class Node:
         self.ledger = ledger or Ledger(beside(path, "lent"))
         self._connections: set[Connection] = set()
         self._strangers: defaultdict[int, dict[Connection, asyncio.TimerHandle]] = defaultdict(dict)
-        """By user: connections that have not said hello."""
+        """By user: connections that have not sent a hello."""
         self._turned_away: deque[socket.socket] = deque()
         self._refused_users: set[int] = set()
-        """That the log has told of."""
+        """Users without a role whose refusal was logged."""
         self._flushing: list[Callable[[Flushed], None]] = []
         self._flushes: list[Callable[[Flushed], None]] = []
         self._handlers: dict[str, ClientHandler] = {}
@@ -113,7 +113,7 @@ class Node:
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            old = os.umask(0o111 if self._access_list else 0o177)  # who comes is looked at when it has come
+            old = os.umask(0o111 if self._access_list else 0o177)  # users are checked when they connect
             try:
                 listener.bind(str(self.path))
             finally:
@@ -125,30 +125,31 @@ class Node:
         return listener
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call in the loop, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        """Call ``call`` in the loop. Safe from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             self.loop.call_soon_threadsafe(call)
 
     def flush(self, done: Callable[[Flushed], None]) -> None:
-        """Call when colder tiers have what they were given."""
+        """Call ``done`` when the colder tiers have written what they were given."""
         self._flushes.append(done)
         if not self._flushing:
             self._flush()
 
     def _flush(self) -> None:
-        """One thread waits for all; it must not hold up the end of the process, whatever the disk does."""
+        """Flush on one thread for all who wait. It is a daemon: it must not delay the process's exit, whatever the disk
+        does."""
 
         def wait() -> None:
             found = Flushed(0, complete=False)
             try:
                 found = self.store.flush()
-            finally:  # whatever happened: those who wait are told, and the next can begin
+            finally:  # in any case: callers that wait are told, and the next flush can begin
                 self.soon(lambda: self._flushed(found))
 
         self._flushing, self._flushes = self._flushes, []
         try:
             threading.Thread(target=wait, name="kvtide-flush", daemon=True).start()
-        except RuntimeError as e:  # the system has no more threads
+        except RuntimeError as e:  # the system cannot start more threads
             log.warning("a flush could not begin: %s", e)
             self.soon(lambda: self._flushed(Flushed(0, complete=False)))
 
@@ -160,7 +161,7 @@ class Node:
             self._flush()
 
     def when_idle(self, seconds: float, call: Callable[[], None]) -> None:
-        """Stop serving and call when no client was there for so long; the first one is given time to come."""
+        """Stop serving and call ``call`` after ``seconds`` without a client; the first client is given more time."""
         self._idle = seconds, call
         if not self._handlers:
             self._wait_for_others(_FIRST)
@@ -171,11 +172,11 @@ class Node:
             self._idling = self.loop.call_later(max(seconds, at_least), self._give_up, call)
 
     def _give_up(self, call: Callable[[], None]) -> None:
-        self.close()  # at once: nobody must be greeted while whoever is called makes up his mind
+        self.close()  # at once: no client may be accepted while the callback decides what to do
         call()
 
     def left(self, token: str, domain: int, requests: int, failures: int) -> None:
-        """A client has ended, and holds nothing any more."""
+        """A client has ended and has no rights any more."""
         del self._handlers[token]
         self._requests[domain] += requests
         self._failures[domain] += failures
@@ -183,15 +184,15 @@ class Node:
             self._wait_for_others(0.0)
 
     def forget(self, token: str, process: int) -> None:
-        """A process says that it uses nothing of an earlier client of its own any more."""
+        """A process reports that it does not use the rights of an earlier client of its own any more."""
         handler = self._handlers.get(token)
         if handler is not None and handler.process == process:
             handler.over()
 
     def status(self, domain: int | None = None) -> Status:
-        """What we and the store have done, for a client of a trust domain; None: for administrators.
+        """Statistics of the node and its store, for a client of trust domain ``domain``; None: for administrators.
 
-        They are told of all clients, others of those of their domain, and not of tenants.
+        Administrators see all clients; other clients see the clients of their domain, and no tenants.
         """
         guests = [g for g in self._handlers.values() if domain in (None, g.domain)]
         store = self.store.statistics()
@@ -212,41 +213,42 @@ class Node:
         try:
             sock, _ = self._listener.accept()
         except OSError as e:
-            log.warning("cannot take a connection: %s", e.strerror)
+            log.warning("cannot accept a connection: %s", e.strerror)
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self.loop.remove_reader(self._listener.fileno())  # else it would be readable all the time
+                self.loop.remove_reader(self._listener.fileno())  # otherwise it would be readable all the time
                 self._pause = self.loop.call_later(_PAUSE, self._listen)
             return
         sock.setblocking(False)
         peer = Peer.of(sock)
         access = self._access_list.of(peer.uid, peer.groups)
-        if access is None:  # before anything of it is read
+        if access is None:  # before anything is read from it
             self._turn_away(sock, peer)
             return
         connection = Connection(self.loop, sock, peer, self._largest_hello())
         if not connection.open:
             return
         self._connections.add(connection)
-        late = self.loop.call_later(_HELLO, connection.close, f"it said no hello within {_HELLO:g} seconds")
+        late = self.loop.call_later(_HELLO, connection.close, f"it sent no hello within {_HELLO:g} seconds")
         strangers = self._strangers[peer.uid]
         strangers[connection] = late
         connection.receive = lambda body: self._greet(connection, access, body)
         connection.lost = lambda: self._lost(connection)
         if len(strangers) > _STRANGERS:
-            next(iter(strangers)).close("others wait to say hello, and it does not")
+            next(iter(strangers)).close("it sent no hello, and too many other connections wait")
 
     def _largest_hello(self) -> int:
-        """Bytes that a hello may have. What clients still have of earlier nodes, it may name as well."""
+        """Maximum bytes of a hello, which may also name memory of earlier nodes."""
         drams = [part.config.dram for part in self.store.parts]
         segments = sum(-(-dram.budget // dram.segment) for dram in drams) + self.ledger.segments
         return _GREETING + _MAPPED * segments
 
     def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
-        """Say why, and read nothing. It is closed a little later: closed at once, its own hello would fail first."""
+        """Send the reason, and read nothing. The socket is closed a little later: if it were closed at once, the
+        client's own hello would fail first."""
         text = f"user {peer.uid} has no role at this node; its administrator gives roles by node.users"
         if peer.uid not in self._refused_users:
             self._refused_users.add(peer.uid)
-            log.warning("process %d: %s; it is told once here, however often it tries", peer.pid, text)
+            log.warning("process %d: %s; logged once, however often it tries", peer.pid, text)
         with contextlib.suppress(OSError):
             sock.send(p.frame(p.Failure("AccessError", text)))
         if len(self._turned_away) >= _TURNED_AWAY:
@@ -259,7 +261,7 @@ class Node:
         self._known(connection)
 
     def _known(self, connection: Connection) -> None:
-        """It is no stranger any more."""
+        """The connection has sent its hello, or is closed: stop its timeout."""
         strangers = self._strangers[connection.uid]
         if (late := strangers.pop(connection, None)) is not None:
             late.cancel()
@@ -271,7 +273,7 @@ class Node:
         connection.close(text)
 
     def _greet(self, connection: Connection, access: Access, body: bytes | memoryview) -> None:
-        """The first frame of a connection."""
+        """Process the hello, the first frame of a connection."""
         hello = self._hello.decode(body)
         self._known(connection)
         if not (hello.oldest <= p.PROTOCOL <= hello.newest and p.speaks(hello.minor, hello.minors)):
@@ -292,11 +294,11 @@ class Node:
             if handler is None or handler.notices.connection is not None:
                 connection.close("its token is not known")
                 return
-            connection.receive = lambda _: connection.close("notices go one way")
+            connection.receive = lambda _: connection.close("it sent data over its connection for notices")
         elif sum(g.process == connection.pid for g in self._handlers.values()) >= _CLIENTS:
             self._refuse(connection, "TierError", f"this process has {_CLIENTS} clients; close some")
             return
-        elif not connection.pid:  # so the kernel names a process that it hides
+        elif not connection.pid:  # 0 means that the process is hidden from this pid namespace
             self._refuse(connection, "TierError", _HIDDEN)
             return
         else:
@@ -312,7 +314,7 @@ class Node:
             features = frozenset(hello.features).intersection(p.FEATURES)
             handler = ClientHandler(self, connection, access, name, secrets.token_hex(16), pidfd, features)
             self._handlers[handler.token] = handler
-            log.info("client %d, kvtide %s, is here", connection.pid, hello.version or "of an unknown version")
+            log.info("client %d, kvtide %s, has connected", connection.pid, hello.version or "of an unknown version")
             if self._idling is not None:
                 self._idling.cancel()
         config = self.store.config
@@ -339,7 +341,7 @@ class Node:
 
     @staticmethod
     def _pidfd(connection: Connection) -> int | None:
-        """The pidfd that came, if it is the one of the process at the other end."""
+        """Returns the received pidfd if it belongs to the process at the other end."""
         while connection.descriptors:
             fd = connection.descriptors.pop()
             try:
@@ -352,7 +354,8 @@ class Node:
         return None
 
     def close(self) -> None:
-        """Stop serving. What clients hold is given back: their mappings stay valid, the store is not."""
+        """Stop serving. All rights of clients are given back: their mappings stay valid, their access to the store
+        ends."""
         if self._closed:
             return
         if self._pause is not None:

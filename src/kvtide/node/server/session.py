@@ -1,4 +1,4 @@
-"""A client's session at the node: its desk, and what it holds."""
+"""A client's session at the node: its Backend, its prefix leases and its reservations."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ __all__ = ["ClientMemory", "ServerSession", "WireBlockNames"]
 log = logging.getLogger("kvtide.node")
 
 _RIGHTS = 10_000
-"""That one session may have at a time."""
+"""Maximum number of rights of one session at a time."""
 _NO_COUNTS = np.zeros(1, np.int32)
 
 
 class WireBlockNames:
-    """A prompt's blocks, as they came over the socket."""
+    """The names of a prompt's blocks, as received over the socket."""
 
     _digests: tuple[Any, ...] = ()
     _keys: dict[bytes, list[BlockKey]] | None = None
-    """Made when they are first asked for: many prompts are known by their digests as a whole, and need no more."""
+    """Computed at the first use: many prompts are found by all their digests together, and need no keys."""
 
     def __init__(
         self, digests: bytes, groups: int = 1, tokens: bytes = b"", size: int = 0, tag: bytes = b"", first: int = 0
     ) -> None:
-        """``tag`` is that of the client's trust domain; ``tokens`` has ``size`` bytes a block, from ``first`` on."""
+        """``tag`` is that of the client's trust domain; ``tokens`` has ``size`` bytes per block, starting at block
+        ``first``."""
         self.blocks, rest = divmod(len(digests), 32)
         if rest:
             raise LayoutError(f"{len(digests)} bytes of digests are no multiple of 32")
         if self.blocks * groups > work_limits.BLOCKS:
             raise LayoutError(
                 f"a prompt of {self.blocks} blocks is too long; "
-                f"{work_limits.BLOCKS} of all groups together go at a time"
+                f"{work_limits.BLOCKS} of all groups together are the limit"
             )
         self._tag = tag
         self.tokens = 0
@@ -72,7 +73,7 @@ class WireBlockNames:
         return keys
 
     def parts(self, start: int, stop: int | None, blocks: int) -> Iterator[WireBlockNames]:
-        """The blocks from ``start`` to ``stop``, as prompts of so many."""
+        """The blocks from ``start`` to ``stop``, as prompts of at most ``blocks`` blocks."""
         some = range(self.blocks)[start:stop]
         for at in range(some.start, some.stop, blocks):
             end = min(at + blocks, some.stop)
@@ -87,48 +88,48 @@ class WireBlockNames:
 
 
 class ClientMemory:
-    """What one client has of the node's memory, in all its sessions.
+    """The node's memory that one client uses, in all its sessions.
 
-    It outlives them: what workers still use when a session has ended is lost to others as before.
+    It outlives the sessions: slots that workers still use after a session has ended are still unavailable to others.
 
-    Requests that begin alike hold the same blocks. As long as there is plenty of room what each holds is simply added
-    up; when there is not, each block is counted once, which takes longer.
+    Requests with the same beginning lease the same blocks. While plenty of memory is left, the bytes of all leases are
+    simply added up; when it is not, each block is counted once, which takes longer.
     """
 
     __slots__ = ("_counts", "_enough", "_first", "_free", "_held", "_kept", "_others", "_store", "keeps")
 
     def __init__(self, room: int) -> None:
         self._free = room
-        """Bytes that it may still hold or pin, pins not counted. For the node's thread alone."""
+        """Bytes that the client may still lease, reserve or pin, not counting its pins. For the node's thread only."""
         self._store: Partition | None = None
         self._first = PinCharge()
-        """What it has pinned in that store. Pins end on any thread: with a block that expires, for one."""
+        """The client's pins in ``_store``. Pins may end on any thread, for instance when a block expires."""
         self._others: dict[Partition, PinCharge] = {}
-        """What it has pinned in others. There are some only where shares are reserved for tenants."""
+        """The client's pins in other partitions. There are some only where shares are reserved for tenants."""
         self.keeps = room
-        """Bytes of blocks before those that it writes which may still be kept for it, beside what it holds. More may
-        leave."""
+        """Bytes of blocks preceding the reserved ones that may still be protected from eviction for this client,
+        besides its own rights. Blocks beyond that may be evicted."""
         self._enough = room // 2
         self._kept: defaultdict[Partition, Counter[int]] = defaultdict(Counter)
-        """How many of its reservations keep a row: those of one prompt keep the same."""
+        """For each row, how many of the client's reservations protect it: those of one prompt protect the same rows."""
         self._held: dict[LocalPrefixLease, LocalBackend] = {}
         self._counts: dict[Partition, npt.NDArray[np.int32]] | None = None
-        """How many of its holdings have a row, once there is not plenty of room."""
+        """For each row, how many of the client's leases have it; counted once memory is not plentiful."""
 
     @property
     def room(self) -> int:
-        """Bytes that it may still hold. More is a miss: what hangs must leave room for others."""
+        """Bytes that the client may still use. More is a miss: a client that hangs must leave space for others."""
         free = self._free - self._first.nbytes
         if self._others:
             free -= sum(charge.nbytes for charge in self._others.values())
         return free
 
     def charge(self, nbytes: int) -> None:
-        """So many more bytes are held for it, or fewer."""
+        """Add to the bytes in use by the client; ``nbytes`` may be negative."""
         self._free -= nbytes
 
     def pins(self, store: Partition) -> PinCharge:
-        """Where its sessions say what they have pinned in a store."""
+        """The counter of the client's pins in a partition, for its sessions."""
         if self._store is None:
             self._store = store
         return self._first if store is self._store else self._others.setdefault(store, PinCharge())
@@ -154,7 +155,8 @@ class ClientMemory:
             self._counts = None
 
     def _count(self, holding: LocalPrefixLease, backend: LocalBackend, step: int) -> int:
-        """Count its rows, or count them no more (``step`` -1); the bytes of those that no other holding has."""
+        """Count the lease's rows, or remove them from the count (``step`` -1); returns the bytes of those in no other
+        lease."""
         assert self._counts is not None
         nbytes = 0
         for name, rows in holding.part.rows.items():
@@ -169,7 +171,7 @@ class ClientMemory:
         return nbytes
 
     def room_for(self, backend: LocalBackend, names: WireBlockNames, have: int) -> int:
-        """Bytes that a match of this prompt may have: those of its beginning that are held already cost nothing."""
+        """Bytes that a match of this prompt may lease: the leading blocks that are leased already cost nothing."""
         if self._counts is None:
             return self.room
         counts, index, free = self._counts.get(backend.store, _NO_COUNTS), backend.store.index, 0
@@ -182,7 +184,7 @@ class ClientMemory:
         return self.room + free
 
     def reserved(self, made: Reservation, nbytes: int, store: Partition) -> None:
-        """It has those slots, and keeps those blocks, until the reservation ends."""
+        """Charge the slots of a reservation, and the blocks that it protects from eviction, until it ends."""
         kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
         self._free -= nbytes
         for rows, size in kept:
@@ -202,17 +204,17 @@ class ClientMemory:
 
     @property
     def ample(self) -> bool:
-        """Whether it may hold so much more that what it gives back can wait."""
+        """Whether so much memory is left to the client that processing its releases can wait."""
         if self._others:
             return self.room > self._enough
-        return self._free - self._first.nbytes > self._enough  # asked twice at every step of an engine
+        return self._free - self._first.nbytes > self._enough  # called twice at every step of an engine
 
 
 class ServerSession:
-    """A session of a client: its desk, and what it holds."""
+    """A client's session: its Backend, its prefix leases and its reservations."""
 
     def __init__(self, backend: LocalBackend, account: ClientMemory, model: ModelStatistics | None) -> None:
-        """``model``: what may be told of it."""
+        """``model``: the model's entry in the statistics, if it may be shown."""
         self.layout = backend.layout
         self.model = model
         self.backend = backend
@@ -231,7 +233,7 @@ class ServerSession:
 
     @property
     def slots(self) -> int:
-        """Of its own rights."""
+        """Number of slots of the session's own rights, without those of its workers."""
         held = sum(len(h.part.all) for h in self.holdings.values())
         return held + sum(len(r.keys) for r in self.reservations.values())
 
@@ -239,7 +241,7 @@ class ServerSession:
         try:
             return self.holdings[number]
         except KeyError:
-            raise RightError(f"there is no holding {number}") from None
+            raise RightError(f"there is no prefix lease {number}") from None
 
     def reservation(self, number: int) -> Reservation:
         try:
@@ -254,7 +256,7 @@ class ServerSession:
     def match(
         self, number: int, names: WireBlockNames, have: int, prefill: Prefill | None, again: bool, record: bool
     ) -> LocalPrefixLease:
-        """Hold what is found, under that number."""
+        """Match a prompt and keep the prefix lease under ``number``."""
         holding = self.backend.match(
             names, have, prefill, again, record, self._account.room_for(self.backend, names, have)
         )
@@ -266,7 +268,7 @@ class ServerSession:
         return self.backend.pin(names, stop, step)
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
-        """Slots to be written, by the client or by workers of its team."""
+        """Keep a reservation under ``number``, to be written by the client or by workers of its group."""
         self._account.reserved(made, sum(len(view) for view in made.views), self.backend.store)
         if writers:
             assert self.worker_group is not None
@@ -275,7 +277,7 @@ class ServerSession:
             self.reservations[number] = made
 
     def release(self, number: int) -> int:
-        """A holding is not looked at any more, by its client at least. Answers how many blocks it had."""
+        """The client does not use a leased prefix any more; its workers may. Returns how many blocks the lease has."""
         holding = self.holdings.pop(number, None)
         if holding is None:
             return 0
@@ -290,9 +292,9 @@ class ServerSession:
         self._account.give_back(holding)
 
     def ending(self) -> Iterator[int]:
-        """Give everything back: the client does not look at the memory any more, though its workers may.
+        """Give back all rights: the client does not use the memory any more, though its workers may.
 
-        In steps of so many units of work, between which others may be served.
+        Yields the units of work of each step; other clients may be served between the steps.
         """
         while self.holdings:
             number, holding = next(iter(self.holdings.items()))
@@ -310,5 +312,5 @@ class ServerSession:
     def _end(call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception:  # the others must not suffer
+        except Exception:  # the other rights must still be given back
             log.exception("a right could not be given back")

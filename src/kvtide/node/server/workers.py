@@ -1,16 +1,18 @@
-"""An engine of several processes: a scheduler that decides, and workers that move the bytes.
+"""The node's side of an engine of several processes: a scheduler that decides, and workers that move the bytes.
 
 The scheduler's session matches and reserves. Workers have connections of their own and join the session with its token
-and a rank; then they may use what it holds. To *visit* a holding or a reservation is to be told its slots.
+and a rank; then they may use its prefix leases and reservations. A worker *visits* a lease or a reservation to be told
+its slots.
 
-What a worker was told it may be using: its slots are given to nobody else before it has left, or its process is dead,
-whatever the scheduler says or does meanwhile. A reservation for a team names its writers, each of which fills its
-slice of every block. It is sealed when each has left it in good order. A worker that fails, dies or leaves the team
-before it has done so ends those reservations that still wait for it; those that it has written already are whole
-without it.
+A worker may use the slots that it was told until it has left them or its process has exited. Until then they are given
+to no other client, whatever the scheduler does meanwhile.
 
-Numbers of holdings and reservations are never given twice in a node's life, so that they stand for the generations of
-their slots too: a late acknowledgement finds nothing.
+A reservation for a worker group names its writers, each of which fills its slice of every block. It is sealed when each
+writer has left it in good order. A worker that fails, dies or leaves the group before that aborts the reservations that
+still wait for it; those for which it has written its part stay valid without it.
+
+Numbers of leases and reservations are never reused during a node's run, so they also distinguish the successive uses of
+a slot: a late acknowledgement finds nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ __all__ = ["GroupMember", "ServerWorkerGroup"]
 
 
 class ServerWorkerGroup:
-    """The workers of one session, and what they use."""
+    """The workers of one session, and the rights that they use."""
 
     def __init__(
         self, backend: LocalBackend, holdings: dict[int, LocalPrefixLease], token: str, ranks: int, domain: int
@@ -38,7 +40,7 @@ class ServerWorkerGroup:
         self._holdings = holdings
         self._members: dict[int, GroupMember] = {}
         self._visitors: dict[int, Counter[GroupMember]] = {}
-        """By right: how often each worker uses it at a time."""
+        """By right: how many uses of it each worker has at present."""
         self._when_free: dict[int, Callable[[], None]] = {}
         self._pledged: dict[int, Reservation] = {}
         self._writers: dict[int, set[int]] = {}
@@ -56,7 +58,7 @@ class ServerWorkerGroup:
         self._writers[number] = set(writers)
 
     def abort(self, number: int) -> bool:
-        """Give a reservation of the team up; False if there is none of that number."""
+        """Give up a reservation of the group; False if there is none of that number."""
         reservation = self._pledged.pop(number, None)
         if reservation is None:
             return False
@@ -65,19 +67,19 @@ class ServerWorkerGroup:
         return True
 
     def when_free(self, number: int, call: Callable[[], None]) -> None:
-        """Call when nobody visits that right any more: now, or when the last has left."""
+        """Call ``call`` when no worker visits that right any more: now, or when the last one has left."""
         if self._visitors.get(number):
             self._when_free[number] = call
         else:
             call()
 
     def fail(self) -> None:
-        """Its scheduler is lost, or its session has ended: nothing that is open will be whole."""
+        """The scheduler disconnected, or its session has ended: abort all open reservations."""
         for number in list(self._pledged):
             self.abort(number)
 
     def fail_without(self, member: GroupMember) -> None:
-        """A worker is lost, or leaves: what it was still to write, or is just writing, will not be whole."""
+        """A worker disconnected or left: abort the reservations that it still has to write, or is writing."""
         for number, missing in list(self._writers.items()):
             if member.rank in missing or number in member.visits:
                 self.abort(number)
@@ -93,7 +95,7 @@ class ServerWorkerGroup:
         return member
 
     def has(self, member: GroupMember) -> bool:
-        """Whether it is the one of its rank, and not one that has left, or whose rank another has by now."""
+        """Whether it is the current member of its rank, and has not left or been replaced."""
         return self._members.get(member.rank) is member
 
     def left(self, member: GroupMember) -> None:
@@ -102,7 +104,7 @@ class ServerWorkerGroup:
 
     def holding(self, number: int) -> LocalPrefixLease:
         if number not in self._holdings:
-            raise RightError(f"there is no holding {number}; it was released")
+            raise RightError(f"there is no prefix lease {number}; it was released")
         return self._holdings[number]
 
     def reservation(self, number: int) -> Reservation:
@@ -142,24 +144,24 @@ class ServerWorkerGroup:
 
 
 class GroupMember:
-    """A worker of a team."""
+    """A worker of a group."""
 
     def __init__(self, worker_group: ServerWorkerGroup, rank: int) -> None:
         self.worker_group = worker_group
         self.rank = rank
         self.visits: Counter[int] = Counter()
-        """Rights that it uses, and how often at a time."""
+        """Rights that it uses, with the number of uses of each."""
         self.visiting = 0
-        """All of these together."""
+        """The sum of ``visits``."""
 
     def visit(self, number: int) -> None:
-        """It is about to be told the slots of a right."""
+        """Register a use of a right, before the worker is told its slots."""
         self.visits[number] += 1
         self.visiting += 1
         self.worker_group.came(number, self)
 
     def leave(self, number: int, good: bool) -> None:
-        """One of its visits is over."""
+        """End one use of a right."""
         if number in self.visits:
             self.visits[number] -= 1
             self.visiting -= 1
@@ -168,12 +170,12 @@ class GroupMember:
             self.worker_group.done(number, self, good)
 
     def lost(self) -> None:
-        """It will write nothing more, though it may still be using what it visits."""
+        """The worker will write nothing more, though it may still use what it visits."""
         if self.worker_group.has(self):
             self.worker_group.fail_without(self)
 
     def end(self) -> None:
-        """It has left the team, or its process is dead."""
+        """The worker has left the group, or its process has exited."""
         self.lost()
         for number in list(self.visits.elements()):
             self.leave(number, good=False)

@@ -1,9 +1,9 @@
-"""Copies between callers' buffers and the arena, at the speed of memory.
+"""Copies between callers' buffers and the DRAM tier, at the speed of memory.
 
-One core does not saturate the memory of a server: a second one nearly doubles a copy. So large batches are cut into
-pieces that a few threads take in turn, the caller's own among them. But a disk that has work needs a core too: copies
-on all of them would let it stand still, and it is slower than any copy. ``numpy.copyto`` releases the GIL; a
-memoryview assignment would hold it.
+One core does not saturate the memory of a server: a second one nearly doubles a copy. So large batches are divided into
+pieces that a few threads take in turn, the caller's own among them. But disk I/O needs a core too: copies on all cores
+would stall the disk, which is slower than any copy. ``numpy.copyto`` releases the GIL; a memoryview assignment would
+hold it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _WORTH_SHARING = 4 << 20
 
 
 class Copier:
-    """A few threads that copy. Safe from any thread; a small batch is copied by the caller alone.
+    """A few threads that copy. Thread-safe; a small batch is copied by the caller alone.
 
-    ``busy`` says whether somebody else needs a core now.
+    ``busy`` tells whether other work needs a core now.
     """
 
     def __init__(self, threads: int = 0, busy: Callable[[], bool] = lambda: False) -> None:
@@ -51,12 +51,12 @@ class Copier:
             return
         pieces = _Pieces(pairs)
         try:
-            with contextlib.suppress(RuntimeError):  # the system has no more threads: those that there are do it
+            with contextlib.suppress(RuntimeError):  # out of threads: the existing ones do it
                 for _ in range(count):
                     self._pool.submit(pieces.help)
             pieces.work()
         finally:
-            # Whoever was interrupted gives the slots to others now: nobody may write there any more.
+            # An interrupted caller may free the slots now: no thread may write to them any more.
             pieces.stop()
         if pieces.failed is not None:
             raise pieces.failed
@@ -66,7 +66,7 @@ class Copier:
 
 
 class _Pieces:
-    """Pieces of a batch, taken by whoever is free."""
+    """Pieces of a batch, taken by whichever thread is free."""
 
     def __init__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
         self._pieces = iter(
@@ -85,7 +85,7 @@ class _Pieces:
         """Why a helper could not copy its piece."""
 
     def stop(self) -> None:
-        """Take no more, and wait for the helpers, however often that is interrupted."""
+        """Start no more pieces, and wait for the helpers, however often that is interrupted."""
         interrupted: BaseException | None = None
         while True:
             try:

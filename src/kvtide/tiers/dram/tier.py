@@ -1,19 +1,22 @@
-"""The arena: blocks in memory that, with ``shared``, other processes can map.
+"""The DRAM tier: blocks in memory that, with ``shared``, other processes can map.
 
-Memory is taken in segments. A shared one is a memfd whose pages are set aside before anybody sees it (no SIGBUS later,
-and the bytes are charged to us) and which is sealed against shrinking and growing, so that a client may map it without
-trusting us. One that is not shared is plain memory, because most systems give huge pages to that alone, and with them
-the disk reads into it faster, at less CPU: ``kvtide bench store nvme`` says how much.
+Memory is allocated in segments. A shared segment is a memfd. Its pages are allocated before any client sees it, so that
+there is no SIGBUS later and the bytes are charged to this process, and it is sealed against shrinking and growing, so
+that a client can map it without trusting this process. A segment that is not shared is plain memory, because most
+systems give huge pages only to that. With huge pages the disk reads into it faster and with less CPU: ``kvtide bench
+store nvme`` measures how much.
 
-Callers copy straight into and out of slots; ``read`` and ``write`` of the tier contract do that for them, on the
+Callers copy directly into and out of slots. ``read`` and ``write`` of the tier contract do that for them, on the
 calling thread, with a copy that releases the GIL.
 
-Slots have no header: what a slot holds is in the index, and a slot's generation tells a late writer from the owner.
+Slots have no header. The index records what a slot holds, and the slot's generation tells a late writer from the
+current owner.
 
-Memory is taken from the system by a thread of the arena's own, one segment at a time: it takes long, so callers that
-wait for it are often interrupted there, and what is left half done then would be lost to everybody. With ``ahead`` the
-thread takes it before anybody asks: a quarter of the budget at first, and then always as much again as is used, so that
-an engine's first prompts find room. What was taken before it is known for which blocks is cut when the first one comes.
+The tier's own thread allocates memory from the system, one segment at a time. Allocation is slow, so callers that wait
+for it are often interrupted; if they allocated themselves, an interruption would leak a half-made segment. With
+``ahead`` the thread allocates before memory is requested: a quarter of the budget at first, then always as much free
+memory as is in use, so that an engine's first prompts find space. A segment allocated before the block size is known is
+divided into slots when the first block arrives.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ __all__ = ["Dram", "copy"]
 log = logging.getLogger("kvtide.dram")
 
 _CLAIM = 32 << 20
-"""Bytes of free slots that are zeroed at a time: meanwhile nobody can have them."""
+"""Bytes of free slots that are claimed for zeroing at a time; they cannot be allocated meanwhile."""
 _MOMENT = 0.1
-"""Seconds that are waited for slots which are being zeroed."""
+"""Seconds to wait for slots that are being zeroed."""
 _HELD = 1 << 20
-"""Bytes that are zeroed in one hold of the lock."""
+"""Bytes that are zeroed during one hold of the lock."""
 _FIRST = 4
-"""What part of the budget is taken before anything is stored, with ``ahead``."""
+"""The fraction (1/n) of the budget that is allocated before anything is stored, with ``ahead``."""
 
 
 def copy(target: Span, source: Span) -> None:
@@ -64,7 +67,7 @@ def copy(target: Span, source: Span) -> None:
 
 
 class _Growth:
-    """Somebody waits for a free slot of a kind."""
+    """A caller's request for a free slot of a kind."""
 
     __slots__ = ("ended", "kind", "made")
 
@@ -72,15 +75,15 @@ class _Growth:
         self.kind = kind
         self.made = False
         self.ended = threading.Lock()
-        """Whoever waits takes it, when it was given back."""
+        """Held until the request is served; the waiting caller then acquires it."""
         self.ended.acquire()
 
 
 class Dram:
-    """Blocks in memory, at most ``budget`` bytes of it.
+    """Blocks in memory, at most ``budget`` bytes.
 
-    Segments are taken when they are needed, or in the background: all at once with ``prefault``, or with ``ahead``
-    before they are needed. Pages cost about as much to get as to fill. Everything is safe from any thread.
+    Segments are allocated when needed, or in the background: the whole budget with ``prefault``, or before they are
+    needed with ``ahead``. Allocating pages costs about as much as filling them. All methods are thread-safe.
     """
 
     def __init__(
@@ -94,30 +97,31 @@ class Dram:
         ahead: bool = False,
         serials: Iterator[int] | None = None,
     ) -> None:
-        """``serials`` number memory, where several of these must not give a number twice."""
+        """``serials`` numbers the memory; instances that share one iterator never use a number twice."""
         self._huge_pages = huge_pages
         self._shared = shared
         self._closed = False
         self._segments = Segments(budget, segment, grain=HUGE if huge_pages == "2MiB" else ALIGN)
         self._memory: dict[int, Memory] = {}
         self._residues: dict[int, Residue] = {}
-        """Whose bytes are in the slots of segments that have memory."""
+        """Per segment that has memory: which tenants' bytes are in its slots."""
         self._tenants = Tenants()
         self._segments.aside = aside
         self._serials = serials or itertools.count()
         self.removed: Callable[[int], None] = lambda serial: None
-        """Called when memory was given back to the system; must not wait."""
+        """Called with the serial number after memory was returned to the system; must not block."""
         self.removals = 0
-        """How often memory was given back to the system."""
+        """How often memory was returned to the system."""
         self._lock = threading.Lock()
-        self._new: Segment | None = None  # it is in the book, but has no memory yet
+        self._new: Segment | None = None  # in the segment table, but without memory yet
         self._read = self._written = self._failed_reads = self._failed_writes = 0
         self._ahead = ahead and not prefault
         self._wanted: queue.SimpleQueue[_Growth | int | None] = queue.SimpleQueue()
-        """Kinds of slots: that somebody waits for, or of which there will soon be none. None: that was the last."""
+        """Kinds of slots to allocate: requests of waiting callers, and kinds that will soon run out. None ends the
+        thread."""
         self._asked: set[int] = set()
         self._denied = False
-        """Whether the system had no memory for us when it was last asked."""
+        """Whether the system refused memory at the last attempt."""
         self._prefaulted = threading.Event()
         self._grower = threading.Thread(target=self._grow_all, args=(prefault,), name="kvtide-dram", daemon=True)
         self._zeroing = Zeroing(self._lock, self._whole, self._zeroed)
@@ -133,7 +137,7 @@ class Dram:
     # -- slots --------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, owner: int, domain: int = 0) -> int | None:
-        """A slot for a block of that footprint, or None: then ``grow``, or evict."""
+        """Take a slot for a block of that footprint, or None: then ``grow``, or evict."""
         with self._lock:
             kind = ladder(nbytes) | domain
             place = self._segments.take(kind, owner)
@@ -143,7 +147,7 @@ class Dram:
     def take_many(
         self, nbytes: int, count: int, owners: npt.NDArray[np.int64] | None = None, domain: int = 0
     ) -> list[int]:
-        """Up to ``count`` slots for blocks of that footprint; without ``owners``, tell them with ``own``."""
+        """Take up to ``count`` slots for blocks of that footprint. Without ``owners``, set them later with ``own``."""
         kind = ladder(nbytes) | domain
         with self._lock:
             places = self._segments.take_many(kind, count, owners)
@@ -155,12 +159,12 @@ class Dram:
             self._ask(kind)
 
     def _ask(self, kind: int) -> None:
-        """Let the thread take memory for that kind. Under the lock."""
+        """Ask the allocation thread for memory of that kind. Under the lock."""
         self._asked.add(kind)
         self._wanted.put(kind)
 
     def _short(self, kind: int) -> bool:
-        """Whether more memory is to be taken ahead of need, before slots of that kind are asked for. Under the lock."""
+        """Whether more memory should be allocated ahead of need for slots of that kind. Under the lock."""
         segments = self._segments
         if kind and segments.scarce(kind):
             return True
@@ -168,7 +172,7 @@ class Dram:
         return free < max(segments.budget // _FIRST, segments.used) and segments.left >= segments.nominal
 
     def _grow_all(self, prefault: bool) -> None:
-        """The thread that takes memory."""
+        """The allocation thread."""
         if prefault:
             self._prefault()
         elif self._ahead:
@@ -188,7 +192,7 @@ class Dram:
             growth.ended.release()
 
     def _answer_waiting(self) -> None:
-        """Serve those who wait for a slot before the rest of what is queued."""
+        """Serve callers that wait for a slot before the rest of the queue."""
         others: list[int | None] = []
         while not self._wanted.empty():
             wanted = self._wanted.get()
@@ -200,7 +204,7 @@ class Dram:
             self._wanted.put(other)
 
     def _stay_ahead(self, kind: int) -> None:
-        """Take memory until there is enough, for slots of that kind; 0: for any."""
+        """Allocate memory until there is enough for slots of that kind; 0 means any kind."""
         while not self._closed:
             self._answer_waiting()
             with self._lock:
@@ -209,14 +213,14 @@ class Dram:
                 segment = self._next(kind) if first or self._short(kind) else None
             if segment is None or not self._fill(segment):
                 break
-            if not self._wanted.empty():  # others want some too
+            if not self._wanted.empty():  # other kinds are waiting too
                 self._wanted.put(kind)
                 return
         with self._lock:
             self._asked.discard(kind)
 
     def _cut_ahead(self, kind: int) -> None:
-        """Where slots of a kind are scarce, cut memory for it that was taken for any. Under the lock."""
+        """Where slots of a kind are scarce, divide an unassigned segment into them. Under the lock."""
         segments = self._segments
         if kind and segments.scarce(kind):
             spare = next((s for s in segments if s.unused and s is not self._new and segments.suits(s, kind)), None)
@@ -228,7 +232,8 @@ class Dram:
         self._residues[segment.number].cut(segment.slots)
 
     def _next(self, kind: int) -> Segment | None:
-        """A segment to be taken ahead of need, for that kind or for any; None if there is no room. Under the lock."""
+        """Returns a segment to allocate ahead of need, for that kind or for any; None if the budget has no space. Under
+        the lock."""
         blank = self._segments.blank
         if blank and (not kind or self._segments.divides(self._segments.bytes_of(blank, 1), kind)):
             segment = self._add(blank, 1)
@@ -238,7 +243,7 @@ class Dram:
         return self._add(kind, slots) if slots else None
 
     def growable(self, nbytes: int, domain: int = 0) -> bool:
-        """Whether ``grow`` could make room for a block of that footprint."""
+        """Whether ``grow`` could make space for a block of that footprint."""
         kind = ladder(nbytes) | domain
         with self._lock:
             if self._segments.fit(kind) or self._segments.spare(kind, self._new) is not None or self._is_coming():
@@ -246,15 +251,15 @@ class Dram:
             return self._fits_when_zeroed(kind)
 
     def grow(self, nbytes: int, domain: int = 0, *, wait: bool = True) -> bool | None:
-        """Take or recut a segment so that a block of that footprint fits. May take a while: hold no lock.
+        """Allocate or re-divide a segment so that a block of that footprint fits. May take a while: hold no lock.
 
-        Whoever does not ``wait`` for memory that must be taken from the system, or zeroed, is told None while it is on
-        its way: ask again.
+        With ``wait=False``, returns None while memory is still being allocated from the system, or zeroed: call again
+        later.
         """
         kind = ladder(nbytes) | domain
         with self._lock:
             if self._make_do(kind):
-                return True  # without waiting for memory that is just being taken from the system
+                return True  # without waiting for memory that is being allocated
             if not self._segments.fit(kind) and not self._is_coming():
                 if not wait and self._fits_when_zeroed(kind):
                     return None
@@ -269,7 +274,7 @@ class Dram:
             return growth.made
 
     def _is_coming(self) -> bool:
-        """Whether memory that suits any block is just being taken. Under the lock."""
+        """Whether a segment that suits any block is being allocated. Under the lock."""
         return self._new is not None and self._new.unused
 
     def _grow(self, kind: int) -> bool:
@@ -283,27 +288,27 @@ class Dram:
         return self._fill(segment)
 
     def _make_do(self, kind: int) -> bool:
-        """Make room with the memory that there is: recut an empty segment or, if it does not suit, give it back."""
+        """Make space in the memory already allocated: re-divide an empty segment or, if it does not suit, free it."""
         if self._segments.free(kind):
             return True
         if (spare := self._segments.suiting(kind, self._new)) is not None:
             self._recut(spare, kind)
             return True
         if self._segments.fit(kind):
-            return False  # there is room for more: what is there may suit others
+            return False  # the budget allows another segment, and the existing ones may suit other kinds
         spare = self._segments.spare(kind, self._new)
         if spare is not None:
             self._remove(spare)
         return spare is not None
 
     def _add(self, kind: int, slots: int) -> Segment:
-        """A segment that has no memory yet."""
+        """Returns a segment that has no memory yet."""
         segment = self._new = self._segments.add(kind, slots)
         self._segments.drain(segment)
         return segment
 
     def _remove(self, segment: Segment) -> None:
-        """Give an empty segment's memory back."""
+        """Return an empty segment's memory to the system."""
         self._segments.remove(segment)
         self._discard(segment.number)
 
@@ -316,23 +321,23 @@ class Dram:
         self.removed(memory.serial)
 
     def in_hand(self, nbytes: int) -> bool:
-        """Whether so many bytes of slots or of memory that is not cut yet are free, or no more can be taken."""
+        """Whether ``nbytes`` of slots or of undivided memory are free, or no more memory can be allocated."""
         with self._lock:
             free = self._segments.taken - self._segments.used - (self._new.nbytes if self._new is not None else 0)
             most = min(nbytes, self._segments.budget // _FIRST)
             return free >= most or self._denied or (self._new is None and self._segments.left < self._segments.nominal)
 
     def set_aside(self, nbytes: int) -> None:
-        """Leave so many bytes of the budget alone: memory of an earlier life that others still have."""
+        """Reserve ``nbytes`` of the budget: memory of an earlier run of this node that clients still map."""
         with self._lock:
             self._segments.aside = nbytes
 
     def wait_prefault(self) -> None:
-        """Wait until the whole budget is taken, if that was asked for."""
+        """Wait until the whole budget is allocated, if ``prefault`` was requested."""
         self._prefaulted.wait()
 
     def _prefault(self) -> None:
-        """Take segments until the budget is used up. They are cut when their first block comes."""
+        """Allocate segments until the budget is used up. Each is divided into slots when its first block arrives."""
         while not self._closed:
             self._answer_waiting()
             with self._lock:
@@ -344,7 +349,7 @@ class Dram:
         nbytes = segment.nbytes
         try:
             memory = self._allocate(nbytes)
-        except Exception as e:  # noqa: BLE001 - whatever it is, nobody gets memory when this thread ends
+        except Exception as e:  # noqa: BLE001 - if this thread ended, no caller would ever get memory again
             if not self._denied:
                 log.warning("cannot take %d bytes of memory: %s", nbytes, e)
             with self._lock:
@@ -357,7 +362,7 @@ class Dram:
             self._denied = False
             self._residues[segment.number] = Residue(segment.slots)
             self._memory[segment.number] = memory
-            if not segment.unused:  # nothing goes in before it is cut
+            if not segment.unused:  # blocks are stored only after it is divided into slots
                 segment.draining = False
                 self._segments.settle(segment)
         return True
@@ -383,10 +388,10 @@ class Dram:
         drained: Sequence[Segment],
         leaving: npt.NDArray[np.int64],
     ) -> None:
-        """Make the book anew after a change of it was left half done: these slots are in use and no others but those
-        that are zeroed, and ``drained`` are being emptied. The caller lets nobody take a slot meanwhile.
+        """Rebuild the segment table after an interrupted update. The slots ``places`` are in use, and no others except
+        those being zeroed; ``drained`` are being emptied. The caller prevents allocation meanwhile.
 
-        ``leaving`` were to be zeroed, and may have been already: those that are not in use are zeroed now."""
+        Slots in ``leaving`` were to be zeroed, and may have been already: those that are not in use are zeroed now."""
         with self._lock:
             self._zeroing.add([p for p in np.setdiff1d(leaving, places).tolist() if self._is_slot(p)])
             for segment in self._segments:
@@ -397,7 +402,7 @@ class Dram:
             )
             for segment in self._segments:
                 residue = self._residues.get(segment.number)
-                if residue is not None and residue.slots != segment.slots:  # it was just being cut anew
+                if residue is not None and residue.slots != segment.slots:  # it was being re-divided
                     residue.cut(segment.slots)
             self._zeroing.repair()
             known = {segment.number for segment in self._segments}
@@ -407,12 +412,12 @@ class Dram:
                 self._segments.remove(segment)
 
     def _is_slot(self, place: int) -> bool:
-        """Whether there is such a slot, with memory: its segment may have been cut anew, or given back."""
+        """Whether the slot exists and has memory: its segment may have been re-divided, or freed."""
         segment = self._segments.get(segment_of(place))
         return segment is not None and segment.number in self._memory and slot_of(place) < segment.slots
 
     def settle(self, drained: Sequence[Segment]) -> bool:
-        """Segments were to be emptied: use those again that are not empty now. Answers whether one is."""
+        """Stop draining those of these segments that are not empty. Returns whether one of them is empty."""
         with self._lock:
             for segment in drained:
                 if segment.draining and not segment.empty:
@@ -420,24 +425,24 @@ class Dram:
             return any(segment.draining and segment.empty for segment in drained)
 
     def release(self, place: int) -> None:
-        """Give a slot back."""
         with self._lock:
             self._segments.release(place)
 
     def release_many(self, places: npt.NDArray[np.int64]) -> None:
-        """Give distinct slots back."""
+        """Free distinct slots."""
         with self._lock:
             self._segments.release_many(places)
 
-    # -- whose bytes are where ----------------------------------------------------------------------------
+    # -- zeroing and which tenant's bytes are where -------------------------------------------------------
 
     def written_by(self, places: Sequence[int], tenant: bytes, nbytes: int) -> bool:
-        """Blocks of a tenant are about to be written to these slots, of so many bytes each.
+        """Blocks of a tenant, ``nbytes`` each, are about to be written to these slots.
 
-        Answers whether there are bytes of others below: then say with ``filled`` that they have been overwritten.
+        Returns whether the slots may hold bytes of other tenants: then call ``filled`` when they have been overwritten.
         """
         number, others = self._tenants.known(tenant), False
-        for segment in {place >> 32 for place in places}:  # a few, and no lock: none of them is cut anew meanwhile
+        # few, and without the lock: none of them is re-divided meanwhile
+        for segment in {place >> 32 for place in places}:
             residue = self._residues[segment]
             if residue.sole != number or residue.extent != nbytes or number == SEVERAL:
                 break
@@ -451,41 +456,41 @@ class Dram:
         return others
 
     def filled(self, place: int, tenant: bytes) -> None:
-        """A slot has nothing but the block of a tenant now."""
+        """A slot now holds nothing but the block of this tenant."""
         with self._lock:
             self._residues[segment_of(place)].last[slot_of(place)] = self._tenants.known(tenant)
 
     def unfilled(self, place: int) -> None:
-        """Whoever was to write to a slot gave up: it may have bytes of anybody."""
+        """The writer of a slot gave up: the slot may hold bytes of any tenant."""
         with self._lock:
             self._residues[segment_of(place)].last[slot_of(place)] = SEVERAL
 
     def zero(self, places: npt.NDArray[np.int64]) -> None:
-        """Give distinct slots back, when they have been zeroed: in the background."""
+        """Zero distinct slots in the background, then free them."""
         with self._lock:
             self._segments.own(places, np.full(len(places), SOMEBODY, np.int64))
             self._zeroing.add(places.tolist())
         self._zeroing.wake()
 
     def when_zeroed(self, call: Callable[[], None]) -> None:
-        """Call when all slots that were to be zeroed by now are: at once, or on a thread of the arena's."""
+        """Call ``call`` once all slots queued for zeroing by now are zeroed: at once, or on a thread of the tier."""
         self._zeroing.when_done(call)
 
     def wait_zeroed(self) -> None:
-        """Wait until all slots that were to be zeroed by now are. Hold no lock."""
-        # No Event: whoever is interrupted while he waits may leave its lock taken, and who sets it would hang.
+        """Wait until all slots queued for zeroing by now are zeroed. Hold no lock."""
+        # Not an Event: an interrupted waiter may leave the Event's lock held, and the thread that sets it would hang.
         zeroed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.when_zeroed(lambda: zeroed.put(None))
         zeroed.get()
 
     @property
     def unzeroed(self) -> int:
-        """Slots that were to be zeroed and could not be: nobody gets them, and they are tried again."""
+        """Slots that could not be zeroed. They are not allocated, and zeroing is retried."""
         return self._zeroing.failed
 
     def _wait_for_zeroed(self, kind: int) -> bool:
-        """Wait a moment for a slot that is being zeroed, rather than let other blocks leave; answers whether there is
-        room now. Under the lock, which others have meanwhile."""
+        """Wait briefly for a slot that is being zeroed instead of evicting other blocks. Returns whether there is space
+        now. Under the lock, which is released while waiting."""
         end = time.monotonic() + _MOMENT
         while self._fits_when_zeroed(kind) and (left := end - time.monotonic()) > 0:
             self._zeroing.given_back.wait(left)
@@ -494,7 +499,7 @@ class Dram:
         return False
 
     def _fits_when_zeroed(self, kind: int) -> bool:
-        """Whether slots are zeroed of that kind, or of a segment that can then be cut for it. Under the lock."""
+        """Whether slots of that kind, or of a segment re-dividable for it, are being zeroed. Under the lock."""
         for number, count in self._zeroing.segments.items():
             segment = self._segments[number]
             if (segment.kind == kind and not segment.draining) or (
@@ -504,7 +509,7 @@ class Dram:
         return False
 
     def zero_free(self, tenant: bytes) -> None:
-        """Zero the free slots that may have bytes of a tenant. Takes as long as that does: hold no lock."""
+        """Zero the free slots that may hold bytes of a tenant. Blocks until done: hold no lock."""
         for number in list(self._residues):
             while True:
                 with self._lock:
@@ -515,7 +520,7 @@ class Dram:
                 self.wait_zeroed()
 
     def _claim(self, number: int, tenant: int) -> list[int]:
-        """Take free slots of a segment that may have bytes of a tenant: some at a time. Under the lock."""
+        """Claim some of a segment's free slots that may hold bytes of a tenant. Under the lock."""
         residue, segment = self._residues.get(number), self._segments.get(number)
         if residue is None or segment is None or segment is self._new:
             return []
@@ -528,26 +533,26 @@ class Dram:
 
     @property
     def mixed(self) -> list[Segment]:
-        """Segments in which bytes that are not part of a block may be anybody's."""
+        """Segments whose bytes outside of blocks may be of any tenant."""
         with self._lock:
             return [s for s in self._segments if (residue := self._residues.get(s.number)) and residue.mixed]
 
     def is_mixed(self, place: int) -> bool:
-        """Whether a slot is in such a segment."""
+        """Whether a slot is in one of the segments of ``mixed``."""
         residue = self._residues.get(segment_of(place))
         return residue is not None and residue.mixed
 
     def zero_tail(self, place: int, nbytes: int) -> None:
-        """Zero what is behind the first ``nbytes`` of a slot. Whoever calls sees to it that it is nobody else's."""
+        """Zero the bytes after the first ``nbytes`` of a slot. The caller makes sure that it owns them."""
         with self._lock:
             size = self._segments.size(place)
         zero(self.span(place, size)[nbytes:])
 
     def zero_rest(self, segment: Segment) -> None:
-        """Zero what is behind the last slot of a segment, if it is there still: some at a time."""
+        """Zero the bytes after the last slot of a segment, if the segment still exists: some at a time."""
         start = 0
         while start < segment.nbytes:
-            with self._lock:  # each time anew: it may be cut for other slots in between
+            with self._lock:  # looked up each time: it may be re-divided in between
                 memory = self._memory.get(segment.number)
                 if memory is None or self._segments.get(segment.number) is not segment:
                     return
@@ -556,11 +561,10 @@ class Dram:
             start += _HELD
 
     def _whole(self, places: Sequence[int]) -> list[Span]:
-        """All bytes of slots. Under the lock."""
+        """The spans of whole slots. Under the lock."""
         return [self.span(place, self._segments.size(place)) for place in places]
 
     def _zeroed(self, places: npt.NDArray[np.int64]) -> None:
-        """Slots were zeroed. Under the lock."""
         for number, mine in by_segment(places):
             self._residues[number].zeroed(places[mine] & 0xFFFFFFFF)
         self._segments.release_many(places)
@@ -569,12 +573,11 @@ class Dram:
         return self._segments.generation(place)
 
     def span(self, place: int, nbytes: int) -> Span:
-        """The bytes of a slot. Whoever has it must hold the right to it."""
+        """The bytes of a slot, which the caller must own."""
         start = self._segments.offset(place)
         return self._memory[segment_of(place)].view[start : start + nbytes]
 
     def spans(self, places: Sequence[int], nbytes: int) -> list[Span]:
-        """The bytes of many slots."""
         found = []
         number, view, size = -1, memoryview(b""), 0
         for place in places:
@@ -586,9 +589,9 @@ class Dram:
         return found
 
     def addresses(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], set[int]]:
-        """Slots as a process that has mapped the memory finds them: its serial number, then 40 bits of offset.
+        """The addresses of slots for a process that has mapped the memory: its serial number, then 40 bits of offset.
 
-        And the serial numbers of all the memory that they are in.
+        Also returns the serial numbers of all the memory that the slots are in.
         """
         numbers, found = places >> 32, places & 0xFFFFFFFF
         serials = set()
@@ -617,24 +620,24 @@ class Dram:
 
     @property
     def serials(self) -> set[int]:
-        """The memory that there is now."""
+        """Serial numbers of all memory allocated now."""
         with self._lock:
             return {memory.serial for memory in self._memory.values()}
 
     def moved(self, read: int = 0, written: int = 0) -> None:
-        """So many bytes of slots were handed out to be read, and filled, without ``read`` and ``write``."""
+        """Count bytes read from and written to slots directly, without ``read`` and ``write``."""
         with self._lock:
             self._read += read
             self._written += written
 
     @property
     def blocks(self) -> int:
-        """Slots in use. Those that are being zeroed are not."""
+        """Slots in use, not counting those being zeroed."""
         return sum(s.slots - len(s.free) for s in self._segments) - len(self._zeroing.places)
 
     @property
     def segments(self) -> Segments:
-        """The book. Read it under ``book_lock``."""
+        """The segment table. Read it under ``book_lock``."""
         return self._segments
 
     @property
@@ -657,7 +660,7 @@ class Dram:
             source = self.span(item.place, stop)[start:]
         copy(item.span[: stop - start], source)
         with self._lock:
-            # There is no checksum: what tells whether the slot changed hands meanwhile is its generation.
+            # There is no checksum: the generation tells whether the slot was reassigned during the copy.
             if not self._segments.holds(item.place) or self._segments.generation(item.place) != generation:
                 self._failed_reads += 1
                 return False

@@ -1,22 +1,23 @@
-"""Zeroes slots of the arena whose bytes nobody may see any more.
+"""Zeroes slots of the DRAM tier whose bytes must not be readable any more.
 
-A slot that is given back keeps the bytes of its last block until another block is written over them. That is all right
-for a block that was evicted or has expired, and costs nothing. A block that was dropped, and every block of a tenant
-that is forgotten, must not stay in memory: its slot is zeroed first, and given back then.
+A freed slot keeps the bytes of its last block until another block is written over them. For a block that was evicted or
+has expired this is acceptable, and costs nothing. A block that was dropped, and every block of a tenant that is
+forgotten, must not stay in memory: its slot is zeroed before it is freed.
 
-*Whose bytes are where.* The index knows whose a block is that is here. Of a slot that is free, or has a new owner who
-has not filled it yet, a ``Residue`` knows it: it remembers for each slot the tenant who last wrote to it, also after
-eviction. Two things leave bytes of others behind: a block that is shorter than the one before it in the same slot, and
-a segment that is cut anew for slots of another size. A residue says so (``mixed``); then all of the segment that is not
-part of a block is zeroed when any tenant is forgotten.
+*Which tenant's bytes are where.* The index knows the tenant of every block that is stored. For a slot that is free, or
+was allocated and not yet filled, a ``Residue`` knows it: it remembers for each slot the tenant that last wrote to it,
+also after eviction. Two things leave bytes of other tenants behind: a block that is shorter than the one before it in
+the same slot, and a segment that is re-divided into slots of another size. A residue records this (``mixed``); then all
+bytes of the segment that are not part of a block are zeroed when any tenant is forgotten.
 
-*Nobody waits.* Zeroing takes no lock but to choose slots and to give them back. It is done on a thread of the arena's
-own, because the last right to a slot often ends in a thread that is in a hurry: an engine's step. Its bandwidth is
-limited, so that it leaves the memory's to those who move blocks. Meanwhile a slot is in use, by nobody: it cannot be
-taken, and no segment with such a slot is cut anew.
+*No caller waits.* Zeroing takes the lock only to choose slots and to free them. It runs on its own thread, because the
+last reference to a slot is often released in a time-critical thread: an engine's step. Its bandwidth is limited, to
+leave memory bandwidth to threads that move blocks. Meanwhile a slot is in use without an owner: it cannot be allocated,
+and no segment with such a slot is re-divided.
 
-*Nobody waits for ever.* Whatever goes wrong on that thread, those who wait are called: a slot that could not be zeroed
-is not given back. It stays in use by nobody, is counted (``Zeroing.failed``), and tried again when next somebody waits.
+*Waiters are always called.* Whatever fails on that thread, waiting callers are called back: a slot that could not be
+zeroed is not freed. It stays in use without an owner, is counted (``Zeroing.failed``), and is retried when a caller
+next waits.
 """
 
 from __future__ import annotations
@@ -40,42 +41,44 @@ __all__ = ["SEVERAL", "Residue", "Tenants", "Zeroing", "zero"]
 log = logging.getLogger("kvtide.dram")
 
 SEVERAL = 0xFFFFFFFF
-"""Instead of a tenant's number: nobody knows whose bytes are in a slot."""
+"""In place of a tenant's number: it is not known whose bytes are in a slot."""
 
 _BATCH = 4 << 20
-"""Bytes that are zeroed from one rest to the next, and given back together."""
+"""Bytes that are zeroed between two pauses, and freed together."""
 _BANDWIDTH = 4 << 30
-"""Bytes in a second, at most."""
+"""Maximum bytes per second."""
 _TENANTS = 4096
-"""Tenants after which it is worth a look which of them have left no bytes, at least."""
+"""With at least this many tenants it is worth checking which of them have left no bytes."""
 
 
 def zero(span: Span) -> None:
-    """Without holding the GIL."""
+    """Zero a span without holding the GIL."""
     np.frombuffer(span, np.uint8)[:] = 0
 
 
 class Residue:
-    """Whose bytes are in one segment's slots. Changed under the arena's lock."""
+    """Which tenants' bytes are in one segment's slots. Changed under the tier's lock."""
 
     __slots__ = ("_last", "extent", "mixed", "slots", "sole")
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.sole = 0
-        """The number of the only tenant who ever wrote here; 0: nobody has, SEVERAL: see ``left_by``."""
+        """The number of the only tenant that ever wrote here; 0: none has, SEVERAL: see ``left_by``."""
         self.extent = 0
-        """Bytes of a block that was written here; all others were as long, or it is ``mixed``."""
+        """Bytes of a block that was written here; all others had the same length, unless ``mixed``."""
         self.mixed = False
-        """Whether bytes that are not part of a block may be anybody's."""
+        """Whether bytes that are not part of a block may be of any tenant."""
         self._last: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
-        """Where there are several: the number of the tenant whose block a slot has or had; 0: all its bytes are zero.
+        """If there are several tenants, by slot: the number of the tenant whose block is or was in it; 0: all bytes are
+        zero.
 
-        Most segments need none, and whoever stores should not pay for it.
+        Most segments do not need this, and then stores do not pay for it.
         """
 
     def enter(self, slots: npt.NDArray[np.int64], tenant: int, extent: int) -> bool:
-        """Blocks of so many bytes are about to be written; answers whether there may be bytes of others below."""
+        """Blocks of ``extent`` bytes are about to be written; returns whether the slots may hold bytes of other
+        tenants."""
         self.mixed |= self.extent not in (0, extent)
         self.extent = extent
         if self.sole in (0, tenant):
@@ -90,28 +93,28 @@ class Residue:
 
     @property
     def last(self) -> npt.NDArray[np.uint32]:
-        """Of each slot, from now on."""
+        """The tenant of each slot; tracked for each slot from now on."""
         if self.sole != SEVERAL:
             self._last = np.full(self.slots, self.sole, np.uint32)
             self.sole = SEVERAL
         return self._last
 
     def cut(self, slots: int) -> None:
-        """The segment was cut anew."""
+        """The segment was re-divided."""
         written = self.mixed or self.sole != 0
         self.mixed, self.slots, self.sole = written, slots, SEVERAL if written else 0
         self._last = np.full(slots if written else 0, SEVERAL, np.uint32)
 
     def zeroed(self, slots: npt.NDArray[np.int64]) -> None:
-        """All bytes of these slots are zero. It is not remembered where there is but one tenant: a drop is no reason to
-        make the next stores dearer."""
+        """All bytes of these slots are zero. Not recorded while there is only one tenant: a drop must not make later
+        stores slower."""
         if self.sole == SEVERAL:
             self._last[slots] = 0
             if not self._last.any():
                 self.sole = 0
 
     def tenants(self) -> set[int]:
-        """Those whose bytes there may be."""
+        """The tenants whose bytes may be here."""
         return {self.sole} if self.sole != SEVERAL else set(np.unique(self._last).tolist())
 
     def left_by(self, tenant: int) -> npt.NDArray[np.bool_]:
@@ -148,7 +151,7 @@ class Tenants:
 
 
 class Zeroing:
-    """Slots that are to be zeroed and given back, and the thread that does it. Everything is safe from any thread."""
+    """Slots that are to be zeroed and freed, and the thread that does it. Thread-safe."""
 
     def __init__(
         self,
@@ -156,25 +159,25 @@ class Zeroing:
         spans: Callable[[Sequence[int]], list[Span]],
         give_back: Callable[[npt.NDArray[np.int64]], None],
     ) -> None:
-        """``spans`` are the bytes of slots; ``give_back`` is called under ``lock``, the arena's."""
+        """``spans`` returns the bytes of slots; ``give_back`` is called under ``lock``, the tier's."""
         self._lock = lock
         self._spans = spans
         self._give_back = give_back
         self._places: dict[int, None] = {}
-        """In the order in which they came. What is not here any more was given back, or is in ``_failed``."""
+        """In order of arrival. Slots that are not here any more were freed, or are in ``_failed``."""
         self._failed: dict[int, None] = {}
-        """Those that could not be zeroed."""
+        """Slots that could not be zeroed."""
         self._done = 0
-        """Slots that were ever given back, or were tried in vain."""
+        """Slots that were freed, or failed, since the start."""
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        """Who waits until so many slots were done."""
+        """Callbacks, each with the value of ``_done`` at which it is called."""
         self._over = False
-        """Whether nothing is zeroed any more. Under the lock."""
+        """Whether zeroing has ended. Under the lock."""
         self._logged = False
         self.given_back = threading.Condition(lock)
-        """Notified when slots were."""
+        """Notified when slots were freed."""
         self.segments: Counter[int] = Counter()
-        """In which segments the slots are that are about to be given back, and how many. Under the lock."""
+        """Number of slots that are about to be freed, by segment. Under the lock."""
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtide-zeroing", daemon=True)
         self._thread.start()
@@ -190,12 +193,13 @@ class Zeroing:
         return len(self._failed)
 
     def add(self, places: Sequence[int]) -> None:
-        """Zero slots that are in use by nobody, and give them back. Under the lock; ``wake`` outside of it or in it."""
+        """Zero slots that are in use without an owner, and free them. Under the lock; call ``wake`` inside or outside
+        of it."""
         self._places.update(dict.fromkeys(places))
         self.segments.update(map(segment_of, places))
 
     def repair(self) -> None:
-        """Count anew, after somebody was interrupted while he added slots. Under the lock."""
+        """Recount, after a thread was interrupted while it added slots. Under the lock."""
         self.segments = Counter(map(segment_of, self._places))
         self.wake()
 
@@ -204,7 +208,7 @@ class Zeroing:
         self._wake.put(True)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call when all slots that were added by now are zeroed, or cannot be: at once, or on the thread for it."""
+        """Call when all slots that were added by now are zeroed, or cannot be: at once, or on the zeroing thread."""
         with self._lock:
             if (self._places or self._failed) and not self._over:
                 if self._failed:
@@ -227,7 +231,7 @@ class Zeroing:
             self._answer()
 
     def _step(self) -> bool:
-        """Zero some slots; answers whether there may be more."""
+        """Zero some slots; returns whether there may be more."""
         with self._lock:
             some = list(itertools.islice(self._places, 64))
         if not some:
@@ -235,7 +239,7 @@ class Zeroing:
         began = time.monotonic()
         nbytes, done, failed = self._zero(some)
         with self._lock:
-            for place in done if self._failed else ():  # whoever was interrupted may have left it there
+            for place in done if self._failed else ():  # an interrupted caller may have left it there
                 self._failed.pop(place, None)
             self._failed.update(dict.fromkeys(failed))
             for place in (*done, *failed):
@@ -247,7 +251,7 @@ class Zeroing:
             self._done += len(done) + len(failed)
             try:
                 self._give_back(np.array(done, np.int64))
-            except Exception as e:  # noqa: BLE001 - see _note; nobody can have them, which is safe
+            except Exception as e:  # noqa: BLE001 - see _note; the slots cannot be allocated, which is safe
                 self._note(e)
             self.given_back.notify_all()
         self._answer()
@@ -255,7 +259,7 @@ class Zeroing:
         return True
 
     def _zero(self, some: Sequence[int]) -> tuple[int, list[int], list[int]]:
-        """Zero the first of some slots: how many bytes, in which of them, and in which that failed."""
+        """Zero the first of some slots: returns the byte count, the slots done, and the slots that failed."""
         try:
             with self._lock:
                 spans = self._spans(some)
@@ -277,13 +281,13 @@ class Zeroing:
         return nbytes, done, failed
 
     def _note(self, e: Exception) -> None:
-        """Something failed that never should: others wait for this thread, so it goes on."""
+        """Log an unexpected failure; callers wait for this thread, so it continues."""
         if not self._logged:
             self._logged = True
             log.error("zeroing of memory failed, and those slots are not used until it succeeds: %r", e, exc_info=e)
 
     def _answer(self) -> None:
-        """Call those whose slots are done, or all, if there will be no more."""
+        """Call the callbacks whose slots are done, or all, if there will be no more."""
         while True:
             with self._lock:
                 if not self._waiting or (self._places and not self._over and self._waiting[0][0] > self._done):
@@ -291,11 +295,11 @@ class Zeroing:
                 _, call = self._waiting.popleft()
             try:
                 call()
-            except Exception as e:  # the others who wait must be called as well
-                log.error("who waited for memory to be zeroed failed: %r", e, exc_info=e)
+            except Exception as e:  # the other waiting callers must be called as well
+                log.error("a callback that waited for zeroed memory failed: %r", e, exc_info=e)
 
     def close(self) -> None:
-        """Zero what was added, and end. Who waits, or comes to wait, is called."""
+        """Zero what was added, and end. All waiting callers, also later ones, are called."""
         self._wake.put(True)
         self._wake.put(False)
         self._thread.join()

@@ -1,8 +1,8 @@
-"""Between a block in memory and its sections at rest.
+"""Converts between a block in memory and its stored sections.
 
-A codec turns each section into the bytes that are stored, and back, without loss. Whatever it is, checksums are over
-the stored bytes, so a record can be checked without knowing its codec, and a section is never decoded before it
-is verified. A section that does not shrink is stored as it is; that shows by its stored length.
+A codec turns each section into the bytes that are stored, and back, without loss. Checksums are always over the stored
+bytes, so a record can be checked without knowing its codec, and a section is never decoded before it is verified. A
+section that does not shrink is stored unchanged, which is recognised by its stored length.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ __all__ = ["RAW", "Codec", "Scratch", "Zstd", "decode", "encode", "make", "work_
 
 RAW, PLANES, ZSTD = 0, 1, 2
 _LARGE = 1 << 20
-"""Sections with more bytes are worked on in parts of so many. What threads allocate for whole ones the C library does
-not give back, and so each thread would keep several sections for good."""
+"""Longer sections are processed in parts of this many bytes. The C library does not return to the system what threads
+allocate for whole sections, so each thread would keep several of them for good."""
 
 
 class Codec(Protocol):
     """One way to store a section. Used by one thread at a time."""
 
     number: int
-    """Of what it makes."""
+    """The codec number of its output."""
     reads: frozenset[int]
-    """Of what it can read."""
+    """The codec numbers that it can read."""
 
     def compress(self, section: Span, itemsize: int) -> bytes: ...
 
     def compress_into(self, out: Span, section: Span, itemsize: int) -> int:
-        """The same, in little memory, of a long section, into ``out``, which is as long; answers how many bytes it is.
+        """Compress a long section into ``out``, which is as long, using little memory; returns the number of bytes.
 
-        As many as the section, if it does not shrink; what is in ``out`` is rubbish then.
+        Returns the section's length if it does not shrink; ``out`` holds garbage then.
         """
 
     def decompress(self, stored: Span, section: Span, itemsize: int, number: int) -> None:
-        """Fill ``section`` from what the codec of that number made. Raises Rejected where that cannot be."""
+        """Fill ``section`` from the output of the codec with that number. Raises Rejected if that fails."""
 
     @property
     def work(self) -> Scratch:
@@ -53,14 +53,14 @@ class Codec(Protocol):
 
 
 class Zstd:
-    """The exponents of all numbers together, through zstd; signs and mantissas as they are.
+    """Compresses the exponents of all numbers together with zstd; signs and mantissas stay unchanged.
 
-    Exponents of KV are much alike: of bfloat16's 8 bits about 2.8 are left. Signs and mantissas are noise, and going
-    over them would only take time. A section becomes byte planes: the first byte of every number, then the second, and
-    so on, with the sign moved down next to the mantissa, so that the last plane has exponents alone (or, in float16,
-    the exponent and the first bits of the mantissa). That one is compressed, and the others precede it.
+    Exponents of KV are much alike: of bfloat16's 8 bits about 2.8 are left. Signs and mantissas are noise, and
+    compressing them would only take time. A section becomes byte planes: the first byte of every number, then the
+    second, and so on, with the sign moved down next to the mantissa, so that the last plane has exponents alone (or, in
+    float16, the exponent and the first bits of the mantissa). That plane is compressed, and the others precede it.
 
-    Records of number 1 were byte planes with the sign in place, all through zstd; they are still read.
+    Records of number 1 were byte planes with the sign in place, all through zstd; they can still be read.
     """
 
     number = ZSTD
@@ -71,7 +71,7 @@ class Zstd:
             import zstandard
         except ImportError as e:
             raise ConfigError("codec 'zstd' needs the package zstandard: pip install kvtide[zstd]") from e
-        # Exponents repeat by chance only: to look for short repeats takes longer and saves less than coding each.
+        # Exponents repeat by chance only: searching for short repeats takes longer and saves less than coding each.
         parameters = zstandard.ZstdCompressionParameters.from_level(1, min_match=7)
         self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self._decompressor = zstandard.ZstdDecompressor()
@@ -174,7 +174,7 @@ class Zstd:
 
 
 def work_of(section: int) -> int:
-    """Bytes of memory that it takes to compress or decompress a section of that size, besides its result."""
+    """Bytes of memory needed to compress or decompress a section of that size, besides its result."""
     return 3 * section if section <= _LARGE else section + 4 * _LARGE
 
 
@@ -194,9 +194,9 @@ def encode(
 ) -> tuple[Span, npt.NDArray[np.void], int]:
     """The payload to write for a block, its section table, and the number of the codec that made it.
 
-    ``header`` is where the payload will start in the record. A raw payload is ``span`` itself; a compressed one
-    lies in ``scratch``. If compressing the whole block gains no page, it is raw. If not ``checked``, the table has
-    zeros where checksums go.
+    ``header`` is the offset of the payload in the record. A raw payload is ``span`` itself; a compressed one is in
+    ``scratch``. If compressing the whole block saves no page, it is raw. If not ``checked``, the table has zeros in
+    place of checksums.
     """
     count, size, stride = geometry.sections, geometry.section, geometry.stride
     if codec is not None:

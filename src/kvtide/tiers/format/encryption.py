@@ -1,19 +1,19 @@
-"""Records that say nothing to whoever has no key: header and sections sealed with AES-256-GCM.
+"""Encrypted records: header and sections encrypted with AES-256-GCM.
 
-Every record has keys of its own, made from its tenant's data key and 32 random bytes that stand in its header, so no
+Every record has its own keys, derived from its tenant's data key and a salt of 32 random bytes in its header, so no
 nonce is ever used twice though nonces are plain numbers::
 
     header key     HKDF-SHA256(data key, salt, "kvtide 1 header")
     section key    HKDF-SHA256(data key, salt, "kvtide 1 sections" + block key)
 
-The *body* of the header (all but magic, version, size, flags, checksum, key id, salt and tag) is sealed with the first,
-with the clear fields as associated data. Each section is sealed with the second, its number for a nonce, so that it can
-be read alone; its tag stands in the section table in the place of the checksum. The table is part of the sealed body,
-so nobody can put another section, or the same one of another time, in its place. Compression comes before. The
-header's checksum is over what is on the disk: it tells accidents from a wrong key.
+The *body* of the header (all but magic, version, size, flags, checksum, key id, salt and tag) is encrypted with the
+first, with the clear fields as associated data. Each section is encrypted with the second, with its number as nonce, so
+that it can be read alone; its tag takes the place of the checksum in the section table. The table is part of the
+encrypted body, so an attacker cannot substitute another section, or an earlier version of the same one. Compression
+comes before encryption. The header's checksum covers the bytes on the disk: it tells accidents from a wrong key.
 
-A header must be readable by whoever opens a directory and does not know yet which blocks are in it; that is why its
-key does not depend on the block's.
+Recovery must be able to read headers before it knows which blocks a directory has; that is why the header key does not
+depend on the block key.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = ["OPEN", "TAG", "Encryption", "FileCipher", "RecordCipher", "TaggedBuf
 
 TAG = 16
 _HEADER = b"\xff" * 12
-"""The nonce of a header's body. It has a key of its own; the number is one that no section has."""
+"""The nonce of a header's body, which has its own key; no section has this number."""
 _SHORT = 128 << 10
-"""Sections with fewer bytes take the cipher less time than a thread takes to wake up."""
+"""The cipher takes less time for shorter sections than a thread takes to wake up."""
 _TURNS = itertools.cycle((threading.Lock(), threading.Lock()))
 
 
@@ -66,20 +66,20 @@ def _nonces(sections: range) -> tuple[bytes, ...]:
 
 
 def _clear(page: Span | bytearray) -> bytes:
-    """The fields that stand open, without checksum and tag: nobody may change them either."""
+    """The unencrypted fields, without checksum and tag: they are authenticated too."""
     return bytes(page[:16]) + bytes(page[32:80])
 
 
 def turn() -> threading.Lock:
-    """One of two, for one of many threads."""
+    """Returns one of two locks, for one of many threads."""
     return next(_TURNS)
 
 
 class TaggedBuffer:
-    """Memory for the payload of a sealed record, in which every section has room for its tag behind it.
+    """Memory for the payload of an encrypted record, in which every section is followed by space for its tag.
 
-    So it can be opened from there into a block's span, which saves a copy: of short sections, in each of which the
-    copy keeps all other threads waiting, that is a third of the time.
+    So it can be decrypted from there into a block's span, which saves a copy. For short sections, where each copy makes
+    all other threads wait, that is a third of the time.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class TaggedBuffer:
         return len(self._memory)
 
     def drop(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._forget()
         self._memory.drop()
 
@@ -108,7 +108,7 @@ class TaggedBuffer:
         return geometry.sections * padded(geometry.section + TAG)
 
     def sections(self, geometry: Geometry) -> Sequence[Span]:
-        """Where the sections of a block of that geometry go, each at the start of a page."""
+        """The buffers for the sections of a block of that geometry, each at the start of a page."""
         if geometry != self._geometry:
             size, count = geometry.section, geometry.sections
             each = padded(size + TAG)
@@ -122,7 +122,7 @@ class TaggedBuffer:
 
 
 class RecordCipher:
-    """What seals one record, and opens it."""
+    """Encrypts and decrypts one record."""
 
     __slots__ = ("_key", "_salt")
 
@@ -132,15 +132,15 @@ class RecordCipher:
 
     @property
     def name(self) -> bytes:
-        """The id of its key and its salt: what ``Encryption.old`` needs."""
+        """The id of its key and its salt: the arguments of ``Encryption.old``."""
         return self._key.id + self._salt
 
     def paper(self) -> FileCipher:
-        """What seals a file of the store's own."""
+        """The cipher for a file of the store itself, such as the journal."""
         return FileCipher(_derive(self._key, self._salt, b"kvtide 1 paper"))
 
     def close_header(self, page: Span) -> None:
-        """Seal a header that was packed in the open."""
+        """Encrypt a header that was packed unencrypted."""
         page[12:16] = FLAG_SEALED.to_bytes(4, "little")
         page[16:32] = bytes(16)
         page[32:48], page[48:80] = self._key.id, self._salt
@@ -149,7 +149,7 @@ class RecordCipher:
         page[16:32] = xxh3_128_digest(page)
 
     def open_header(self, page: bytearray) -> None:
-        """Put a header's body in the open, in place. Raises Rejected."""
+        """Decrypt a header's body in place. Raises Rejected."""
         from cryptography.exceptions import InvalidTag
 
         opener = _derive(self._key, self._salt, b"kvtide 1 header")
@@ -159,11 +159,11 @@ class RecordCipher:
             raise Rejected(Reason.FORGED_HEADER) from e
 
     def close_sections(self, payload: Span, table: npt.NDArray[np.void], key: BlockKey, out: Span) -> Span:
-        """Seal a payload into ``out``, which has ``TAG`` bytes more, and put the tags into the table."""
+        """Encrypt a payload into ``out``, which is ``TAG`` bytes longer, and put the tags into the table."""
         seal, checks = _derive(self._key, self._salt, b"kvtide 1 sections" + key).encrypt_into, []
         for nonce, cut in zip(_nonces(range(len(table))), cuts_of(table), strict=True):
             end = cut.stop
-            # The tag comes right behind, where the next section, or padding, goes afterwards.
+            # The tag is written directly after the section, where the next section, or padding, goes afterwards.
             seal(nonce, payload[cut], None, out[cut.start : end + TAG])
             checks.append(out[end : end + TAG].tobytes())
             if end % ALIGN:
@@ -174,9 +174,9 @@ class RecordCipher:
     def open_sections(
         self, payload: Span, table: npt.NDArray[np.void], sections: range, key: BlockKey, scratch: Span
     ) -> None:
-        """Verify sections, of which ``payload`` starts with the first, and put them in the open, in place.
+        """Verify sections, of which ``payload`` starts with the first, and decrypt them in place.
 
-        ``scratch`` has room for the largest and ``TAG`` bytes. Raises Rejected.
+        ``scratch`` has space for the largest and ``TAG`` bytes. Raises Rejected.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -188,7 +188,7 @@ class RecordCipher:
                 size = len(section)
                 if size < _SHORT:
                     scratch[:size] = section
-                else:  # numpy does not keep others from running meanwhile
+                else:  # numpy releases the GIL for the copy
                     np.copyto(np.frombuffer(scratch, np.uint8, size), np.frombuffer(section, np.uint8))
                 scratch[size : size + TAG] = tag
                 unseal(nonce, scratch[: size + TAG], None, section)
@@ -198,7 +198,7 @@ class RecordCipher:
     def open_aside(
         self, aside: TaggedBuffer, table: npt.NDArray[np.void], geometry: Geometry, key: BlockKey, out: Span
     ) -> None:
-        """Verify all sections of a block that were read to ``aside``, and put them in the open in its span.
+        """Verify all sections of a block that were read to ``aside``, and decrypt them into its span.
 
         Raises Rejected.
         """
@@ -209,13 +209,13 @@ class RecordCipher:
         sections = map(out.__getitem__, plain(geometry, int(table["offset"][0])).cuts)
         calls = map(unseal, _nonces(range(len(table))), aside.tagged, itertools.repeat(None), sections)
         try:
-            deque(calls, 0)  # with no line of Python in between
+            deque(calls, 0)  # without Python code in between
         except InvalidTag as e:
             raise Rejected(Reason.CORRUPT_PAYLOAD) from e
 
 
 class FileCipher:
-    """Seals the parts of one file that is only appended to; where a part lies is its nonce."""
+    """Encrypts the parts of one append-only file; a part's offset is its nonce."""
 
     def __init__(self, cipher: Any) -> None:
         self._cipher = cipher
@@ -224,7 +224,7 @@ class FileCipher:
         return bytes(self._cipher.encrypt(_nonce(at), part, None))
 
     def open(self, at: int, part: Span) -> bytes:
-        """Raises ValueError for what was not sealed there."""
+        """Raises ValueError if the part was not encrypted for that offset."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -234,24 +234,24 @@ class FileCipher:
 
 
 class Encryption:
-    """Seals records and opens them, with the keys of a ring; without one, it does neither.
+    """Encrypts and decrypts records, with the keys of a key ring; without one, it does neither.
 
-    With ``seals`` False what is written stays in the open, and what was sealed before can still be read. Where it
-    seals, a record in the open is none, because somebody without a key could have made it, unless ``accept_open``.
+    With ``seals`` False records are written unencrypted, and encrypted ones can still be read. With ``seals`` True an
+    unencrypted record is rejected, because anyone without a key could have made it, unless ``accept_open``.
     """
 
     def __init__(self, key_ring: KeyRing | None = None, *, seals: bool = True, accept_open: bool = False) -> None:
         self._key_ring = key_ring
         self.seals = seals and key_ring is not None
         self.accepts_open = accept_open or not self.seals
-        """Whether what is in the open is believed, though somebody without a key could have made it."""
+        """Whether unencrypted records are accepted, though anyone without a key could have made them."""
 
     def new(self, tenant: bytes) -> RecordCipher | None:
-        """What seals a new record of a tenant's; None where records stay in the open. Raises Rejected."""
+        """The cipher for a new record of a tenant; None where records are not encrypted. Raises Rejected."""
         if self._key_ring is None:
             return None
         try:
-            if not self.seals:  # what was stored before a key was destroyed must not be written in the open either
+            if not self.seals:  # blocks stored before a key was destroyed must not be written unencrypted either
                 self._key_ring.check_heard(tenant)
                 return None
             return RecordCipher(self._key_ring.of(tenant), secrets.token_bytes(32))
@@ -259,23 +259,23 @@ class Encryption:
             raise Rejected(_reason(e), str(e)) from e
 
     def turns(self, section: int) -> bool:
-        """Whether to hold a ``turn`` while a record with sections of that size is sealed or opened.
+        """Whether to hold a ``turn`` while a record with sections of that size is encrypted or decrypted.
 
-        Every call of the cipher lets another thread have the interpreter, and then waits for it. Of a short section
-        that takes longer than the cipher does: two threads seal more of them than many.
+        Every call of the cipher releases the GIL, and then waits for it. For a short section that takes longer than the
+        cipher itself: two threads encrypt more of them than many.
         """
         return self._key_ring is not None and section < _SHORT
 
     def aside(self, geometry: Geometry) -> bool:
-        """Whether records of such blocks are best read to where ``TaggedBuffer`` says."""
-        # Not where sections are padded: in a slot, what was there before would stay in between.
+        """Whether records of such blocks are best read into a ``TaggedBuffer``."""
+        # Not where sections are padded: in a slot, old bytes would stay in between.
         even = geometry.section == geometry.stride and geometry.sections < VECTORS  # the header is one too
         return self.seals and geometry.section < _SHORT and even
 
     def old(self, number: bytes, salt: bytes) -> RecordCipher:
-        """What opens a record that was sealed with that key and salt. Raises Rejected.
+        """The cipher of a record that was encrypted with that key and salt. Raises Rejected.
 
-        A key that cannot be had now may be there later, so its record is kept; one that was destroyed never comes back.
+        A key that is unavailable now may be available later, so its record is kept; a destroyed one never comes back.
         """
         if self._key_ring is None:
             raise NotForAsker(Reason.KEY_NOT_HERE)
@@ -285,10 +285,10 @@ class Encryption:
             raise (Rejected if e.state is KeyState.DESTROYED else NotForAsker)(_reason(e), str(e)) from e
 
     def name(self, key: BlockKey) -> str:
-        """The name of a block in storage that others see too. Raises Rejected.
+        """The name of a block in storage that others can list. Raises Rejected.
 
-        A digest of the key would do against reading it, but the default tenant's keys can be guessed with the prompt:
-        where records are sealed, a name says nothing to whoever has no keys.
+        A digest of the key would hide the key itself, but the keys of the default tenant can be guessed from a prompt.
+        So where records are encrypted, a name reveals nothing without the keys.
         """
         secret = b""
         if self._key_ring is not None and self.seals:
@@ -299,12 +299,12 @@ class Encryption:
         return blake3(secret + key, derive_key_context="kvtide 1 name in shared storage").hexdigest()
 
     def check(self, start: Span) -> None:
-        """Raises Rejected if a record that begins so is in the open and must not be."""
+        """Raises Rejected if a record that begins with ``start`` is not encrypted and must be."""
         if not self.accepts_open and not start[12] & FLAG_SEALED:
             raise Rejected(Reason.NOT_ENCRYPTED)
 
     def open_header(self, page: bytearray) -> None:
-        """Put a sealed header's body in the open, in place. Raises Rejected."""
+        """Decrypt an encrypted header's body in place. Raises Rejected."""
         self.old(*sealed_by(page)).open_header(page)
 
 
@@ -319,4 +319,4 @@ def _reason(e: Unavailable) -> Reason:
 
 
 OPEN = Encryption()
-"""For those who keep records in the open and cannot read others."""
+"""Writes records unencrypted and cannot read encrypted ones."""

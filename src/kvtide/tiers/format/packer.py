@@ -1,14 +1,14 @@
-"""Between a block in memory and its record: what every tier that keeps records has in common.
+"""Converts between a block in memory and its record: shared by all tiers that store records.
 
-A record is written in two steps, because only when its payload is made is it known how much room it takes, and only
-when it has its room is it known what the header must say::
+A record is written in two steps, because its size is known only when its payload is made, and the header's content only
+when the record has its place::
 
-    packed = packer.pack(item)                       # compress, seal or make the checksums
+    packed = packer.pack(item)                       # compress, encrypt or compute the checksums
     packed.name(page, sequence, created)             # the header, into a buffer of packed.header bytes
 
-It is read in one: whoever has read the start of a record, and the rest of it straight into the block's span, asks the
-packer whether that was the block. If it was not all that is needed (the header is longer than usual, the sections are
-compressed, only some of them are wanted), the packer fetches more. Nothing is taken for true before it is verified.
+It is read in one step. The caller reads the start of a record, and the rest of it directly into the block's span, and
+asks the packer whether that was the block. If more is needed (the header is longer than usual, the sections are
+compressed, only some of them are wanted), the packer fetches it. Nothing is trusted before it is verified.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvtide.tiers.format.scratch import Pool, Scratch, Workspace
 __all__ = ["Fetch", "Packed", "Packer", "check_sections", "header_of", "usual_header"]
 
 Fetch = Callable[[Sequence[Span], int], int]
-"""Fill buffers from a record, from that offset in it; answers how many bytes came."""
+"""Fill buffers from a record, starting at that offset in it; returns how many bytes were read."""
 
 
 def header_of(item: Write) -> int:
@@ -60,13 +60,13 @@ def usual_header(item: Read) -> int:
 
 
 class Packed(NamedTuple):
-    """A block, ready to be written as soon as it has its header."""
+    """A block that is ready to be written as soon as it has its header."""
 
     item: Write
     header: int
     """Bytes of the header."""
     payload: Span
-    """The block's own span, or memory of the packer's, valid until it packs another of the same ``number``."""
+    """The block's own span, or memory of the packer, valid until it packs another block with the same ``number``."""
     table: npt.NDArray[np.void]
     codec: int
     seal: RecordCipher | None
@@ -102,16 +102,15 @@ class Packed(NamedTuple):
 
 
 class _Turn:
-    """A thread's turn to open records, which few have at a time, and what opens them: to find a key may take long, and
-    happens before."""
+    """A thread's turn to decrypt records, which few threads have at a time, and the ciphers for it. Looking up a key
+    may take long, so that is done before."""
 
     __slots__ = ("_encryption", "_has", "_lock", "_seals")
 
     def __init__(
         self, lock: threading.Lock | None, encryption: Encryption, names: Iterable[tuple[bytes, bytes]]
     ) -> None:
-        """Of records that bear these ``names``: the ids of their keys, and their salts. Without a ``lock`` many have
-        it."""
+        """``names`` are the key ids and salts of the records. Without a ``lock`` any number of threads have a turn."""
         self._lock = lock
         self._has = False
         self._encryption = encryption
@@ -123,7 +122,7 @@ class _Turn:
             self._has = True
 
     def give(self) -> None:
-        """Let others have theirs."""
+        """Let other threads have their turn."""
         if self._lock is not None and self._has:
             self._has = False
             self._lock.release()
@@ -131,11 +130,11 @@ class _Turn:
     def _find(self, name: tuple[bytes, bytes]) -> RecordCipher | Exception:
         try:
             return self._encryption.old(*name)
-        except Exception as e:  # noqa: BLE001 - it is told to whoever wants to open that record
+        except Exception as e:  # noqa: BLE001 - raised when that record is decrypted
             return e
 
     def seal(self, name: tuple[bytes, bytes]) -> RecordCipher:
-        """What opens a record. Raises Rejected."""
+        """The cipher of a record. Raises Rejected."""
         if name not in self._seals:  # the record has changed meanwhile
             self.give()
             self._seals[name] = self._find(name)
@@ -147,7 +146,7 @@ class _Turn:
 
 
 class Packer:
-    """Makes records of blocks and blocks of records. For one thread at a time."""
+    """Makes records from blocks and blocks from records. For one thread at a time."""
 
     __slots__ = (
         "_asides",
@@ -167,7 +166,7 @@ class Packer:
         self.header = Scratch()
         """For headers, the thread's own."""
         self._longer = Scratch()
-        """For one that is longer than usual."""
+        """For a header that is longer than usual."""
         if pool is not None:
             pool.hold_header(self.header)
             pool.hold_header(self._longer)
@@ -187,7 +186,7 @@ class Packer:
             self.workspace.keep(self._codec.work)
 
     def to_write(self, items: Sequence[Write]) -> int:
-        """Bytes of memory that it takes to pack blocks together."""
+        """Bytes of memory needed to pack blocks together."""
         total = 0
         for item in items:
             geometry = item.identity.geometry
@@ -198,20 +197,20 @@ class Packer:
         return total
 
     def to_read(self, items: Sequence[Read]) -> int:
-        """Bytes of memory that it takes to read blocks together to where ``into`` says.
+        """Bytes of memory needed to read blocks together to where ``into`` says.
 
-        What else a record needs is known when its header was read.
+        What else a record needs is known only after its header was read.
         """
         found = (item.identity.geometry for item in items)
         return sum(TaggedBuffer.needed(geometry) for geometry in found if self._encryption.aside(geometry))
 
     def to_open(self, items: Sequence[Read]) -> int:
-        """Bytes of memory that it takes, at most, to open these blocks one after the other, whatever their records."""
+        """Bytes of memory needed, at most, to decode these blocks one after the other, whatever their records."""
         found = (item.identity.geometry for item in items)
         return max(g.footprint + codec.work_of(g.section) + padded(g.section + TAG) for g in found)
 
     def pack(self, item: Write, number: int = 0) -> Packed:
-        """Make what will be the record of a block, all but the header.
+        """Make the record of a block, except for the header.
 
         Blocks that are not compressed may be packed together, each with a ``number`` of its own, from 0 on.
         """
@@ -230,10 +229,10 @@ class Packer:
         return Packed(item, size, payload, table, kind, seal)
 
     def into(self, item: Read, number: int) -> Sequence[Span]:
-        """Where the payload of a record is best read to, of which all is wanted, and which is as long as the block.
+        """The best buffers for the payload of a record that is wanted completely and is as long as the block.
 
-        That is the block's span, or memory of the packer's, valid until it is asked again with the same ``number``,
-        where sections can be opened without another copy. Tell ``unpack`` the number then.
+        That is the block's span or, where it saves a copy in decryption, memory of the packer, valid until the next
+        call with the same ``number``. Pass the number to ``unpack`` then.
         """
         if not self._encryption.aside(item.identity.geometry):
             return [item.span]
@@ -245,11 +244,11 @@ class Packer:
     def unpack(
         self, item: Read, sequence: int, start: Span, got: int, room: int, fetch: Fetch, number: int | None = None
     ) -> int:
-        """How many bytes of a block were read and are sound, after the first ``got`` of its record were read.
+        """The number of bytes of a block that were read and verified, after the first ``got`` of its record were read.
 
-        ``start`` is as much as its header usually takes; the payload, if all is wanted, is in its span or, with a
-        ``number``, where ``into`` said. The record has ``room`` bytes at most. Raises Rejected for what is not the
-        block, or not whole.
+        ``start`` has the usual size of its header; the payload, if all is wanted, is in its span or, with a ``number``,
+        where ``into`` said. The record has ``room`` bytes at most. Raises Rejected if it is not the block, or not
+        whole.
         """
         self._encryption.check(start)
         names, geometry = item.identity, item.identity.geometry
@@ -275,7 +274,7 @@ class Packer:
         fetch: Fetch,
         aside: TaggedBuffer | None,
     ) -> int:
-        """``unpack`` a record that is not in the open, or not as usual, in our turn."""
+        """``unpack`` a record that is encrypted, or otherwise unusual, in this thread's turn."""
         names, geometry = item.identity, item.identity.geometry
         whole, sections = item.sections is None, item.wanted
         if not sections:
@@ -289,7 +288,7 @@ class Packer:
 
         def work(nbytes: int) -> None:
             if not self.workspace.working:
-                mine.give()  # others may wait for their turn with memory that we wait for
+                mine.give()  # other threads may wait for their turn while holding memory that this one waits for
                 self.workspace.begin(nbytes)
                 mine.take()
 
@@ -298,9 +297,9 @@ class Packer:
         if size > room:
             raise Rejected(Reason.CORRUPT_HEADER)
         if size != len(start):
-            start = self._longer.get(size)  # other records' headers may lie beside it
+            start = self._longer.get(size)  # headers of other records may lie beside it
             got = fetched([start, item.span[: max(0, room - size) if whole else 0]], 0)
-            self._encryption.check(start)  # it need not be what came the first time
+            self._encryption.check(start)  # it may differ from what the first read returned
             aside = None
         header = parse(start[:got], lambda page: mine.seal(sealed_by(page)).open_header(page))
         _check_names(header, item, sequence)
@@ -336,7 +335,8 @@ class Packer:
 
     @contextmanager
     def together(self, items: Sequence[Read], starts: Sequence[Span]) -> Iterator[_Turn]:
-        """Unpack records that begin so in one turn: with one for each, threads wait for each other most of the time."""
+        """Unpack records that begin with ``starts`` in one turn: with one turn for each, threads mostly wait for each
+        other."""
         sealed = {sealed_by(start) for start in starts if len(start) >= BODY and start[12] & FLAG_SEALED}
         short = any(self._encryption.turns(item.identity.geometry.section) for item in items)
         self._turn = mine = _Turn(self._shared if sealed and short else None, self._encryption, sealed)
@@ -347,7 +347,7 @@ class Packer:
             mine.give()
 
     def _reader(self) -> codec.Codec:
-        """What reads compressed records, where raw ones are written too."""
+        """The decoder of compressed records, also where this tier writes raw ones."""
         if self._decoder is None:
             try:
                 self._decoder = codec.make("zstd")

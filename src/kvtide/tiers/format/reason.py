@@ -1,4 +1,4 @@
-"""Why a record is not what was asked for. The values are what statistics, metrics and logs show."""
+"""Why a record was rejected. The values are shown in statistics, metrics and logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reason(StrEnum):
     FORGED_HEADER = "forged header"
     UNDECODABLE = "undecodable section"
     UNREADABLE = "unreadable"
-    # It is a record, but not the one that was asked for.
+    # It is a record, but not the requested one.
     ANOTHER_BLOCK = "another block"
     ANOTHER_OWNER = "another model or tenant"
     ANOTHER_LAYOUT = "another layout"
@@ -32,7 +32,7 @@ class Reason(StrEnum):
     KEY_UNKNOWN = "its key is not known here"
     KEY_DESTROYED = "its key was destroyed"
     KEY_UNAVAILABLE = "its key cannot be had"
-    # The block is there no longer, or is about to leave.
+    # The block is gone, or is being removed.
     GONE = "gone"
     EXPIRED = "expired"
     EVICTED = "evicted"

@@ -1,4 +1,4 @@
-"""A block at rest: a header of whole 4 KiB pages, then its sections, each padded to 4 KiB.
+"""The record format of a stored block: a header of whole 4 KiB pages, then its sections, each padded to 4 KiB.
 
 ::
 
@@ -7,18 +7,18 @@
          0      8  magic "KVTIDE\\r\\n"
          8      2  version
         10      2  header pages
-        12      4  flags (bit 0: the body below is sealed; others must be 0)
+        12      4  flags (bit 0: the body below is encrypted; others must be 0)
         16     16  checksum of the header, with this field as zeros (XXH3-128)
         32     16  data-key id (zeros: not encrypted)
         48     32  salt (zeros: not encrypted)
-        80     16  tag of the sealed body (zeros: not encrypted)
+        80     16  tag of the encrypted body (zeros: not encrypted)
     body
         96      8  sequence number, never reused within a directory
        104      8  created, seconds since 1970 (float64)
        112      8  expiry, likewise (infinity: never)
        120      4  depth: how many blocks come before it in its chain
        124      4  tokens covered
-       128      8  stored length: the bytes of all sections as they lie here, padding included
+       128      8  stored length: the bytes of all sections as stored here, padding included
        136      8  raw length: the bytes of all sections as an engine sees them
        144      2  codec
        146      2  priority (signed)
@@ -30,17 +30,17 @@
        240     32  namespace
        272     16  tenant tag
        288     16  layout digest
-       304      8  in shared storage: the last page of the log of drops that its writer had heard (drop_log.py), else 0
+       304      8  in shared storage: the last drop log page that its writer had applied (drop_log.py), else 0
        312      8  zeros
        320   32*n  section table: offset in the record (u64), stored length (u32), raw length (u32),
                    XXH3-128 of the stored bytes, or the AEAD tag (16)
          .         fields: tag (u16; 0x8000 and above: a reader that does not know it must refuse), zeros (u16),
                    length (u32), bytes
 
-All numbers are little-endian. A reader that meets an unknown field below 0x8000 skips it; what it must not
-misread is either such a field, a flag, a codec, or a new version. Magic, version, header pages and checksum lie where
-they are, and mean what they mean, in every version: so what another version wrote is told from damage. Headers are the
-truth: whoever reads a record checks its key, sequence and checksums, and whatever does not agree is a miss.
+All numbers are little-endian. A reader skips an unknown field below 0x8000. Whatever a reader must not misread is a
+required field (0x8000 and above), a flag, a codec, or a new version. Magic, version, header pages and checksum have the
+same place and meaning in every version, so that records of another version are distinguished from damage. Headers are
+authoritative: every reader checks a record's key, sequence and checksums, and a record that does not match is a miss.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ MAGIC = b"KVTIDE\r\n"
 VERSION = 1
 FLAG_SEALED = 1
 FAR = 1 << 62
-"""A sequence number that no writer reaches by counting. See recovery.py for what becomes of one that is found."""
+"""A sequence number that no writer reaches by counting. See recovery.py for how it is handled if found."""
 
 _CLEAR = struct.Struct("<8sHHI16s16s32s16s")
 _BODY = struct.Struct("<QddIIQQHhIII48s32s32s16s16sQ8x")
@@ -100,7 +100,7 @@ assert TABLE == 320
 
 SECTION = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("check", "V16")])
 _PLACE = struct.Struct("<QII")
-"""Of an entry of the section table: all but the checksum."""
+"""An entry of the section table without the checksum."""
 FIELD = struct.Struct("<HHI")
 FIELD_TOKENS = 1
 REQUIRED = 0x8000
@@ -114,7 +114,7 @@ _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 
 
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
-    """A record that is not what was asked for. Never leaves the tiers: there it becomes a miss with a reason."""
+    """A record that is not the requested one. Never leaves the tiers: there it becomes a miss with a reason."""
 
     def __init__(self, reason: Reason, text: str = "") -> None:
         """``text`` is shown instead of the reason's own."""
@@ -123,14 +123,15 @@ class Rejected(Exception):  # noqa: N818 - a verdict, not an error
 
 
 class NotForAsker(Rejected):
-    """A record that may be sound, but that this asker cannot have: another's, or its key cannot be had now."""
+    """A record that may be intact, but that this reader cannot have: it is another owner's, or its key is unavailable
+    now."""
 
 
 class OtherVersion(Rejected):
     """A whole record that another version of kvtide wrote, and that this one cannot read.
 
-    It is a miss, but not rubbish: if it is ``newer``, nobody overwrites it before somebody asks for that; if it is
-    older, nobody does before its room is needed.
+    It is a miss, but not garbage: a ``newer`` one is overwritten only on request, an older one only when its space is
+    needed.
     """
 
     def __init__(self, text: str, *, newer: bool = True) -> None:
@@ -140,7 +141,7 @@ class OtherVersion(Rejected):
 
 @dataclass(slots=True)
 class Header:
-    """What a record says of itself."""
+    """The metadata in a record."""
 
     key: BlockKey
     parent: bytes
@@ -158,7 +159,7 @@ class Header:
     priority: int = 0
     tokens: bytes = b""
     sealed: tuple[bytes, bytes] | None = None
-    """With which data key and salt; None: it is in the open. Whoever seals it does so after ``pack_into``."""
+    """The id of the data key and the salt; None: not encrypted. Encryption follows after ``pack_into``."""
     heard: int = 0
 
     @property
@@ -168,12 +169,12 @@ class Header:
 
     @property
     def identity(self) -> int:
-        """The fingerprint of whose it is."""
+        """The fingerprint of its owner and layout."""
         return fingerprint(self.namespace, self.tenant, self.layout, self.key[32:])
 
     @property
     def stored(self) -> int:
-        """The bytes of all sections as they lie in the record, padding included."""
+        """The bytes of all sections as stored in the record, padding included."""
         offset, stored, _, _ = self.sections[-1].item()
         return int(offset) + padded(stored) - self.pages * ALIGN
 
@@ -211,7 +212,7 @@ class Header:
         out[16:32] = xxh3_128_digest(out[:size])
 
 
-@lru_cache(256)  # asked three times for each block that is written, of few sizes
+@lru_cache(256)  # called three times for each block that is written, with few sizes
 def header_bytes(sections: int, tokens: int = 0) -> int:
     """The size of the header of a record with that many sections and, kept in it, that many bytes of tokens."""
     fields = FIELD.size + tokens if tokens else 0
@@ -219,7 +220,7 @@ def header_bytes(sections: int, tokens: int = 0) -> int:
 
 
 def recognise(data: Span) -> int:
-    """How many bytes of header start at ``data``. Raises Rejected for what is no record of any version."""
+    """The number of header bytes that start at ``data``. Raises Rejected if it is no record of any version."""
     if len(data) < ALIGN:
         raise Rejected(Reason.TORN)
     magic, _, pages, *_ = _CLEAR.unpack_from(data)
@@ -235,37 +236,37 @@ def _no_key(page: bytearray) -> None:
 
 
 def belongs(page: Span, tenant: bytes, keys: Collection[bytes]) -> bool:
-    """Whether a record that begins with this page is a tenant's, who has or had data keys with these ids.
+    """Whether a record that begins with this page belongs to a tenant that has or had data keys with these ids.
 
-    Nothing is verified or opened: what is to be destroyed must be found without its key.
+    Nothing is verified or decrypted: records to be destroyed must be found without their key.
     """
     mark = mark_of(page)
     return mark == tenant or mark in keys
 
 
 def mark_of(page: Span) -> bytes:
-    """What says whose a record is that begins with this page: its tenant's tag, or the id of the key that sealed it."""
+    """What identifies the owner of a record that begins with this page: its tenant's tag, or the id of its data key."""
     if page[:8] != MAGIC:
         return b""
     return bytes(page[32:48] if page[12] & FLAG_SEALED else page[272:288])
 
 
 def expire_at(header: Span, when: float) -> None:
-    """Let a header, all of it and in the open, say when its block expires."""
+    """Set the expiry in a header, which must be complete and not encrypted."""
     _EXPIRY.pack_into(header, _EXPIRY_AT, when)
     header[16:32] = _ZEROS
     header[16:32] = xxh3_128_digest(header)
 
 
 def sealed_by(page: Span | bytearray) -> tuple[bytes, bytes]:
-    """The id of the key, and the salt, of a sealed record that begins with this page."""
+    """The id of the key, and the salt, of an encrypted record that begins with this page."""
     return bytes(page[32:48]), bytes(page[48:80])
 
 
 def parse(data: Span, unseal: Callable[[bytearray], None] = _no_key) -> Header:
     """The header that starts at ``data``. Raises Rejected, with the reason, for anything that is not whole.
 
-    ``unseal`` puts the body of a sealed one in the open, in place, or raises Rejected.
+    ``unseal`` decrypts the body of an encrypted header in place, or raises Rejected.
     """
     size = recognise(data)
     if len(data) < size:
@@ -310,7 +311,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
         heard,
     ) = _BODY.unpack_from(whole, BODY)
     table = TABLE + count * SECTION.itemsize
-    if not count or table + fields_size > size or sequence >= 2 * FAR:  # the last is no int64
+    if not count or table + fields_size > size or sequence >= 2 * FAR:  # the last does not fit into an int64
         raise Rejected(Reason.CORRUPT_HEADER)
     sections = np.frombuffer(whole, SECTION, count, TABLE)
     return Header(
@@ -335,7 +336,7 @@ def _read_1(whole: bytearray, unseal: Callable[[bytearray], None]) -> Header:
 
 
 _READERS: dict[int, Callable[[bytearray, Callable[[bytearray], None]], Header]] = {VERSION: _read_1}
-"""What reads the headers of each version. When a version is added, the reader of the one before stays."""
+"""The reader of each version's headers. When a version is added, the reader of the previous one stays."""
 
 
 def _tokens(fields: Span) -> bytes:
@@ -356,19 +357,20 @@ def _tokens(fields: Span) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PlainRecord:
-    """How sections lie that were stored as they are, one stride apart."""
+    """The layout of sections that are stored unchanged, one stride apart."""
 
     start: bytes
-    """How the header of such a record begins."""
+    """The start of the header of such a record."""
     table: tuple[bytes, ...]
-    """What the table says of each section, followed by nothing where its checksum goes."""
+    """The table's entry of each section without its checksum, each followed by an empty string in the checksum's
+    place."""
     cuts: tuple[slice, ...]
     """The sections in a block's memory."""
 
 
 @lru_cache(maxsize=256)
 def plain(geometry: Geometry, first: int) -> PlainRecord:
-    """Of blocks of that geometry, in records whose payload starts at ``first``."""
+    """The layout for blocks of that geometry, in records whose payload starts at ``first``."""
     starts = range(0, geometry.footprint, geometry.stride)
     return PlainRecord(
         _CLEAR.pack(MAGIC, VERSION, first // ALIGN, 0, _ZEROS, _ZEROS, _ZEROS, _ZEROS)[:16],
@@ -386,30 +388,30 @@ def cuts_of(table: npt.NDArray[np.void]) -> tuple[slice, ...]:
 def _checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
     """The checksums of parts of ``payload``.
 
-    A block has a hundred sections or so, and these are most of the calls that moving one takes: no line of Python
-    runs between them.
+    A block has a hundred sections or so, and these are most of the calls that moving one takes: no Python code runs
+    between them.
     """
     return map(xxh3_128_digest, map(payload.__getitem__, cuts))
 
 
 def section_table(payload: Span, usual: PlainRecord) -> bytes:
-    """The section table of a record with that payload, stored as it is."""
+    """The section table of a record with that payload, stored unchanged."""
     table = list(usual.table)
     table[1::2] = _checksums(payload, usual.cuts)
     return b"".join(table)
 
 
 def unchecked_table(usual: PlainRecord) -> npt.NDArray[np.void]:
-    """The section table of a record whose payload is stored as it is, with room for tags."""
+    """The section table of a record whose payload is stored unchanged, with space for tags."""
     return np.frombuffer(bytearray(b"".join(part or _ZEROS for part in usual.table)), SECTION)
 
 
 def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, BlockKey, bytes, bytes, bytes]) -> bool:
-    """Whether header and payload are this block's, stored as it is, with nothing else in the record, and verified.
+    """Whether header and payload are this block's, stored unchanged, with nothing else in the record, and verified.
 
-    ``names`` are its sequence number, key, namespace, tenant and layout. This is what ``parse``, ``check_table`` and
-    ``verify`` say of the usual record, in one go; of any other, and of a bad one, the answer is False, and they know
-    why. ``page`` is the header alone.
+    ``names`` are its sequence number, key, namespace, tenant and layout. This is the fast path of ``parse``,
+    ``check_table`` and ``verify`` for the usual record. For any other record, and for a bad one, the result is False,
+    and those functions tell why. ``page`` is the header alone.
     """
     usual = plain(geometry, len(page))
     head = page.tobytes()
@@ -425,7 +427,7 @@ def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, Block
 def verify(header: Header, sections: range, payload: Span, geometry: Geometry | None = None) -> None:
     """Check stored sections against the table; ``payload`` starts with the first of them. Raises Rejected.
 
-    With ``geometry`` they were stored as they are, as ``check_table`` has found.
+    With ``geometry``, they were stored unchanged, as ``check_table`` has found.
     """
     table = header.sections[sections.start : sections.stop]
     cuts = cuts_of(table) if geometry is None else plain(geometry, header.pages * ALIGN).cuts[: len(table)]
@@ -436,7 +438,7 @@ def verify(header: Header, sections: range, payload: Span, geometry: Geometry | 
 def check_table(header: Header, first: int, geometry: Geometry, room: int) -> None:
     """Check that sections lie between ``first`` and ``room``, where their codec puts them. Raises Rejected.
 
-    A header's checksum guards against accidents, not against a writer that is wrong.
+    A header's checksum guards against accidents, not against a faulty writer.
     """
     table = header.sections
     usual = plain(geometry, first)

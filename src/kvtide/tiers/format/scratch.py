@@ -1,13 +1,13 @@
-"""Memory that I/O threads work in, beside the memory of blocks: where a block is compressed, sealed or opened.
+"""Working memory of I/O threads, besides the memory of blocks: where a block is compressed, encrypted or decrypted.
 
-A thread needs as much as its block, and there are many threads. So the threads of a tier share a ``Pool`` that says
-how much they may have together. A thread asks for what its job takes before it begins (``Workspace.begin``), and waits
-if that is not to be had. It keeps the memory for its next job, but an idle thread's memory is taken away when another
-needs it. If a single job needs more than all of the pool, it gets that when no other is under way.
+A thread needs as much as its block, and there are many threads. So the threads of a tier share a ``Pool`` that limits
+their memory together. A thread requests what its job needs before it begins (``Workspace.begin``), and waits if that is
+not available. It keeps the memory for its next job, but an idle thread's memory is taken away when another thread needs
+it. If a single job needs more than the whole pool, it gets that when no other job is running.
 
-Whoever has been granted something never asks for more, and holds no lock while it asks: so nobody waits for whoever
-waits. Headers, a few pages for each thread, are not counted; but with token ids they tell as much as a block does, so
-they go when the pool is emptied.
+A thread that was granted memory never requests more, and holds no lock while it requests, so there is no deadlock.
+Headers, a few pages for each thread, are not counted; but with token ids they reveal as much as a block does, so they
+are freed when the pool is emptied.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvtide.block import Span, padded
 __all__ = ["Pool", "Scratch", "Workspace"]
 
 _HUGE = 2 << 20
-"""A huge page. Direct I/O pins memory page by page: a sealed block of 2 MiB takes 3 to 6 % less time with one."""
+"""A huge page. Direct I/O pins memory page by page: an encrypted block of 2 MiB takes 3 to 6 % less time with one."""
 
 
 class Scratch:
-    """A page-aligned buffer that grows to what was asked of it; one per thread. Any thread may ``drop`` it."""
+    """A page-aligned buffer that grows to the largest request; one per thread. Any thread may ``drop`` it."""
 
     __slots__ = ("_buffer",)
 
@@ -42,19 +42,19 @@ class Scratch:
         buffer = self._buffer
         if len(buffer) < nbytes:
             del buffer
-            self.drop()  # before there is another: a thread never has both
+            self.drop()  # before allocating another: a thread never has both
             huge = nbytes // _HUGE * _HUGE
             room = padded(nbytes) + (_HUGE if huge else 0)
             memory = mmap.mmap(-1, room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE if huge else 0
             if huge:
-                with contextlib.suppress(OSError):  # only advice; what is left over would take a whole one
+                with contextlib.suppress(OSError):  # only advice; the remainder would take a whole huge page
                     memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
             self._buffer = buffer = memoryview(memory)[start : start + padded(nbytes)]
         return buffer[:nbytes]
 
     def drop(self) -> None:
-        """Let go of the memory, as soon as nobody looks at it any more."""
+        """Free the memory, as soon as no view of it is left."""
         self._buffer = memoryview(b"")
 
 
@@ -67,30 +67,30 @@ class Kept(Protocol):
 
 
 class Pool:
-    """At most ``limit`` bytes for all workspaces, or what a single job needs. Safe from any thread."""
+    """At most ``limit`` bytes for all workspaces, or what a single job needs. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Condition()
         self._next = threading.Lock()
-        """Held by whoever waits, so that those who need little do not always go before one who needs much."""
+        """Held by the waiting thread, so that small requests do not always overtake a large one."""
         self._taken = 0
         self._most = 0
         self._idle: dict[Workspace, None] = {}
-        """Those with memory that is not in use."""
+        """Workspaces with memory that is not in use."""
         self._emptied = 0
-        """How often all memory was to be given up."""
+        """How often ``empty`` was called."""
         self._headers: list[Scratch] = []
-        """Of all threads."""
+        """Header memory of all threads."""
 
     @property
     def taken(self) -> int:
-        """Bytes that threads have, or may take."""
+        """Bytes that threads have, or may allocate."""
         return self._taken
 
     @property
     def most(self) -> int:
-        """The most that they ever had."""
+        """The maximum of ``taken`` so far."""
         return self._most
 
     def grant(self, who: Workspace, nbytes: int) -> None:
@@ -99,12 +99,13 @@ class Pool:
             who.emptied = self._emptied
             if nbytes <= who.charge:
                 return
-            # What it kept of a job that took as much is what it needs now. Getting it anew would cost a fault per page.
+            # If the last job needed as much, the kept memory is sufficient. Allocating again would cost a fault per
+            # page.
             if nbytes == who.granted and not self._next.locked() and self._fits(who, nbytes):
                 self._charge(who, nbytes)
                 return
             who.granted = nbytes
-            who.drop()  # nobody who waits has anything that another may wait for
+            who.drop()  # a waiting thread must hold nothing that another may wait for
             self._charge(who, 0)
             self._lock.notify_all()
         with self._next, self._lock:
@@ -135,11 +136,11 @@ class Pool:
             self._lock.notify_all()
 
     def hold_header(self, memory: Scratch) -> None:
-        """``memory`` is not counted, but is given up with the rest."""
+        """``memory`` is not counted, but is freed by ``empty``."""
         self._headers.append(memory)
 
     def empty(self) -> None:
-        """Give all memory back to the system, with what is in it: what a job has now, when that ends."""
+        """Return all memory to the system, with its contents; the memory of a running job when that ends."""
         with self._lock:
             self._emptied += 1
             for header in self._headers:
@@ -152,7 +153,7 @@ class Pool:
 
 
 class Workspace:
-    """What one thread has of a pool; without one, as much as it likes."""
+    """One thread's share of a pool; without a pool, unlimited."""
 
     __slots__ = ("_kept", "_pool", "_working", "charge", "emptied", "granted")
 
@@ -161,14 +162,14 @@ class Workspace:
         self._kept: list[Kept] = []
         self._working = False
         self.charge = 0
-        """Bytes that the pool counts for us. The pool's to change."""
+        """Bytes that the pool counts for this workspace. Changed by the pool."""
         self.granted = 0
-        """Bytes that were last asked for and not there. The pool's to change."""
+        """The size of the last request that had to wait. Changed by the pool."""
         self.emptied = 0
-        """How often the pool was emptied when its job began. The pool's to change."""
+        """The pool's count of ``empty`` calls when the job began. Changed by the pool."""
 
     def keep(self, memory: Kept) -> None:
-        """``memory`` is the thread's, and used in jobs alone."""
+        """``memory`` belongs to the thread, and is used only in jobs."""
         self._kept.append(memory)
 
     @property
@@ -180,14 +181,14 @@ class Workspace:
             memory.drop()
 
     def begin(self, nbytes: int) -> None:
-        """Take that much for a job, until its ``end``. Nothing is done if it has taken something already."""
+        """Take that much for a job, until its ``end``. Does nothing if the job has taken memory already."""
         if nbytes and self._pool is not None and not self._working:
             self._pool.grant(self, nbytes)
             self._working = True
 
     @property
     def working(self) -> bool:
-        """Whether the job has taken something, or need not."""
+        """Whether the job has taken memory, or need not."""
         return self._working or self._pool is None
 
     def end(self) -> None:

@@ -1,16 +1,16 @@
-"""A directory of segment files: its lock, its version, and what the headers in it say.
+"""A directory of segment files: its lock, its version, and the headers in it.
 
 ::
 
-    kvtide.json    what this directory is, and its format version
-    lock           held by the process that has it open; names it
+    kvtide.json    identifies the directory, with its format version
+    lock           held by the process that has the directory open; contains its pid
     journal        a hint of what is where (see journal.py)
-    speeds         how fast the disk was (see speeds.py)
-    heard          up to where drops of others were heard (see drop_positions.py)
+    speeds         measured speeds of the disk (see speeds.py)
+    heard          the last applied pages of drop logs (see drop_positions.py)
     00000.segment  one page of segment header, then slots of one size, a record in each
 
-A segment's header names the size of its slots and the sequence number at which it was cut. Records with a lower
-one are remains of an earlier cut and are not read.
+A segment's header has the size of its slots and the sequence number at which it was divided into them. Records with a
+lower one are left over from an earlier division and are not read.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ FORMAT = 1
 _SEGMENT = struct.Struct("<8sHHIQQ16s")
 _MAGIC = b"KVTIDE\nS"
 _ABOUT = 4096
-"""The most bytes of a kvtide.json."""
+"""The maximum size of a kvtide.json."""
 _NUMBERS = 1 << 20
-"""Segment files have lower numbers: the lowest that is free is taken, and no process has so many files open."""
+"""Segment files have lower numbers: the lowest free one is taken, and no process has so many files open."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """How a segment file is cut."""
+    """How a segment file is divided into slots."""
 
     size: int
     slots: int
     cut: int
-    """The sequence number at which it was cut."""
+    """The sequence number at which it was divided."""
     version: int = FORMAT
-    """One that is older than ours is read, and never written to, until it is empty."""
+    """A segment of an older version is read, and never written to, until it is empty."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class SegmentHeader:
 
     @property
     def readable(self) -> bool:
-        """Whether we know what is in a segment of that version."""
+        """Whether this kvtide can read segments of that version."""
         return self.version in _READERS
 
     def pack(self) -> bytes:
@@ -73,14 +73,14 @@ class SegmentHeader:
 
     @classmethod
     def parse(cls, page: bytes) -> SegmentHeader:
-        """Raises Rejected for what is no whole header, OtherVersion for one of a version that we cannot read."""
+        """Raises Rejected if it is not a whole header, OtherVersion if this kvtide cannot read its version."""
         if len(page) < _SEGMENT.size:
             raise Rejected(Reason.TORN)
         magic, version, *_, check = _SEGMENT.unpack_from(page)
         if magic != _MAGIC:
             raise Rejected(Reason.NO_SEGMENT)
         body = page[: _SEGMENT.size - 16] + bytes(16)
-        # Where the checksum lies is the same in every version: a flipped bit must not pass for a newer one.
+        # The checksum has the same offset in every version: a flipped bit must not pass for a newer one.
         if check != xxh3_128_digest(body):
             raise Rejected(Reason.CORRUPT_HEADER)
         reader = _READERS.get(version)
@@ -98,7 +98,7 @@ def _read_1(page: bytes) -> SegmentHeader:
 
 
 _READERS: dict[int, Callable[[bytes], SegmentHeader]] = {0: _read_1, 1: _read_1}
-"""What reads the segment headers of each version. When a version is added, the reader of the one before stays."""
+"""The reader of each version's segment headers. When a version is added, the reader of the previous one stays."""
 
 
 class Directory:
@@ -116,14 +116,14 @@ class Directory:
 
     @property
     def measuring(self) -> Path:
-        """A file that has this name for a moment: see measure.py."""
+        """A temporary file: see measure.py."""
         return self.path / "measuring"
 
     def segment(self, number: int) -> Path:
         return self.path / f"{number:05}.segment"
 
     def create(self) -> None:
-        """Make the directory, or check that an existing one is ours and of a version that we know."""
+        """Create the directory, or check that an existing one is kvtide's and of a known version."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.disk.sync_folder(self.path.parent)
@@ -141,20 +141,20 @@ class Directory:
 
     def _name(self) -> None:
         fresh = self.path / "kvtide.json.new"
-        fresh.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours to write to
+        fresh.unlink(missing_ok=True)  # if it is a link, its target must not be written to
         with fresh.open("x") as f:
             f.write(json.dumps({"format": "kvtide nvme", "version": FORMAT}) + "\n")
             f.flush()
-            self.disk.sync(f.fileno())  # else a power loss may leave the name with nothing behind it
+            self.disk.sync(f.fileno())  # else a power loss may leave the name with no content
         self.disk.rename(fresh, self.path / "kvtide.json")
 
     def upgrade(self) -> None:
-        """Let an older directory say that it is of our version, before anything of that is written into it."""
+        """Mark an older directory with the current version, before anything of that version is written into it."""
         if self.check() < FORMAT:
             self._name()
 
     def check(self) -> int:
-        """The version of the directory. Raises unless it is kvtide's, and not newer than we are."""
+        """The version of the directory. Raises unless it is kvtide's, and not newer than this kvtide."""
         name = self.path / "kvtide.json"
         try:
             about = json.loads(read_whole(name, _ABOUT))
@@ -179,12 +179,13 @@ class Directory:
         return int(version)
 
     def lock(self) -> None:
-        """Take the directory for this process alone."""
+        """Lock the directory for this process."""
         lock = None
         try:
             lock = LockFile(self.path / "lock")
             lock.take(wait=False)
-            with contextlib.suppress(OSError):  # only for the next one's message: a full disk must open too
+            # only for the error message of another process: a full disk must open too
+            with contextlib.suppress(OSError):
                 lock.write(f"{os.getpid()}\n")
         except BlockingIOError:
             assert lock is not None
@@ -208,9 +209,9 @@ class Directory:
             lock.close()
 
     def segments(self) -> Iterator[int]:
-        """The numbers of the segment files that are there."""
+        """The numbers of the existing segment files."""
         for name in sorted(self.path.glob("*.segment")):
-            # Only names that we give: what else lies here is not ours to touch.
+            # Only names that kvtide gives: other files must not be touched.
             known = len(name.stem) < 8 and name.stem.isdecimal() and int(name.stem) < _NUMBERS
             if known and name == self.segment(int(name.stem)):
                 yield int(name.stem)
@@ -220,11 +221,11 @@ class Directory:
         probe = self.path / "probe"
         fd = -1
         try:
-            probe.unlink(missing_ok=True)  # what somebody else has put there says nothing of the filesystem
+            probe.unlink(missing_ok=True)  # a foreign file of that name says nothing about the filesystem
             fd = self.disk.open(probe, direct=True, create=True)
             self.disk.write(fd, [Scratch().get(ALIGN)], 0)
         except OSError as e:
-            # A full disk that opened the file says nothing against direct I/O.
+            # A full disk that opened the file is no evidence against direct I/O.
             return fd >= 0 and e.errno in (errno.ENOSPC, errno.EDQUOT)
         finally:
             if fd >= 0:
@@ -242,7 +243,7 @@ class Directory:
     def records(
         self, fd: int, segment: SegmentHeader, slots: range | None = None
     ) -> Iterator[tuple[int, Header | Rejected]]:
-        """Slot number and header, or the reason why there is none, of every slot that was ever written.
+        """Slot number and header, or the reason why it was rejected, of every slot that was ever written.
 
         Of all ``slots``, or of those given.
         """

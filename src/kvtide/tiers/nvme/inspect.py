@@ -1,12 +1,12 @@
-"""What is in the directory of an NVMe tier, without opening it.
+"""Reports what is in the directory of an NVMe tier, without opening the tier.
 
-Nothing is written, created, locked or repaired: every file is opened for reading alone, so a directory that another
-process has open can be looked at too. Then blocks may move under our eyes; what looks damaged is therefore checked
-against the journal once more before it is reported.
+Nothing is written, created, locked or repaired: every file is opened read-only, so a directory that another process has
+open can be inspected too. Blocks may then move during the inspection, so a block that looks damaged is checked against
+the journal once more before it is reported.
 
-A directory holds more headers than blocks. Which of them count is decided as at an opening: by the journal where it is
-trusted, else every whole header counts, the newest of a key. The others are *stale*: left by evicted blocks, to
-be overwritten.
+A directory holds more headers than blocks. Which of them count is decided as in recovery: by the journal where it is
+trusted; else every whole header counts, the newest of a key. The others are *stale*: left by evicted blocks, to be
+overwritten.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with the current activity, how much of it is done, and the total."""
 
 _THREADS = 4
 _CODECS = {RAW: "raw", PLANES: "zstd, all planes", ZSTD: "zstd"}
 _OURS = {"kvtide.json", "lock", "journal", "heard", "speeds"}
 _PASSING = {"journal.new", "kvtide.json.new", "heard.new", "speeds.new", "measuring", "probe"}
-"""Files that a kill may leave behind and the next opening removes or replaces."""
+"""Files that a killed process may leave behind and the next opening removes or replaces."""
 
 
 class SegmentFault(StrEnum):
@@ -88,7 +88,7 @@ class SegmentState:
     problem: str = ""
     """What is wrong with it, in words."""
     version: int = FORMAT
-    """One that is older is read only, until it is empty."""
+    """A segment of an older version is only read, until it is empty."""
     kept: int = 0
     """Slots with records of another version, which are not overwritten."""
     fault: SegmentFault = SegmentFault.NONE
@@ -100,7 +100,7 @@ class SegmentState:
 
 @dataclass(frozen=True, slots=True)
 class SlotKind:
-    """Blocks that have everything but their tokens in common."""
+    """Blocks that differ only in their tokens."""
 
     namespace: str
     tenant: str
@@ -119,7 +119,7 @@ class SlotKind:
 class JournalState:
     trusted: bool
     doubt: str
-    """Why it is not trusted."""
+    """Why the journal is not trusted."""
     records: int
     nbytes: int
 
@@ -135,7 +135,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A block that will be a miss, and why."""
+    """A block that is a miss, and why."""
 
     segment: int
     slot: int
@@ -163,7 +163,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class InspectionReport:
-    """What was found. ``damaged`` has what the headers show; after ``verify`` what every byte shows."""
+    """The result of an inspection. ``damaged`` lists what the headers show; after ``verify``, what every byte shows."""
 
     path: str
     version: int
@@ -183,7 +183,7 @@ class InspectionReport:
     on_disk: int
     """Bytes that the files take from the filesystem."""
     budget: int
-    """The least ``nvme.budget`` with which all segments are kept at an opening."""
+    """The smallest ``nvme.budget`` with which the next opening keeps all segments."""
     strays: list[str]
     damaged: list[Damage]
     verified_blocks: int | None = None
@@ -194,7 +194,7 @@ class InspectionReport:
 
 
 class _ReadOnly(Disk):
-    """A disk that cannot be changed through."""
+    """A disk that is only read."""
 
     def open(self, path: AnyPath, *, direct: bool, create: bool = False) -> int:
         assert not create
@@ -233,7 +233,7 @@ def look(
     progress: Progress | None = None,
     encryption: Encryption = OPEN,
 ) -> InspectionReport:
-    """What the directory ``path`` holds. Raises TierError where it is none of kvtide's.
+    """Inspect the directory ``path``. Raises TierError if it is not a kvtide directory.
 
     ``verify`` reads every block and checks every section; ``newest`` lists that many of the newest blocks.
     """
@@ -241,7 +241,7 @@ def look(
 
 
 class _Look:
-    """One inspection: the files that are open, and what was found so far."""
+    """One inspection: the open files, and the findings so far."""
 
     def __init__(self, path: Path, progress: Progress, encryption: Encryption) -> None:
         self._path = path
@@ -253,11 +253,11 @@ class _Look:
         self._problems: dict[int, tuple[SegmentFault, str]] = {}
         self._kinds: dict[_KindKey, int] = {}
         self._bad: dict[int, Rejected] = {}
-        """Slots, by place, whose header is there but cannot be read, with the reason."""
+        """By place: slots whose header is present but cannot be read, with the reason."""
         self._kept: dict[int, OtherVersion] = {}
-        """Slots, by place, with records of other versions."""
+        """By place: slots with records of other versions."""
         self._promised: dict[int, int] = {}
-        """The sequence number that was expected in each slot whose block is damaged, by place."""
+        """By place: the expected sequence number of each slot whose block is damaged."""
         self._own = threading.local()
 
     def report(self, check_bytes: bool, newest: int) -> InspectionReport:
@@ -390,7 +390,7 @@ class _Look:
         )
 
     def _live(self, rows: _Rows, records: _Rows | None) -> tuple[_Mask, list[Damage]]:
-        """Which rows are blocks, and those that should be there and are not. ``records``: None for "do not trust"."""
+        """Which rows are blocks, and which blocks are missing. ``records`` is None if the journal is not trusted."""
         live = np.zeros(len(rows), np.bool_)
         if records is None:
             order = np.lexsort((rows["sequence"], rows["key"]))
@@ -413,7 +413,7 @@ class _Look:
         ]
 
     def _fitting(self, records: _Rows) -> _Mask:
-        """Which journal records speak of segments as they are cut now, or of some that cannot be read."""
+        """Which journal records refer to segments as they are divided now, or to segments that cannot be read."""
         numbers = records["place"] >> 32
         fits: _Mask = np.isin(
             numbers, [n for n, (fault, _) in self._problems.items() if fault is not SegmentFault.EMPTIED]
@@ -472,7 +472,7 @@ class _Look:
         return None
 
     def _still(self, damaged: list[Damage], trusted: bool) -> list[Damage]:
-        """Without those that only looked damaged because their slots were given to other blocks meanwhile."""
+        """Leave out blocks that only looked damaged because their slots were reused meanwhile."""
         if not damaged or not trusted:
             return damaged
         journal, records = self._journal()
@@ -604,13 +604,14 @@ def _depths(depths: npt.NDArray[np.uint32]) -> list[Depth]:
 
 
 def _holder(lock: Path) -> int | None:
-    """Who has the lock. Asked of the kernel's list: to try the lock ourselves could turn an opener away."""
+    """The process that holds the lock, from the kernel's list: trying the lock here could make another process's open
+    fail."""
     with contextlib.suppress(OSError, ValueError):
         about, named = lock.stat(), lock.read_text().strip()
         device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, file, *_ = line.replace("-> ", "waits-").split()
-            # Some filesystems list another device than stat does; the name in the file then decides.
+            # Some filesystems list another device than stat does; the process id in the file then decides.
             if kind == "FLOCK" and (
                 file == f"{device}:{about.st_ino}" or (file.endswith(f":{about.st_ino}") and pid == named)
             ):
@@ -623,7 +624,8 @@ def _damage(place: int, key: str, why: Rejected) -> Damage:
 
 
 def advice(report: InspectionReport) -> list[str]:
-    """What will become of what was found, and what one can do. There is no repair step: an opening copes."""
+    """What happens to the findings, and what the operator can do. There is no repair step: the next opening handles
+    them."""
     said = []
     if report.holder is not None:
         said.append(
@@ -633,7 +635,7 @@ def advice(report: InspectionReport) -> list[str]:
     if not report.journal.trusted and report.segments:
         said.append(
             f"The journal is {report.journal.doubt}. The next opening reads all headers instead and writes a new one; "
-            "nothing is lost by that but time, and evicted blocks that were not overwritten may be found again."
+            "that only costs time, and evicted blocks that were not overwritten may be found again."
         )
     for segment in report.segments:
         name = f"{segment.number:05}.segment"
@@ -644,8 +646,8 @@ def advice(report: InspectionReport) -> list[str]:
             )
         elif segment.fault is SegmentFault.OLD_FORMAT:
             said.append(
-                f"{name} is {segment.problem}. It cannot be read any more; the next opening counts it, and gives it up "
-                "when room is needed."
+                f"{name} is {segment.problem}. It cannot be read any more; the next opening keeps it, and deletes it "
+                "when space is needed."
             )
         elif segment.fault is SegmentFault.UNREADABLE:
             said.append(f"{name} is {segment.problem}. Check its permissions and the disk's log.")
@@ -657,7 +659,7 @@ def advice(report: InspectionReport) -> list[str]:
     if old := [s for s in report.segments if s.version < FORMAT]:
         said.append(
             f"{len(old)} segments have an older format. Their blocks are read, nothing is written to them, and each is "
-            "cut anew in the format of today when its blocks have left."
+            "reused in the current format once its blocks are gone."
         )
     if report.kept:
         reasons = Counter(d.reason for d in report.kept)
@@ -675,7 +677,7 @@ def advice(report: InspectionReport) -> list[str]:
         )
         codes = {d.code for d in report.damaged}
         if codes & NO_KEY:
-            said.append("Sealed records can be read with their keys alone: see [security] in the configuration.")
+            said.append("Encrypted records can only be read with their keys: see [security] in the configuration.")
         if codes & {Reason.CORRUPT_PAYLOAD, Reason.CORRUPT_HEADER} and report.holder is None:
             said.append(
                 "One or two after a crash or a power loss are what was being written then. If they keep coming, "
@@ -689,10 +691,10 @@ def advice(report: InspectionReport) -> list[str]:
     if passing := [name for name in report.strays if name in _PASSING]:
         said.append(f"{', '.join(passing)}: left by a process that was killed; the next opening removes it.")
     if foreign := [name for name in report.strays if name not in _PASSING]:
-        said.append(f"{', '.join(foreign)}: not kvtide's, and left alone.")
+        said.append(f"{', '.join(foreign)}: not a file of kvtide, and left alone.")
     if report.segments and report.holder is None:
         said.append(
             f"To get the space back, delete the whole directory. To keep everything, open it with nvme.budget at "
-            f"{-(-report.budget // 2**20)} MiB or more: below that, whole segments are given up."
+            f"{-(-report.budget // 2**20)} MiB or more: below that, whole segments are deleted."
         )
     return said

@@ -1,4 +1,4 @@
-"""The I/O threads of a tier: how several share a batch, and what one takes at a time."""
+"""How the I/O threads of a tier share a batch, and what one of them takes at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 Wanted = tuple[Read, Location]
 
 _RUN = 16
-"""The most blocks that are read in one call."""
+"""The maximum number of blocks that are read in one call."""
 
 
 class SharedBatch(Generic[T]):
     """Runs of items that several threads take in turn; ``finish`` runs on the thread that ends the last one.
 
-    It gets a result for each item, in their order. Each thread that helps tells once what it did, because a lock and a
-    wake-up for every block would cost more than all else that Python does for it.
+    ``finish`` gets a result for each item, in order. Each thread reports only once, because a lock and a wake-up for
+    every block would cost more than all other Python code for it.
     """
 
     __slots__ = ("_finish", "_left", "_lock", "_results", "_turns")
@@ -38,7 +38,7 @@ class SharedBatch(Generic[T]):
         self._lock = threading.Lock()
 
     def work(self, several: Callable[[T, Packer], list[int]], packer: Packer) -> None:
-        """Do runs until none is left."""
+        """Process runs until none is left."""
         count = 0
         for i, run in self._turns:
             self._results[i] = several(run, packer)
@@ -52,7 +52,7 @@ class SharedBatch(Generic[T]):
 
 
 def runs_of(batch: Sequence[Wanted], most: int) -> list[list[Wanted]]:
-    """Cut a batch into runs of blocks, each wanted whole, that lie one after the other with nothing in between."""
+    """Divide a batch into runs of blocks that are wanted whole and are adjacent on disk."""
     runs: list[list[Wanted]] = []
     following: int | None = None
     for item, location in batch:
@@ -71,7 +71,7 @@ def runs_of(batch: Sequence[Wanted], most: int) -> list[list[Wanted]]:
 
 
 def join_all(threads: Sequence[threading.Thread]) -> None:
-    """Wait until all threads have ended, however often that is interrupted: they use what is then let go of."""
+    """Wait until all threads have ended, however often that is interrupted: they use resources that are freed next."""
     interrupted: BaseException | None = None
     for thread in threads:
         while thread.is_alive():

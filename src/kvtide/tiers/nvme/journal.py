@@ -1,27 +1,27 @@
-"""A hint of what a directory holds, so that a full terabyte opens in seconds.
+"""The journal: a hint of what a directory holds, so that a full terabyte opens in seconds.
 
 The journal is a file of *frames*: a small head (magic, length, checksum), then records of fixed size that say "this
 slot holds this block", "this slot was freed", "this slot is being written" or "this slot has a record of another
-version, and is kept". Frames are appended without fsync, so
-after a power loss the end may be missing or torn. That is harmless, because headers are the truth: every read checks
-key, sequence and checksums. The opener therefore decides by the journal's own end:
+version, and is kept". Frames are appended without fsync, so after a power loss the end may be missing or torn. That is
+harmless, because headers are authoritative: every read checks key, sequence and checksums. Recovery therefore decides
+by the end of the journal:
 
-- closed properly, or the last writer was killed on a machine that is still up (same boot id): the page cache has all
-  of it, so it is trusted;
+- closed properly, or the last writer was killed on a machine that is still up (same boot id): the page cache has all of
+it, so it is trusted;
 - anything else (torn, missing, another boot without a proper close): the slots' headers are read instead.
 
 Freed slots stay in the journal with the key that their stale header still names, so that a later ``drop`` of that key
-finds and overwrites the header: a dropped block must not come back when one day only the headers are left. For the
-same reason a slot is announced before it is written: if its writer is killed, the opener looks which block the header
-names by then.
+finds and overwrites the header: a dropped block must not come back when one day only the headers are left. For the same
+reason a slot is announced before it is written: if its writer is killed, recovery checks which block the header names
+by then.
 
-In a directory whose records are sealed the journal is sealed too: keys of blocks are digests, but whoever can guess a
-tenant's naming secret (there is a tenant that has none) could look for a prompt in it. Its second frame then names the
-store's own data key and a salt, and the records of every frame behind it are sealed with a key made of both; the
-nonce is the frame's place in the file.
+In a directory whose records are encrypted the journal is encrypted too: keys of blocks are digests, but an attacker who
+can guess a tenant's naming secret (there is a tenant that has none) could look for a prompt in it. Its second frame
+then names the store's own data key and a salt, and the records of every later frame are encrypted with a key derived
+from both; the nonce is the frame's offset in the file.
 
-A record that says what a slot holds says whose it is too, by the fingerprint of its identity. Older versions of kvtide
-wrote zeros there: it is then not known until the block is read.
+A record of a slot's content also names the owner, by the fingerprint of its identity. Older versions of kvtide wrote
+zeros there: then the owner is not known until the block is read.
 
 The file is rewritten by atomic rename when it has grown past twice what it needs.
 """
@@ -88,12 +88,12 @@ _SLACK = 1 << 17
 
 PER_SLOT = 3 * RECORD.itemsize + 16
 RESERVE = 2 * _SLACK
-"""What the journal of a directory may take: PER_SLOT for each slot, and RESERVE. At worst the old file has grown to
-twice what it needs, and its successor stands beside it."""
+"""The journal of a directory may take PER_SLOT bytes for each slot, plus RESERVE. At worst the old file has grown to
+twice what it needs, and its successor exists beside it."""
 
 
 def boot_id() -> bytes:
-    """What tells one boot of this machine from another; empty where the system does not say."""
+    """An id of the current boot of this machine; empty where the system provides none."""
     return Disk().boot_id()
 
 
@@ -121,15 +121,15 @@ def entry(
 
 
 def longest(slots: int) -> int:
-    """The most bytes of the journal of a directory with so many slots."""
+    """The maximum size of the journal of a directory with that many slots."""
     return PER_SLOT * slots + RESERVE
 
 
 def replay(path: Path, boot: bytes, encryption: Encryption = OPEN, most: int | None = None) -> tuple[Records, str]:
     """All records in order, and why they cannot be trusted ("" if they can).
 
-    A journal has more than ``most`` bytes only if something else wrote to it: it is not read, for it may be larger than
-    memory. Likewise for numbers that no writer of ours can have reached.
+    A journal has more than ``most`` bytes only if something else wrote to it: it is not read, since it may be larger
+    than memory. A journal with sequence numbers that no writer can have reached is not trusted either.
     """
     try:
         data = read_whole(path, most)
@@ -178,7 +178,7 @@ def replay(path: Path, boot: bytes, encryption: Encryption = OPEN, most: int | N
 
 
 def latest(records: Records) -> Records:
-    """The last word on each slot."""
+    """The last record of each slot."""
     places = records["place"][::-1]
     _, first = np.unique(places, return_index=True)
     last: Records = records[::-1][first]
@@ -188,15 +188,15 @@ def latest(records: Records) -> Records:
 class Journal:
     """The open journal. The caller serialises the calls.
 
-    A failure to append is remembered, the file is removed, and nothing more is written: the next opener then reads
-    the headers. It is only a hint.
+    After a failure to append, the file is removed and nothing more is written: the next opening then reads the headers.
+    The journal is only a hint.
     """
 
     def __init__(self, path: Path, disk: Disk, boot: bytes, encryption: Encryption = OPEN) -> None:
         self._path = path
         self._encryption = encryption
         self._paper: FileCipher | None = None
-        """What seals the records of the file as it is now."""
+        """The cipher for the records of the current file."""
         self._disk = disk
         self.boot = boot
         self._fd = -1
@@ -210,11 +210,11 @@ class Journal:
         return self._size
 
     def full(self, slots: int, more: int = 0) -> bool:
-        """Whether it is time to ``compact``, before ``more`` bytes are added, in a directory of so many slots."""
+        """Whether to ``compact`` before ``more`` bytes are added, in a directory with that many slots."""
         return self._size + more > 2 * RECORD.itemsize * slots + _SLACK
 
     def compact(self, current: Callable[[Records], npt.NDArray[np.bool_]]) -> None:
-        """Keep only the last word on each slot, of those that are ``current``."""
+        """Keep only the last record of each slot, of those that are ``current``."""
         if self.failed:
             return
         records, doubt = replay(self._path, self.boot, self._encryption, self._size)
@@ -222,11 +222,11 @@ class Journal:
             self._fail(OSError(f"the journal is {doubt}"))
         else:
             records = latest(records)
-            # Whatever a power loss leaves of it, old or new, is not trusted: this life has not closed it.
+            # Whatever a power loss leaves, old or new file, is not trusted: this process has not closed it.
             self.rewrite(records[current(records)], durable=False)
 
     def rewrite(self, records: Records, *, durable: bool = True) -> None:
-        """Start over with ``records`` alone; if ``durable``, what was there before does not come back."""
+        """Start over with ``records`` alone; if ``durable``, the previous content does not come back."""
         if self.failed:
             return
         step = 1 << 16
@@ -255,7 +255,7 @@ class Journal:
         self._append(_RECORDS, records)
 
     def close(self, synced: bool = True) -> None:
-        """Say that nothing more will come and, if it is so, that all that was written survives a power loss."""
+        """Record that nothing more follows and, if ``synced``, that everything written survives a power loss."""
         if synced:
             self._append(_CLOSED, b"")
         self._shut()
@@ -280,13 +280,13 @@ class Journal:
         self.failed = str(e)
         self._shut()
         for path in (self._path, self._path.with_suffix(".new")):
-            # If not even removing works, the torn end, or the boot id, will tell the next opener.
+            # If even removing fails, recovery is warned by the torn end, or by the boot id.
             with contextlib.suppress(OSError):
                 self._disk.unlink(path)
         self._size = 0
 
     def abandon(self) -> None:
-        """Let go of the file, and say nothing: whoever opens the directory next decides what it is worth."""
+        """Close the file without a closing frame: the next opening decides whether to trust it."""
         self._shut()
 
     def forked(self) -> None:
@@ -295,6 +295,7 @@ class Journal:
             forks.close([fd])
 
     def _shut(self) -> None:
-        fd, self._fd = self._fd, -1  # first: a fork in between must not close a number that is another file's by then
+        # first: a fork in between must not close a number that belongs to another file by then
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             self._disk.close(fd)

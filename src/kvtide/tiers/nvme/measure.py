@@ -1,13 +1,12 @@
-"""How fast a local disk is, measured as a tier uses it: pieces of a megabyte, as many at a time as its threads move.
+"""Measures the speed of a local disk the way a tier uses it: pieces of a megabyte, with as many threads as the tier.
 
-A file of its own is written and then read, if the budget has room for it beside what blocks may soon need, and the disk
-has room too. Those bytes are lent from the budget meanwhile, so that segments and this file together never take more.
-The file has a name for a moment only, then nothing but a descriptor: whatever happens to the process, the system takes
-its bytes back. (In that moment a process may be killed: opening the directory removes the name.) Where there is no
-room, slots that hold blocks are read instead, if that does not go through the page cache; then nothing is known of
-writing.
+A temporary file is written and then read, if the budget has space for it besides what blocks may soon need, and the
+disk has space too. Its bytes are borrowed from the budget meanwhile, so that segments and this file together never take
+more. The file is unlinked right after it is opened: whatever happens to the process, the system frees its bytes. (If
+the process is killed in between, the next opening of the directory removes the name.) Where there is no space, slots
+that hold blocks are read instead, if that bypasses the page cache; then the write speed stays unknown.
 
-All of it moves ``FILE`` bytes each way at most, and begins nothing more after ``_SECONDS`` each way.
+This moves ``FILE`` bytes each way at most, and begins nothing more after ``_SECONDS`` each way.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FILE = 64 << 20
 _PIECE = 1 << 20
 _SECONDS = 0.25
 _SPARE = 4
-"""The disk must have so many times the file's bytes left."""
+"""The disk must have this many times the file's size free."""
 
 
 class Measured(NamedTuple):
@@ -51,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class _Nameless:
-    """A file without a name, for this process alone."""
+    """An unlinked file, for this process alone."""
 
     def __init__(self, path: Path, disk: Disk, direct: bool) -> None:
         self._disk = disk
@@ -79,14 +78,14 @@ class _Nameless:
 def measure_file(
     path: Path, disk: Disk, direct: bool, threads: int, clock: Clock, stop: Callable[[], bool]
 ) -> Measured:
-    """Write and read a file that has the name ``path`` for a moment. Raises OSError where the disk does not want it."""
+    """Write and read a temporary file at ``path``. Raises OSError if the disk refuses it."""
     facts = os.statvfs(path.parent)
     if facts.f_bavail * facts.f_frsize < _SPARE * FILE:
         return Measured()
     with contextlib.closing(_Nameless(path, disk, direct)) as file:
         disk.resize(file.fd, FILE)
         data = Scratch().get(_PIECE)
-        data[:] = os.urandom(_PIECE)  # a drive may compress what it is given
+        data[:] = os.urandom(_PIECE)  # a drive may compress its data
         pieces = [Piece(file.fd, offset, _PIECE) for offset in range(0, FILE, _PIECE)]
 
         def write(piece: Piece, _: Span) -> int:
@@ -102,7 +101,7 @@ def measure_file(
 
 
 def measure_slots(slots: Sequence[Piece], disk: Disk, threads: int, clock: Clock, stop: Callable[[], bool]) -> Measured:
-    """Read what is in the slots of a tier, and look at none of it."""
+    """Read the slots of a tier, without using the contents."""
     pieces = [
         Piece(fd, offset + start, min(size - start, _PIECE))
         for fd, offset, size in slots
@@ -127,7 +126,7 @@ def _at_once(
     clock: Clock,
     stop: Callable[[], bool],
 ) -> tuple[int, float]:
-    """Move pieces, in their order, by so many threads; answers bytes and seconds. The first error is raised here."""
+    """Move pieces, in order, with that many threads; returns bytes and seconds. Raises the first error."""
     turn, go, over = itertools.count(), threading.Event(), threading.Event()
     moved: list[int] = []
     errors: list[BaseException] = []
@@ -154,7 +153,7 @@ def _at_once(
         for worker in workers:
             worker.start()
             started.append(worker)
-    except RuntimeError as e:  # no more threads
+    except RuntimeError as e:  # out of threads
         errors.append(OSError(str(e)))
         over.set()
     finally:

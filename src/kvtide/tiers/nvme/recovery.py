@@ -1,19 +1,19 @@
-"""Opening an NVMe directory: what its segments are, and what lies in their slots.
+"""Recovery: opening an NVMe directory and finding its segments and the contents of their slots.
 
-By the journal if it can be trusted, else by the headers, which are the truth. If any file is newer than this kvtide,
-nothing is touched.
+This uses the journal if it can be trusted, else the headers, which are authoritative. If any file is newer than this
+kvtide, nothing is touched.
 
-What another version of kvtide wrote is not lost by an opening, as long as it fits the budget:
+What another version of kvtide wrote is not lost by opening the directory, as long as it fits the budget:
 
-- a segment of an older version is read, and never written to: its blocks leave as all do, and the file is cut anew when
-  it is empty;
-- one of an older version that cannot be read any more is *kept*: it counts, and leaves when room is needed;
-- a record that cannot be read, in a segment that can, is kept likewise; a newer one until somebody drops it.
+- a segment of an older version is read, and never written to: its blocks are evicted as usual, and the file is reused
+when it is empty;
+- a segment of an older version that cannot be read any more is *kept*: it counts, and is removed when space is needed;
+- a record that cannot be read, in a segment that can, is kept likewise; a newer one until it is dropped on request.
 
-Sequence numbers go on from the highest that is found, so a single forged one could leave none for what is written after
-it. No writer gets to 2^62 by counting. If a number from there on is found, whatever has 2^61 or more counts as damaged,
-and the count goes on from what is left. A lower forged number leaves enough for all writes to come; if it is so close
-to 2^62 that these pass it, the next opening drops them together with the forged one.
+Sequence numbers continue from the highest one found, so a single forged one could leave none for later writes. No
+writer gets to 2^62 by counting. If a number from there on is found, everything with 2^61 or more counts as damaged, and
+the count continues from the rest. A lower forged number leaves enough for all writes to come; if it is so close to 2^62
+that these pass it, the next opening drops them together with the forged one.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ __all__ = ["ANY", "Recovery", "current"]
 log = logging.getLogger("kvtide.nvme")
 
 ANY = BlockKey(b"")
-"""What a header that could not be read may name: every drop overwrites it."""
+"""The key of a header that could not be read and may name any block: every drop overwrites it."""
 
 
 _DOUBTFUL = FAR // 2
-"""Whatever has a higher sequence number than this goes when one above FAR is found."""
+"""Everything with a higher sequence number than this is dropped when one above FAR is found."""
 _NEVER = (1 << 63) - 1
-"""The "cut" of a segment that cannot be read: whatever the journal says of it is older."""
+"""The ``cut`` of a segment that cannot be read: all its journal records are older."""
 
 
 def _worth(item: tuple[int, SegmentHeader | str]) -> tuple[int, int]:
-    """Of a segment: newer formats are worth more, then lower numbers."""
+    """The sort key of a segment: newer formats are worth more, then lower numbers."""
     number, header = item
     return header.version if isinstance(header, SegmentHeader) else FORMAT, -number
 
 
 def _holds(place: int, found: Header) -> bytes:
-    """The journal's record of what a header says."""
+    """The journal record for a header."""
     facts = found.parent, found.depth, found.expiry, found.priority, found.identity
     return entry(HOLDS, place, found.key, found.sequence, *facts)
 
@@ -79,7 +79,8 @@ _UNREAD = NO_KEY | {Reason.TORN, Reason.NOT_ENCRYPTED, Reason.UNREADABLE}
 
 
 def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, int]) -> npt.NDArray[np.bool_]:
-    """Which journal records speak of slots as they are cut now; ``cuts`` has the sequence number of each cutting."""
+    """Which journal records refer to slots as segments are divided now; ``cuts`` has the sequence number of each
+    division."""
     count = max((s.number for s in segments), default=-1) + 1
     slots, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for s in segments:
@@ -91,7 +92,7 @@ def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, i
 
 
 class Recovery:
-    """What was found. Fills ``segments``; the other parts of the book are here until the tier takes them over."""
+    """The result of recovery. Fills ``segments``; the rest of the state is kept here until the volume takes it over."""
 
     def __init__(self, directory: Directory, direct: bool, segments: Segments) -> None:
         self._directory = directory
@@ -104,22 +105,23 @@ class Recovery:
         self.cuts: dict[int, int] = {}
         self.stale: dict[int, BlockKey] = {}
         self.kept: dict[int, tuple[BlockKey, bool]] = {}
-        """Slots with records of other versions: which block each names, if that is known, and whether it is newer."""
+        """Slots with records of other versions: which block each names, if that is known, and whether the version is
+        newer."""
         self.unseen: dict[int, npt.NDArray[np.bool_]] = {}
-        """By segment: slots whose headers were not looked at, because the journal says what is in them."""
+        """By segment: slots whose headers were not read, because the journal says what is in them."""
         self.reasons: Counter[str] = Counter()
 
     def run(self, journal: Journal) -> Held:
-        """Open all files; answers what was here before. The journal is then as short as can be."""
+        """Open all files; returns the blocks found. The journal is then as short as possible."""
         numbers = list(self._directory.segments())
         # First look at all of them: if one is newer, nothing may be touched.
         headers = {number: self._look(number) for number in numbers}
         forged = any(isinstance(h, SegmentHeader) and h.readable and h.cut >= FAR for h in headers.values())
-        # If the budget does not suffice for all, the oldest go first, before them those that nobody can read.
+        # If the budget does not suffice for all, the oldest are removed first, and before them the unreadable ones.
         for number, header in sorted(headers.items(), key=_worth, reverse=True):
             self._open_segment(number, header)
         self._directory.upgrade()
-        # Of segments that fit the budget alone: a header may say that there are billions of slots.
+        # Counts only segments that fit the budget: a header may claim billions of slots.
         most = longest(self._segments.slots)
         records, doubt = replay(self._directory.journal, journal.boot, self._directory.encryption, most)
         if doubt:
@@ -135,7 +137,7 @@ class Recovery:
         return self._adopt(records, journal)
 
     def _without_doubtful(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Let go of whatever has a sequence number that nobody reaches; answers the other records."""
+        """Remove everything with a sequence number that no writer reaches; returns the other records."""
         doubtful = [s for s in self._segments if _DOUBTFUL <= self.cuts[s.number] != _NEVER]
         for segment in doubtful:
             number = segment.number
@@ -149,12 +151,12 @@ class Recovery:
         wrong = records["sequence"] >= _DOUBTFUL
         self.reasons += Counter({"a sequence number that cannot be": int(wrong.sum())})
         records = records.copy()
-        # Their slots are free. Which blocks their headers name is as doubtful: every drop overwrites them.
+        # Their slots are free. The blocks that their headers name are as doubtful: every drop overwrites them.
         records["kind"][wrong], records["key"][wrong], records["sequence"][wrong] = FREED, ANY, self.sequence
         return records[current(records, self._segments, self.cuts)]
 
     def _look(self, number: int) -> SegmentHeader | str:
-        """Open a segment file; answers how it is cut, or why that cannot be said."""
+        """Open a segment file; returns its header, or why that cannot be read."""
         path = self._directory.segment(number)
         try:
             fd = self._disk.open(path, direct=self._direct)
@@ -163,13 +165,13 @@ class Recovery:
                 return ""  # emptied, and not needed since
         except Irregular as e:
             if path.is_dir() and not path.is_symlink():
-                raise TierError(f"cannot open {path}: it is a folder, which is not kvtide's. Take it away") from e
+                raise TierError(f"cannot open {path}: it is a folder, which is not kvtide's. Remove it") from e
             return str(e.strerror)
         try:
             return self._directory.segment_header(fd)
         except OSError as e:
             raise TierError(
-                f"{path} cannot be read: {e.strerror or e}. Nothing was touched. Mend the disk, or take that file away "
+                f"{path} cannot be read: {e.strerror or e}. Nothing was touched. Repair the disk, or remove that file "
                 "if its blocks may be lost"
             ) from e
         except OtherVersion as e:
@@ -183,7 +185,7 @@ class Recovery:
             return str(e)
 
     def _open_segment(self, number: int, header: SegmentHeader | str) -> None:
-        """Take a segment into the book, or its bytes back."""
+        """Add a segment to the table, or reclaim its bytes."""
         path = self._directory.segment(number)
         problem = header
         if isinstance(header, SegmentHeader):
@@ -194,7 +196,7 @@ class Recovery:
                 try:
                     self._disk.resize(fd, header.nbytes)
                 except OSError as e:
-                    # What is there can be read. Slots behind its end are empty; a write there may find room one day.
+                    # The existing part can be read. Slots after its end are empty; a write there may succeed later.
                     log.warning("%s is shorter than it was, and stays so: %s", path, e.strerror or e)
                     self.reasons[f"segment: {e.strerror or e}"] += 1
             if not problem:
@@ -206,7 +208,7 @@ class Recovery:
                 if header.readable:
                     self.sequence = max(self.sequence, header.cut + 1)
                 else:
-                    log.warning("%s has a format that cannot be read any more; it stays until room is needed", path)
+                    log.warning("%s has a format that cannot be read any more; it stays until space is needed", path)
                     self._segments.claim(segment, np.zeros(1, np.int64), KEPT)
                     self.kept[place_of(number, 0)] = ANY, False
                 return
@@ -223,7 +225,7 @@ class Recovery:
         self._disk.unlink(path)
 
     def _from_headers(self) -> npt.NDArray[np.void]:
-        """Journal records made from what the slots' headers say."""
+        """Journal records made from the slots' headers."""
         parts: list[bytes] = []
         no_key: Counter[str] = Counter()
         for segment in self._segments:
@@ -246,7 +248,7 @@ class Recovery:
         if no_key:
             said = ", ".join(f"{count} {why}" for why, count in no_key.items())
             log.warning(
-                "%s: %d sealed records cannot be read (%s) and count as free",
+                "%s: %d encrypted records cannot be read (%s) and count as free",
                 self._directory.path,
                 no_key.total(),
                 said,
@@ -258,7 +260,7 @@ class Recovery:
         self.reasons[str(why)] += 1
 
     def _not_seen(self, records: npt.NDArray[np.void]) -> None:
-        """Which slots hold something by the journal's word alone."""
+        """Note which slots are in use according to the journal alone."""
         places = records["place"][records["kind"] == HOLDS].astype(np.int64)
         for number, mine in by_segment(places):
             self.unseen[number] = np.zeros(self._segments[number].slots, np.bool_)
@@ -269,9 +271,9 @@ class Recovery:
         return self._directory.records(self.files[segment.number], header, slots)
 
     def _finish_writing(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Slots whose writer was killed, or failed, hold nothing; but which block do their headers name?
+        """Free slots whose writer was killed, or failed, and find out which blocks their headers name.
 
-        Those that were kept are looked at too: this kvtide may be the one that can read them.
+        Kept records are read too: this version of kvtide may be able to read them.
         """
         records = records[current(records, self._segments, self.cuts)]
         for i in np.flatnonzero(records["kind"] == KEEPS).tolist():
@@ -296,7 +298,7 @@ class Recovery:
         return records
 
     def _adopt(self, records: npt.NDArray[np.void], journal: Journal) -> Held:
-        """Take the records for true, as far as they fit the segments that are there."""
+        """Accept the records, as far as they fit the existing segments."""
         records = records[current(records, self._segments, self.cuts)]
         places = records["place"].astype(np.int64)
         self.sequence = max(self.sequence, int(records["sequence"].max(initial=0)) + 1)

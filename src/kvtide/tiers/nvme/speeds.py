@@ -1,6 +1,6 @@
-"""How fast a tier's disk was, for the next process that opens it.
+"""Remembers the speed of a tier's disk, for the next process that opens it.
 
-The file ``speeds`` in the tier's folder. It is a hint: without it, or where it says rubbish, nobody knows.
+Stored in the file ``speeds`` in the tier's folder. It is a hint: without it, or if it is invalid, the speed is unknown.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["DiskSpeeds", "recall", "remember"]
 
 _NAME = "speeds"
 _MOST = 4096
-"""Bytes of the file, at most."""
+"""Maximum bytes of the file."""
 _POSSIBLE = (1e3, 1e12)
-"""What else stands there is rubbish."""
+"""Values outside this range are ignored."""
 
 
 class DiskSpeeds(NamedTuple):
-    """Bytes a second; None: not known."""
+    """Bytes per second; None: not known."""
 
     read: float | None
     write: float | None
@@ -32,7 +32,7 @@ class DiskSpeeds(NamedTuple):
 
 
 def recall(folder: Path) -> DiskSpeeds | None:
-    """What an earlier process has left there."""
+    """Read the speeds that an earlier process stored."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_whole(folder / _NAME, _MOST))
         if isinstance(found, dict) and (time := _number(found.get("time"), 0.0, math.inf)) is not None:
@@ -46,10 +46,10 @@ def _number(value: Any, least: float, most: float) -> float | None:
 
 
 def remember(folder: Path, speeds: DiskSpeeds) -> None:
-    """For a folder that this process has locked."""
+    """Store speeds in a folder that this process has locked."""
     fresh = folder / f"{_NAME}.new"
-    with contextlib.suppress(OSError):  # then the next one measures
-        fresh.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours to write to
+    with contextlib.suppress(OSError):  # then the next process measures
+        fresh.unlink(missing_ok=True)  # if it is a link, its target must not be written to
         with fresh.open("x") as file:
             file.write(json.dumps(speeds._asdict()))
         fresh.replace(folder / _NAME)

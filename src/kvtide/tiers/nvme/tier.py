@@ -1,13 +1,12 @@
 """Blocks on a local disk: preallocated segment files, direct I/O, a record in each slot.
 
-How a write goes, and why a crash at any point costs no more than the blocks under way, stands in writer.py.
+writer.py explains how a write works, and why a crash at any point costs no more than the blocks being written.
 
-The way of a read: header and payload in one system call, the payload straight into the caller's span, then key,
-sequence, namespace, layout and every section's checksum are checked, as packer.py tells. Neighbours on the disk are
-read in one call, as a *run*: after two megabytes have gone through the caches, every line of Python is slow, and so
-they share it.
+A read takes header and payload in one system call, the payload directly into the caller's span. Then key, sequence,
+namespace, layout and every section's checksum are checked; see packer.py. Neighbours on the disk are read in one call,
+as a *run*: after two megabytes have passed through the CPU caches all Python code is slow, so a run shares it.
 
-What lies where, on disk and in memory, is kept in volume.py.
+volume.py tracks what is stored where, on disk and in memory.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ T = TypeVar("T")
 _SIZES = 16
 """Slot sizes that compressed blocks are expected to have, at least."""
 _ASIDE = 8 << 20
-"""Bytes of sealed records that are read in one call: each thread may need as much memory to open them."""
+"""Bytes of encrypted records that are read in one call: each thread may need as much memory to decrypt them."""
 
 
 class Nvme:
-    """A directory of blocks. Opening it takes it for this process alone.
+    """A directory of blocks. Opening it locks it for this process.
 
-    ``threads`` blocks are written to the disk at a time, and twice as many are read or prepared: the disk need not wait
-    while checksums are made or checked.
+    ``threads`` blocks are written to the disk at a time, and twice as many are read or prepared, so that the disk need
+    not wait while checksums are computed.
 
-    ``evict`` is asked, with a slot size and a number of slots, to make room when the tier is full: it calls
-    ``Nvme.evict`` for at least one block and answers True, or answers False. Without it a full tier refuses.
+    ``evict`` is called, with a slot size and a number of slots, to make space when the tier is full: it calls
+    ``Nvme.evict`` for at least one block and returns True, or returns False. Without it a full tier refuses writes.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Nvme:
         encryption: Encryption = OPEN,
         scratch: Pool | None = None,
     ) -> None:
-        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in."""
+        """``scratch`` bounds the memory in which the threads compress, encrypt and decrypt blocks."""
         self._durable = durable
         self._encryption = encryption
         self._compressed = compression != "raw"
@@ -93,7 +92,7 @@ class Nvme:
         self._writer = Writer(self._volume, evict, clock, self._counters)
         self._queue: queue.SimpleQueue[Callable[[Packer], None] | None] = queue.SimpleQueue()
         self._soon: deque[Callable[[], None]] = deque()
-        """What goes before all that is in the queue."""
+        """Calls that run before everything in the queue."""
         self._threads = [
             threading.Thread(target=self._work, args=(p,), name=f"kvtide-nvme-{i}", daemon=True)
             for i, p in enumerate(packers)
@@ -101,14 +100,14 @@ class Nvme:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # no more threads, say: then nobody may find the directory locked
+        except BaseException:  # out of threads, for example: then the directory must not stay locked
             self.close()
             raise
 
     def __repr__(self) -> str:
         return f"<Nvme of {self._volume!r}>"
 
-    # -- the contract -------------------------------------------------------------------------------------
+    # -- the contract of a tier ---------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
@@ -145,8 +144,8 @@ class Nvme:
             self._queue.put(lambda packer: batch.work(several, packer))
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call something on one of the I/O threads, before whatever they have not begun: it brings reads that somebody
-        waits for, and they are queued only then. It must not wait for another of these threads."""
+        """Call a function on one of the I/O threads, before all work they have not begun: it submits reads that a
+        caller waits for, and these are queued only then. It must not wait for another of these threads."""
         self._soon.append(call)
         self._queue.put(_look)
 
@@ -192,7 +191,8 @@ class Nvme:
             )
 
     def measure(self, write: Callable[[], bool], stop: Callable[[], bool]) -> Measured:
-        """How fast the disk is, if it may be written to (``write``) or has blocks; ends early when ``stop`` says so.
+        """Measure the disk's speed, if it may be written to (``write``) or has blocks; ends early when ``stop`` says
+        so.
 
         Takes half a second, on the caller's thread and others of its own. Raises OSError or Rejected.
         """
@@ -210,10 +210,10 @@ class Nvme:
             self._volume.close()
 
     def shred(self, mine: Callable[[Span], bool]) -> tuple[list[int], list[BlockKey]]:
-        """Let the disk forget records whose first page is ``mine``, as far as it can, before they are dropped.
+        """Discard records whose first page is ``mine`` on the disk, as far as it can, before they are dropped.
 
-        Answers the places in use, and the blocks that free slots still name. Reads a page of every slot that was ever
-        used: not for the threads that serve.
+        Returns the places in use, and the blocks that free slots still name. Reads a page of every slot that was ever
+        used: do not call it on the threads that serve requests.
         """
         page, places, keys = Scratch().get(ALIGN), [], []
         volume = self._volume
@@ -226,19 +226,19 @@ class Nvme:
             with contextlib.suppress(OSError, Rejected):
                 if not is_mine(fd, offset):
                     continue
-                with volume.erasing():  # from here on the slot does not become another's
+                with volume.erasing():  # from here on the slot is not reassigned
                     with volume.lock:
                         coming = place in volume.coming
                     if gone := is_mine(fd, offset) and not coming:
                         self._disk.discard(fd, offset, size)
-                    elif coming and mine(page):  # another's payload may be there already, but not its header
+                    elif coming and mine(page):  # another block's payload may be there already, but not its header
                         page[:] = bytes(ALIGN)
                         volume.write(fd, [page], offset)
             if gone and key is None:
                 places.append(place)
             elif gone and key is not None:
                 keys.append(key)
-        for place, (fd, offset, size, _) in volume.kept():  # of another version: whose it is stands in the same place
+        for place, (fd, offset, size, _) in volume.kept():  # of another version: the owner is at the same offset
             with contextlib.suppress(OSError), volume.erasing():
                 if is_mine(fd, offset):
                     self._disk.discard(fd, offset, size)
@@ -253,7 +253,7 @@ class Nvme:
         return np.maximum(np.array(found, np.int64), 0)
 
     def marks(self) -> Iterator[tuple[int, bytes]]:
-        """Places in use, and what says whose their records are. Reads a page of each, as ``shred`` does."""
+        """Places in use, and what identifies the owners of their records. Reads a page of each, as ``shred`` does."""
         page = Scratch().get(ALIGN)
         for place, key, (fd, offset, _, _) in self._volume.traces():
             with contextlib.suppress(OSError):
@@ -264,7 +264,7 @@ class Nvme:
 
     @property
     def segments(self) -> Segments:
-        """The book. Read it under ``book_lock``."""
+        """The segment table. Read it under ``book_lock``."""
         return self._volume.segments
 
     @property
@@ -278,19 +278,19 @@ class Nvme:
             while self._soon:
                 try:
                     call = self._soon.popleft()
-                except IndexError:  # another thread was sooner
+                except IndexError:  # another thread was faster
                     break
                 call()
                 del call
             task(packer)
-            del task  # else the spans of the last one live on until the next comes
+            del task  # else the spans of the last task stay alive until the next one
 
     def _read_run(self, run: Sequence[Wanted], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; if not all was, ``size_for`` the error."""
+        """Returns for each the bytes read and verified; if not all were, ``size_for`` the error."""
         try:
             starts, got = self._fill(run, packer)
-        except Exception as e:  # noqa: BLE001 - see Tally
-            # Of several, not all need be bad: each for itself.
+        except Exception as e:  # noqa: BLE001 - see TierCounters
+            # Not all of several need be bad: retry each alone.
             return [self._failed_read(e)] if len(run) == 1 else [self._read_run([one], packer)[0] for one in run]
         sizes = []
         come = [
@@ -301,7 +301,7 @@ class Nvme:
                 fetch, number = partial(self._fetch, fd, offset), i if _whole(item, room) else None
                 try:
                     sizes.append(packer.unpack(item, sequence, start, max(0, min(got, room)), room, fetch, number))
-                except Exception as e:  # noqa: BLE001 - see Tally
+                except Exception as e:  # noqa: BLE001 - see TierCounters
                     sizes.append(self._failed_read(e))
                     if isinstance(e, OtherVersion):
                         self._volume.keep(item.key, item.place, sequence, e.newer)
@@ -309,7 +309,7 @@ class Nvme:
         return sizes
 
     def _fill(self, run: Sequence[Wanted], packer: Packer) -> tuple[list[Span], int]:
-        """Read the starts of a run's records, and its spans; answers the starts, and how many bytes came."""
+        """Read the starts of a run's records, and its spans; returns the starts, and how many bytes were read."""
         fd, offset, room, _ = run[0][1]
         if fd == NOWHERE:
             raise Rejected(Reason.EVICTED)
@@ -335,13 +335,13 @@ class Nvme:
     def _write_raw(self, batch: Sequence[Write], finish: Callable[[list[int]], None], packer: Packer) -> None:
         try:
             runs = self._writer.runs(batch, copied=self._encryption.seals)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             self._counters.failed("write", e, len(batch))
             finish([NOWHERE] * len(batch))
             return
         shared = SharedBatch(runs, finish)
         self._share(shared, self._write_job, len(runs) - 1)
-        # Whoever is asked to help may be on the way out: ``close`` waits for this thread.
+        # The threads asked to help may be ending: ``close`` waits for this thread.
         shared.work(self._write_job, packer)
 
     def _write_job(self, run: Run, packer: Packer) -> list[int]:
@@ -362,9 +362,9 @@ class Nvme:
 
 
 def _look(_: Packer) -> None:
-    """Nothing: it only wakes a thread."""
+    """Does nothing: it only wakes a thread."""
 
 
 def _whole(item: Read, room: int) -> bool:
-    """Whether all of a block is wanted from a record in a slot of that size, and lies there as long as it is."""
+    """Whether all of a block is wanted from a record in a slot of that size, and the record is as long as the block."""
     return item.sections is None and room == usual_header(item) + len(item.span)

@@ -1,28 +1,27 @@
-"""The files of an NVMe tier: what lies in which slot, and what the disk may still say of blocks that are gone.
+"""The files of an NVMe tier: which slot holds which block, and which headers on disk still name removed blocks.
 
-This is the book of the directory, on disk and in memory: segments, slots, sequence numbers, the journal. It finds
-slots, adding and recutting segments, and erases blocks so that they do not come back. How the book is found when a
-directory is opened stands in recovery.py; how a block becomes a record, and who does it on which thread, in tier.py.
+A ``Volume`` manages one directory, on disk and in memory: segments, slots, sequence numbers, the journal. It allocates
+slots, adding and re-dividing segments, and erases blocks so that they do not come back. recovery.py restores this state
+when a directory is opened. tier.py turns blocks into records and decides which thread does it.
 
-A dropped block must not come back, whatever happens. So three things are remembered besides what is where: free slots
-whose header still names a block (``_stale``), slots whose header is just being written (``coming``), and segments
-that were written to since they were last synced (``_dirty``), because until then a power loss may bring back what was
-overwritten.
+A dropped block must never come back. So besides the contents of slots three things are tracked: free slots whose header
+still names a block (``_stale``), slots whose header is being written (``coming``), and segments written to since their
+last sync (``_dirty``), because until then a power loss may restore what was overwritten.
 
-A disk may have less room than the budget. When it refuses a segment, the tier goes on as if its budget ended there: it
-takes a smaller segment if it can have one, then recuts the segments that it has and evicts for what is recut. It asks
-for more again after ``_RETRY`` seconds, not at each write. It says so once when this begins and once when it ends.
-A slot whose write failed is not used again until then, because the next writer would otherwise get the same one. If
-even slots that were written before fail, or empty segments cannot be cut, nothing is evicted for them until then:
-it would be lost without making room.
+The disk may have less space than the budget. When it refuses a segment, the tier continues as if its budget ended
+there: it takes a smaller segment if it can get one, then re-divides the segments it has and evicts to empty them. It
+asks for more after ``_RETRY`` seconds, not at each write, and logs once when this begins and once when it ends. A slot
+whose write failed is not used again until then, because the next writer would otherwise get the same one. If even slots
+that were written before fail, or empty segments cannot be re-divided, nothing is evicted for them until then: blocks
+would be lost without making space.
 
 Records of other versions of kvtide are *kept* (``_kept``; see recovery.py). The journal does not say which version
-wrote a record. So the header of a slot that was in use when the directory was opened is looked at before it is
-overwritten (``_unseen``).
+wrote a record. So the header of a slot that was in use when the directory was opened is read before it is overwritten
+(``_unseen``).
 
-Locks: ``lock`` guards the book and is held for microseconds, never during I/O, because callers of ``free`` hold the
-index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` the cutting of segments; these are taken by the
-tier's own threads alone. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
+Locks: ``lock`` guards the state in memory and is held for microseconds, never during I/O, because callers of ``free``
+hold the index's lock. ``_journal_lock`` guards the journal and ``_grow_lock`` adding and re-dividing segments; only the
+tier's own threads take these two. Order: ``_grow_lock``, ``_journal_lock``, ``lock``.
 """
 
 from __future__ import annotations
@@ -60,29 +59,30 @@ log = logging.getLogger("kvtide.nvme")
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
 MakeRoom = Callable[[int, int], bool]
-"""Evict so that up to so many slots of a size come free: gets size and number; False if nothing may leave."""
+"""Called with a slot size and a count: evicts so that up to that many slots come free. False if nothing may be evicted.
+"""
 
 _RETRY = 10.0
 """Seconds until a disk that refused is asked again."""
 _LEAST = 256 << 10
-"""The smallest segment, if there is room and its slots are not larger: its header then takes 1/64."""
+"""The smallest segment, if the budget allows it and its slots are not larger: its header then takes 1/64."""
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system answers where a smaller file might be possible."""
+"""Error numbers after which a smaller file might succeed."""
 _ATTEMPTS = 2
-"""After so many failed writes in a row to slots that were written before, nothing more is evicted for a while."""
+"""After this many consecutive failed writes to slots that were written before, nothing more is evicted for a while."""
 _LOOKED = 1024
-"""Slots that are looked at in one hold of the lock."""
+"""Slots visited in one hold of the lock."""
 _AT_ONCE = 16
-"""At most so many blocks are evicted at a time: the index is locked meanwhile."""
+"""Blocks evicted at a time, at most: the index is locked meanwhile."""
 _BLANK = Scratch().get(ALIGN)
-"""What is written over a header that must not be found any more."""
+"""Written over a header that must not be found any more."""
 _BLANK[:] = bytes(ALIGN)
 
 
 class Volume:
-    """An open directory. ``writes`` payloads are written at a time; at least so many ``sizes`` of slots are expected.
+    """An open directory. At most ``writes`` payloads are written at a time; ``sizes`` slot sizes or more are expected.
 
-    See the module's text for the locks.
+    For the locks see the module's docstring.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class Volume:
             raise ConfigError(f"an NVMe budget of {budget} bytes is too small; give {4 * RESERVE} or more")
         self._disk = directory.disk
         self._clock = clock
-        self._turns: SimpleQueue[None] = SimpleQueue()  # a semaphore without a line of Python in it
+        # a semaphore implemented entirely in C
+        self._turns: SimpleQueue[None] = SimpleQueue()
         for _ in range(writes):
             self._turns.put(None)
         self._directory = directory
@@ -110,76 +111,81 @@ class Volume:
         self.coming: dict[int, BlockKey] = {}
         """Slots that are, or will be, written: which block the header may name by now."""
         self._dirty: set[int] = set()
-        """Segments that were written to since they were last synced."""
+        """Segments written to since their last sync."""
         self._unsynced: dict[int, int] = {}
         """Segments of which a sync failed: records with smaller sequence numbers than this may be lost for good."""
         self._nameless: set[int] = set()
-        """Segments whose file may vanish with a power loss: the folder could not be synced since it was made."""
+        """Segments whose file may vanish with a power loss: the directory could not be synced since it was created."""
         self._unnoted: list[bytes] = []
         """Journal records that are not written yet."""
         self.lock = threading.Lock()
         self._headers = threading.Condition(self.lock)
         self._naming = 0
-        """Threads that are writing a header."""
+        """Number of threads that are writing a header."""
         self._erasing = False
-        """Whether a thread is erasing headers; never while others write some."""
+        """Whether a thread is erasing headers; never while others write headers."""
         self._grow_lock = threading.Lock()
         self._journal_lock = threading.Lock()
         self.segments = Segments(budget - RESERVE, segment, header=ALIGN, per_slot=PER_SLOT, least=_LEAST, sizes=sizes)
         self.budget = budget
         self.refused = 0
-        """The system's error, while the disk gives no more segments."""
+        """The system's error number, while the disk refuses segments."""
         self._refusing = False
-        """Whether the disk gives no more segments, and a warning said so."""
+        """Whether the disk refuses segments, and a warning was logged."""
         self._ask_again = 0.0
         """When the disk is asked again for a segment, after it refused."""
         self._withheld = 0
-        """How many slots are withheld: their writes failed."""
+        """Number of slots withheld from use because their writes failed."""
         self._in_vain = 0
-        """Failed writes in a row to slots that were written before: the disk did not lack room for them."""
+        """Consecutive failed writes to slots that were written before: these did not fail for lack of space."""
         self._write_again = 0.0
         """When withheld slots are used again."""
         try:
             self._directory.create()
             self._directory.lock()
         except OSError as e:
-            raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
+            raise TierError(
+                f"cannot open {directory.path}: {e.strerror or e}. Repair it, or configure another directory"
+            ) from e
         try:
-            with contextlib.suppress(OSError):  # a process was killed while it measured the disk
+            with contextlib.suppress(OSError):  # left over if a process was killed while it measured the disk
                 self._directory.measuring.unlink(missing_ok=True)
             self._direct = direct and self._directory.direct_works()
             if direct and not self._direct:
                 log.warning("%s has no direct I/O: the page cache is used, at more CPU", directory.path)
             found = Recovery(directory, self._direct, self.segments)
             self._files = found.files
-            self.held: Held | None = found.run(self._journal)  # what was here before
+            self.held: Held | None = found.run(self._journal)  # what the directory held before
         except OSError as e:
             self._let_go()
-            raise TierError(f"cannot open {directory.path}: {e.strerror or e}. Mend it, or give another") from e
+            raise TierError(
+                f"cannot open {directory.path}: {e.strerror or e}. Repair it, or configure another directory"
+            ) from e
         except BaseException:
             self._let_go()
             raise
         self._sequences = found.sequences
         self._sequence = found.sequence
         self._cuts = found.cuts
-        """At which sequence number each segment was cut."""
+        """The sequence number at which each segment was divided into slots."""
         self._stale = found.stale
-        """Slots that hold nothing but whose header still names a block: where, and which."""
+        """Free slots whose header still names a block, and which block."""
         self._kept = found.kept
-        """Slots with records of other versions: which block each names, if that is known, and whether it is newer."""
+        """Slots with records of other versions: which block each names, if that is known, and whether the version is
+        newer."""
         self._unseen = found.unseen
-        """By segment: slots that held something before, and whose headers were not looked at."""
+        """By segment: slots that were in use when the directory was opened and whose headers were not read since."""
         self.reasons = found.reasons
-        """Why blocks and segments were refused."""
-        self._dirty.update(self._files)  # what a predecessor wrote may not be on the medium yet
+        """Why blocks and segments were rejected, with counts."""
+        self._dirty.update(self._files)  # what an earlier process wrote may not be on the medium yet
 
     @property
     def taken(self) -> int:
-        """Bytes of the disk that all of it takes at most."""
+        """Bytes of disk in use, at most."""
         return self.segments.taken + self.segments.lent + RESERVE
 
     def close(self) -> None:
-        """Let go of the directory. Nothing may be under way. May be repeated after an interruption."""
+        """Close the directory. No operation may be in progress. May be repeated after an interruption."""
         if self._closed:
             return
         try:
@@ -195,7 +201,7 @@ class Volume:
         self._closed = True
         try:
             self._journal.abandon()
-            while self._files:  # one after the other: a fork in between finds only those that are open
+            while self._files:  # one by one, so that a fork in between finds only open descriptors
                 self._disk.close(self._files.popitem()[1])
         finally:
             self._directory.unlock()
@@ -207,8 +213,8 @@ class Volume:
     # -- measuring ----------------------------------------------------------------------------------------
 
     def measure(self, write: Callable[[], bool], threads: int, stop: Callable[[], bool]) -> Measured:
-        """How fast the disk is: see measure.py. ``write`` is asked, where there is room, whether it may be written to.
-        Raises OSError or Rejected."""
+        """Measure the disk's speed: see measure.py. ``write`` is called, if there is space, to ask whether writing is
+        allowed. Raises OSError or Rejected."""
         if self._lend(FILE):
             try:
                 if write():
@@ -222,7 +228,7 @@ class Volume:
         return measure_slots(self._some(FILE), self._disk, threads, self._clock, stop)
 
     def _lend(self, nbytes: int) -> bool:
-        """Take bytes of the budget for a moment, if blocks will hardly need them meanwhile."""
+        """Borrow bytes of the budget briefly, if blocks are unlikely to need them meanwhile."""
         with self.lock:
             if self._refusing or self.segments.left < nbytes + 2 * self.segments.nominal:
                 return False
@@ -230,7 +236,7 @@ class Volume:
             return True
 
     def _some(self, nbytes: int) -> list[Piece]:
-        """Slots in use, of so many bytes together or a little more."""
+        """Returns slots in use, of ``nbytes`` together or slightly more."""
         found: list[Piece] = []
         with self.lock:
             numbers = [segment.number for segment in self.segments]
@@ -247,7 +253,7 @@ class Volume:
     # -- slots --------------------------------------------------------------------------------------------
 
     def find(self, places: Sequence[int]) -> list[Location]:
-        """Where slots are. What they hold may change at once: see the header."""
+        """The locations of slots. Their contents may change at once: check the header."""
         with self.lock:
             return [self._location(place) if self.segments.holds(place) else (NOWHERE, 0, 0, 0) for place in places]
 
@@ -257,9 +263,9 @@ class Volume:
         return self._files[number], self.segments.header + slot * size, size, int(self._sequences[number][slot])
 
     def traces(self) -> Iterator[tuple[int, BlockKey | None, Location]]:
-        """Every slot whose header may name a block: its place, which block if the slot is free, and where it is.
+        """Every slot whose header may name a block: its place, which block if the slot is free, and its location.
 
-        Takes the lock for some slots at a time. What was written meanwhile need not be among them.
+        Takes the lock for some slots at a time. Records written meanwhile may be missing.
         """
         with self.lock:
             sizes = [(segment.number, segment.slots) for segment in self.segments]
@@ -278,7 +284,7 @@ class Volume:
     # -- records of other versions ------------------------------------------------------------------------
 
     def kept(self) -> list[tuple[int, Location]]:
-        """Slots with records of other versions, and where they are."""
+        """Slots with records of other versions, and their locations."""
         with self.lock:
             return [(place, self._location(place)) for place in self._kept]
 
@@ -286,7 +292,7 @@ class Volume:
         """A record turned out to be of another version: its slot stays as it is, though it could not be read."""
         with self.lock:
             known = not self.segments.holds(place) or place in self.coming or place in self._kept
-            if not known and self._location(place)[3] == sequence:  # else it is another's by now
+            if not known and self._location(place)[3] == sequence:  # else the slot was reused
                 self._keep(key, place, newer)
 
     def _keep(self, key: BlockKey, place: int, newer: bool) -> None:
@@ -295,14 +301,14 @@ class Volume:
         self._unnoted.append(entry(KEEPS, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
 
     def erased(self, place: int) -> None:
-        """A record of another version is gone, because somebody asked for that."""
+        """A record of another version was erased on request."""
         with self.lock:
             if self._kept.pop(place, None) is not None:
                 self._free(ANY, place)
                 del self._stale[place]
 
     def _look_at(self, places: list[int]) -> list[int]:
-        """Those of some slots, which were just taken, that may be overwritten. The others are kept as they are."""
+        """Returns those of some newly taken slots that may be overwritten. The others are kept as they are."""
         array = np.array(places, np.int64)
         newer: set[int] = set()
         for number, mine in by_segment(array):
@@ -310,9 +316,10 @@ class Volume:
         return [place for place in places if place not in newer] if newer else places
 
     def _newer(self, number: int, slots: npt.NDArray[np.int64]) -> list[int]:
-        """Those of some slots of a segment, which nobody else may take now, that have records of a newer kvtide.
+        """Returns those of some slots of a segment, which no other thread may take now, that have records of a newer
+        kvtide.
 
-        They are kept from now on. Each slot is looked at once, neighbours together.
+        These slots are kept from now on. Each slot is read once, neighbours together.
         """
         unseen = self._unseen.get(number)
         if unseen is None or not len(wanted := np.sort(slots[unseen[slots]])):
@@ -336,7 +343,7 @@ class Volume:
         return [place_of(number, slot) for slot in newer]
 
     def _holds_newer(self, segment: Segment) -> bool:
-        """Whether an empty segment, which is to be cut anew, has records of a newer kvtide. Then it is not empty."""
+        """Whether an empty segment that is to be re-divided has records of a newer kvtide. Then it is not empty."""
         unseen = self._unseen.get(segment.number)
         if unseen is None or not self._newer(segment.number, np.flatnonzero(unseen)):
             return False
@@ -345,7 +352,8 @@ class Volume:
         return True
 
     def _give_up_old(self) -> bool:
-        """Give up what an older kvtide wrote and this one cannot read, of one segment; False if there is nothing."""
+        """Free the slots of one segment with records of an older kvtide, which this version cannot read; False if there
+        are none."""
         with self.lock:
             old = [place for place, (_, newer) in self._kept.items() if not newer]
             for place in [p for p in old if segment_of(p) == segment_of(old[0])]:
@@ -354,7 +362,7 @@ class Volume:
         return bool(old)
 
     def begin(self, keys: Sequence[BlockKey], places: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Blocks are about to be written to slots: of each its file, its offset, and the record's sequence number."""
+        """Start writing blocks to slots. Returns for each its file, its offset, and the record's sequence number."""
         with self.lock:
             first = self._sequence
             self._sequence += len(keys)
@@ -362,10 +370,10 @@ class Volume:
             return [(self._files[segment_of(p)], self.segments.offset(p), first + i) for i, p in enumerate(places)]
 
     def name(self, place: int, page: Span, sequence: int, record: bytes, before: Span | None = None) -> None:
-        """Write a record's header, its payload being written: if it goes well, the record is kept.
+        """Write a record's header, after its payload. If that succeeds, the slot holds the record.
 
-        ``record`` is then for the journal, which ``note`` tells. ``before`` is the payload of the slot before, which
-        ends where this header begins. Not while headers are erased: a slot may be another's by now.
+        ``record`` then goes into the journal with the next ``note``. ``before`` is the payload of the preceding slot,
+        which ends where this header begins. Waits while headers are erased: a slot may be reused by then.
         """
         number = segment_of(place)
         with self.lock:
@@ -373,7 +381,7 @@ class Volume:
                 self._headers.wait_for(lambda: not self._erasing)
             self._naming += 1
             self._sequences[number][slot_of(place)] = sequence
-            # What it named before, or the new block: until the write is over, nobody knows how far it came.
+            # The header names the previous block or the new one: until the write ends, it is unknown how far it got.
             self._stale[place] = ANY
         written = False
         try:
@@ -395,7 +403,7 @@ class Volume:
                     self._unnoted.append(record)
 
     def failed(self, place: int, e: Exception | None = None) -> None:
-        """The record could not be written; ``e`` says why, if the slot was to blame or may have been."""
+        """The record could not be written. ``e`` is the reason, if the slot caused the failure or may have."""
         number, slot = segment_of(place), slot_of(place)
         with self.lock:
             self.coming.pop(place, None)
@@ -405,7 +413,7 @@ class Volume:
             slots = [slot]
             if self._untouched(place):
                 if isinstance(e, OSError) and e.errno in _SPACE:
-                    # A file with holes: those beside it cannot be filled either.
+                    # A sparse file: the slots beside it cannot be written either.
                     slots += [s for s in self.segments[number].free if self._untouched(place_of(number, s))]
             else:
                 self._in_vain += 1
@@ -415,11 +423,11 @@ class Volume:
             self._write_again = self._clock.monotonic() + _RETRY
 
     def _untouched(self, place: int) -> bool:
-        """Whether nothing was written to a slot since its segment was cut. Under the lock."""
+        """Whether nothing was written to a slot since its segment was divided into slots. Under the lock."""
         return not self._sequences[segment_of(place)][slot_of(place)] and place not in self._stale
 
     def free(self, key: BlockKey, place: int) -> None:
-        """Give back a slot whose header names ``key``."""
+        """Free a slot whose header names ``key``."""
         with self.lock:
             self._free(key, place)
 
@@ -427,7 +435,7 @@ class Volume:
         return self._disk.read(fd, into, offset)
 
     def write(self, fd: int, data: Sequence[Span], offset: int) -> None:
-        # A few fill the disk; more would be in the way of reads.
+        # A few concurrent writes saturate the disk; more would slow down reads.
         self._turns.get()
         try:
             self._write(fd, data, offset)
@@ -435,14 +443,15 @@ class Volume:
             self._turns.put(None)
 
     def _write(self, fd: int, data: Sequence[Span], offset: int) -> None:
-        """Also for single pages, which need not wait for their turn."""
+        """Also used for single pages, which need not wait for their turn."""
         self._disk.write_all(fd, data, offset, self._direct)
 
     def take(self, size: int, owners: Sequence[int], make_room: MakeRoom | None) -> Iterator[int]:
-        """Slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no room."""
+        """Yield slots of ``size``, by growing or, with ``make_room``, by evicting if need be; fewer if there is no
+        space."""
         left = np.array(owners, np.int64)
         if not self.segments.possible(size):
-            return  # nothing that could leave would make room for it
+            return  # no eviction would make enough space for it
         for _ in range(1000 * len(owners)):
             with self._headers:
                 self._headers.wait_for(lambda: not self._erasing)
@@ -453,7 +462,7 @@ class Volume:
                 self.coming.update(dict.fromkeys(places, ANY))
             if self._unseen and len(fit := self._look_at(places)) < len(places):
                 places = fit
-                with self.lock:  # each is another block's now than when it was taken
+                with self.lock:  # the slots are assigned to other blocks than when they were taken
                     self.segments.own(np.array(places, np.int64), left[: len(places)])
             yield from places
             left = left[len(places) :]
@@ -463,7 +472,7 @@ class Volume:
                 return
 
     def _evict(self, size: int, count: int, make_room: MakeRoom | None) -> bool:
-        """Make room for slots of ``size``, unless what would be written to them is likely to fail."""
+        """Evict to make space for slots of ``size``, unless writes to them are likely to fail."""
         if make_room is None:
             return False
         if self._in_vain >= _ATTEMPTS and self._clock.monotonic() < self._write_again:
@@ -471,7 +480,7 @@ class Volume:
         return make_room(size, min(count, _AT_ONCE))
 
     def _grow(self, size: int) -> bool:
-        """Add a segment for slots of ``size``, or recut an empty one; False if there is neither room nor such."""
+        """Add a segment for slots of ``size``, or re-divide an empty one; False if neither is possible."""
         with self._grow_lock:
             if self._refusing and (not self.segments.used or self._clock.monotonic() >= self._ask_again):
                 with self.lock:
@@ -495,24 +504,25 @@ class Volume:
                         self._cut(size, slots, None if spare is None else spare.number)
                         return True
                 except (OSError, Rejected) as e:
-                    # Without a spare there was no room for more. With one, what was emptied could not be used.
+                    # Without a spare, the disk had no space for more. With one, the emptied segment could not be
+                    # reused.
                     frozen = spare is not None or not (isinstance(e, OSError) and e.errno in _SPACE)
                     self._refuse(e, frozen)
 
     def _reuse(self, spare: Segment, size: int) -> int:
-        """Take an empty segment out of the book; answers how many slots of ``size`` fit into what is left then."""
+        """Remove an empty segment; returns how many slots of ``size`` fit into the space that is free then."""
         self._give_up(spare)
         with self.lock:
             slots = self.segments.fit(size)
         if not slots:
-            # Too small for one slot: its bytes join those that the next empty segment will free.
+            # Too small for one slot: its bytes are added to those that the next empty segment frees.
             self._disk.resize(self._files[spare.number], 0)
         return slots
 
     def _cut(self, size: int, slots: int, number: int | None) -> None:
-        """Add a segment of ``slots``, or fewer if the disk has no room for these. Raises if it has none at all.
+        """Add a segment of ``slots``, or fewer if the disk has no space for these. Raises if it has none at all.
 
-        ``number`` is that of a file that is there, in whose bytes it may lie.
+        ``number`` is that of an existing file whose bytes may be reused.
         """
         refusal: OSError | None = None
         there = 0 if number is None or number not in self._files else os.fstat(self._files[number]).st_size
@@ -523,11 +533,11 @@ class Volume:
                 self._cuts[segment.number] = self._sequence
                 self._sequence += 1
             try:
-                self.note()  # the journal's share of the budget goes by the number of slots
+                self.note()  # the journal's share of the budget depends on the number of slots
                 self._make(segment)
                 break
             except (OSError, Rejected) as e:
-                # If giving it up fails too it stays in the book, empty: a spare for the next who wants one.
+                # If removing it fails too, it stays in the table, empty: a spare for the next request.
                 self._give_up(segment)
                 number = segment.number
                 inside = (there - self.segments.header) // size
@@ -550,7 +560,8 @@ class Volume:
             log.warning("%s takes segments again", self._directory.path)
 
     def _refuse(self, e: OSError | Rejected, frozen: bool) -> None:
-        """The disk gives no more: go on as if the budget ended here. ``frozen``: nor can what there is be cut."""
+        """The disk refuses more: continue as if the budget ended here. ``frozen``: existing segments cannot be
+        re-divided either."""
         reason, self.refused = (str(e), 0) if isinstance(e, Rejected) else (e.strerror or str(e), e.errno or 0)
         with self.lock:
             self.segments.aside = self.segments.budget - self.segments.taken
@@ -560,7 +571,7 @@ class Volume:
             self._ask_again = self._clock.monotonic() + _RETRY
         if not said:
             log.warning(
-                "%s cannot take a segment: %s. It goes on with the %d bytes that it has of a budget of %d",
+                "%s cannot take a segment: %s. It continues with %d bytes of its budget of %d",
                 self._directory.path,
                 reason,
                 self.taken,
@@ -568,17 +579,19 @@ class Volume:
             )
 
     def _make(self, segment: Segment) -> None:
-        """The file of a new segment, at its full size, with a header that survives a power loss."""
+        """Create the file of a new segment, at its full size, with a header that survives a power loss."""
         fd = self._files.get(segment.number)
         if fd is None:
             path = self._directory.segment(segment.number)
-            self._disk.unlink(path)  # what has that name and is not in the book is not ours; a link, say
+            # a file of that name that is not in the table was not made by this tier; it may be a link
+            self._disk.unlink(path)
             fd = self._disk.open(path, direct=self._direct, create=True)
             self._files[segment.number] = fd
             self._nameless.add(segment.number)
         self._sequences[segment.number] = np.zeros(segment.slots, np.int64)
         if segment.nbytes > os.fstat(fd).st_size:
-            # The journal grows later. On a disk that is then full it would be lost, so its room must be there now.
+            # The journal grows later. If the disk were full by then, the journal would be lost, so reserve its space
+            # now.
             self._disk.resize(fd, segment.nbytes + self._journal_room())
         self._disk.resize(fd, segment.nbytes)
         page = Scratch().get(ALIGN)
@@ -590,22 +603,22 @@ class Volume:
             self._nameless.discard(segment.number)
 
     def _journal_room(self) -> int:
-        """Bytes by which the journal may still grow, its successor beside it."""
+        """Bytes by which the journal may still grow, including its successor during compaction."""
         with self.lock:
             most = RESERVE + self.segments.slots * PER_SLOT
         return max(0, most - self._journal.size) // ALIGN * ALIGN
 
     def _give_up(self, segment: Segment) -> None:
-        """Take an empty segment out of the book, as soon as the medium has no header of it any more.
+        """Remove an empty segment from the table, once the medium has no header of it any more.
 
-        Its bytes are then another's. If a power loss could bring it back, there would be more segments than the budget
-        allows, and the next opener might do without one whose blocks were acknowledged.
+        Its bytes are then used for something else. If a power loss could restore the segment, there would be more
+        segments than the budget allows, and recovery might discard one whose blocks were acknowledged.
         """
         fd = self._files.get(segment.number)
         if fd is not None and os.fstat(fd).st_size:
             self._write(fd, [_BLANK], 0)
             self._disk.sync(fd)
-        for start in range(0, segment.slots, _LOOKED):  # it is empty and draining, so none comes to them
+        for start in range(0, segment.slots, _LOOKED):  # it is empty and draining, so no slot is added to them
             with self.lock:
                 for slot in range(start, min(start + _LOOKED, segment.slots)):
                     self._stale.pop(place_of(segment.number, slot), None)
@@ -623,9 +636,10 @@ class Volume:
         return [key not in failed for key, _ in items]
 
     def renew(self, items: Sequence[Renewal]) -> list[bool]:
-        """Let the headers of blocks say when they expire now; False where that cannot be done.
+        """Change the expiry in the headers of blocks; False where that cannot be done.
 
-        A sealed header cannot be changed: it would have to be sealed anew, with a key that its sections have too.
+        An encrypted header cannot be changed: it would have to be encrypted again, with a key that its sections use
+        too.
         """
         failed: set[BlockKey] = set()
         with self.erasing():
@@ -637,7 +651,7 @@ class Volume:
                 except (OSError, Rejected) as e:
                     log.debug("the expiry of a record stays as it is: %s", e)
                     failed.add(key)
-            # Other headers that name these blocks, from before they were evicted; and all is synced.
+            # Erase other headers that name these blocks, from before they were evicted; this also syncs everything.
             failed |= self._overwrite([(key, NOWHERE) for key, _, _ in items])
             self.note()
         return [key not in failed for key, _, _ in items]
@@ -669,7 +683,7 @@ class Volume:
                 self._unnoted.append(entry(HOLDS, place, key, sequence, *facts))
 
     def note_held(self, held: Held) -> None:
-        """Let the journal say when blocks expire that live longer than their headers say."""
+        """Record in the journal the expiry of blocks that live longer than their headers say."""
         with self.lock:
             for i, (key, place) in enumerate(zip(held.keys, held.places.tolist(), strict=True)):
                 if self.segments.holds(place):
@@ -680,7 +694,8 @@ class Volume:
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
-        """No header is written meanwhile, no slot given away, no segment cut: what headers name does not change."""
+        """While this is held no header is written, no slot allocated and no segment added, so what headers name is
+        stable."""
         with self._grow_lock:
             with self._headers:
                 self._erasing = True
@@ -693,13 +708,13 @@ class Volume:
                     self._headers.notify_all()
 
     def _overwrite(self, items: Sequence[tuple[BlockKey, int]]) -> set[BlockKey]:
-        """Overwrite all headers that name dropped blocks, and free their slots; answers those that may come back."""
+        """Overwrite all headers that name dropped blocks, and free the slots. Returns the blocks that may come back."""
         keys = {key for key, _ in items}
         wanted = keys | {ANY}
         with self.lock:
             traces = [(names, names.copy()) for names in (self._stale, self.coming)]
-        # There may be many, so they are looked through without the lock. What the index has let go of does not become
-        # stale after this, and nothing is being named.
+        # There may be many, so they are searched without the lock. Blocks that the index has removed do not become
+        # stale after this, and no header is being written.
         traced = [(names, k, p) for names, copied in traces for p, k in copied.items() if k in wanted]
         with self.lock:
             named = [(k, p) for names, k, p in traced if names.get(p) == k]
@@ -731,9 +746,10 @@ class Volume:
         return failed
 
     def _kept_of(self, keys: set[BlockKey], unless: set[int]) -> list[tuple[BlockKey, int]]:
-        """Blocks that are dropped, and their slots, among those that were kept; under the lock.
+        """Returns dropped blocks, and their slots, among the kept ones; under the lock.
 
-        But for slots whose record could just not be read: to drop that is the pipeline's doing, not anybody's wish.
+        Slots in ``unless`` are excluded: their record merely could not be read, and then the pipeline drops it, not a
+        user.
         """
         asked = [(key, p) for p, (key, _) in self._kept.items() if key in keys and p not in unless]
         for _, place in asked:
@@ -741,7 +757,7 @@ class Volume:
         return asked
 
     def _sync_all(self, numbers: set[int]) -> set[int]:
-        """Sync segments; answers those that could not be."""
+        """Sync segments; returns those that failed."""
         failed = set()
         for number in numbers:
             try:
@@ -755,7 +771,7 @@ class Volume:
         return failed
 
     def _free(self, key: BlockKey, place: int) -> None:
-        """Give back a slot whose header names ``key``. Under the lock."""
+        """Free a slot whose header names ``key``. Under the lock."""
         if place in self._kept:
             return
         self.segments.release(place)
@@ -763,7 +779,7 @@ class Volume:
         self._unnoted.append(entry(FREED, place, key, int(self._sequences[segment_of(place)][slot_of(place)])))
 
     def note(self, record: bytes = b"") -> None:
-        """Tell the journal which slots were freed and named and, after that, what ``record`` says."""
+        """Append to the journal which slots were freed and written and, after that, ``record``."""
         with self._journal_lock:
             with self.lock:
                 unnoted, self._unnoted = self._unnoted, []
@@ -781,8 +797,8 @@ class Volume:
     def make_durable(self, places: Sequence[int]) -> list[bool]:
         """Sync the records in slots; False for those that are not there, or may not be on the medium.
 
-        A system that could not write a page says so once and then forgets it, so that the next sync goes well: what was
-        written before a sync that failed may be lost whatever later ones say.
+        A kernel that could not write a page reports it once and then forgets it, so that the next sync succeeds: what
+        was written before a failed sync may be lost whatever later syncs report.
         """
         with self.lock:
             before = [self._written(place) for place in places]
@@ -801,7 +817,7 @@ class Volume:
         return int(self._sequences[segment_of(place)][slot_of(place)]) if self.segments.holds(place) else 0
 
     def sync(self, keys: Sequence[BlockKey], places: list[int]) -> None:
-        """Make a batch durable; what cannot be is taken back."""
+        """Make a batch durable; blocks for which that fails are removed again."""
         failed = self._sync_all({segment_of(p) for p in places if p != NOWHERE})
         with self.lock:
             for i, place in enumerate(places):

@@ -1,23 +1,23 @@
-"""How blocks become records on a disk.
+"""Writes blocks as records to a disk.
 
-The way of a write: make the checksums (and compress), take a slot of the right size, evicting if need be, then in this
-order: journal "slot freed" (for what was evicted) and "slot is being written", payload, header, journal "slot holds
+A write computes the checksums (and compresses), takes a slot of the right size, evicting if need be, and then does this
+in order: journal "slot freed" (for evicted blocks) and "slot is being written", payload, header, journal "slot holds
 key" (with the next record, at the latest when the batch ends). A crash at any point leaves either a whole record, or
-one whose header or checksums do not agree, which is a miss. No fsync is needed for that; ``durable`` adds one before a
+one whose header or checksums do not match, which is a miss. No fsync is needed for that. ``durable`` adds one before a
 write is acknowledged, and ``drop`` always syncs, because a dropped block must not come back.
 
-A header in a call of its own is a page, but costs the disk as much as a good part of a block. So neighbours are written
-as a *run*, from the last to the first::
+Writing a header in its own call is only a page, but costs the disk as much as a good part of a block. So neighbouring
+slots are written as a *run*, from the last to the first::
 
     slot        |  n        |  n + 1    |  n + 2    |
                 |h| payload |h| payload |h| payload |
     first call                            =========
-    second                    =========== =            the payload of n + 1, and right behind it the header of n + 2
+    second                    =========== =            the payload of n + 1, followed by the header of n + 2
     third         =========== =
     fourth      =
 
-No header is written before the call that wrote its payload has returned, so the order above is kept for every block.
-If a call fails, what is not named yet is written again, each block for itself: of several, not all need be bad.
+No header is written before the call that wrote its payload has returned, so the order above is kept for every block. If
+a call fails, the blocks without a header yet are written again, each alone: not all of them need be bad.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from kvtide.tiers.segments import ladder
 __all__ = ["Run", "Writer"]
 
 _RUN = 4
-"""The most blocks of a run: five calls instead of eight. Longer ones gain little, and leave other threads idle."""
+"""The maximum number of blocks of a run: five calls instead of eight. Longer runs gain little, and leave other threads
+idle."""
 _COPIES = 8 << 20
-"""The most bytes of a run whose payloads are copies: so much memory a thread keeps for them, or one block's."""
+"""The maximum bytes of a run whose payloads are copies: a thread keeps that much memory for them, or one block's."""
 
 
 class Slot(NamedTuple):
@@ -59,22 +60,22 @@ class Slot(NamedTuple):
 _NO_SLOT = Slot(NOWHERE, NOWHERE, NOWHERE, NOWHERE)
 
 Run = Sequence[tuple[Write, Slot | None]]
-"""Blocks and their slots, one behind the other with nothing in between; or a block whose slot is not known yet."""
+"""Blocks and their slots, which are adjacent; or one block whose slot is not known yet."""
 
 
 class _Record(NamedTuple):
-    """A block, ready to be written."""
+    """A block that is ready to be written."""
 
     slot: Slot
     page: Span
     """The header."""
     payload: Span
     holds: bytes
-    """For the journal."""
+    """The record for the journal."""
 
 
 class Writer:
-    """Writes to ``volume``. Safe from any thread. ``make_room`` is asked when they are full."""
+    """Writes to ``volume``. Thread-safe. ``make_room`` is called when the volume is full."""
 
     def __init__(self, volume: Volume, make_room: MakeRoom | None, clock: Clock, counters: TierCounters) -> None:
         self._volume = volume
@@ -83,11 +84,11 @@ class Writer:
         self._counters = counters
 
     def runs(self, batch: Sequence[Write], *, copied: bool) -> list[Run]:
-        """Cut blocks that are not compressed into runs, at least two of them, if there is so much.
+        """Divide blocks that are not compressed into runs, at least two if there are enough blocks.
 
-        How large their records will be is known, so they get their slots in one go. All of a layout are of one size,
-        so their slots fit exactly: a ladder would leave gaps, and a disk that is read and written without gaps is
-        quicker. Payloads that are sealed are ``copied``: a packer must have room for those of a run.
+        The sizes of their records are known, so they get their slots at once. All blocks of a layout have one size, so
+        their slots fit exactly: sizes from the ladder would leave gaps, and a disk that is read and written without
+        gaps is faster. Encrypted payloads are ``copied``: a packer must have memory for those of a run.
         """
         slots = self._slots([(item, header_of(item) + item.identity.geometry.footprint) for item in batch])
         runs: list[list[tuple[Write, Slot | None]]] = []
@@ -102,7 +103,7 @@ class Writer:
         return list(runs)
 
     def _slots(self, wanted: Sequence[tuple[Write, int]]) -> list[Slot]:
-        """Slots of the sizes that blocks need, announced in the journal."""
+        """Take slots of the sizes that blocks need, and announce them in the journal."""
         slots: list[Slot] = []
         taken: list[int] = []
         try:
@@ -129,7 +130,7 @@ class Writer:
         return slots
 
     def write(self, run: Run, packer: Packer) -> list[int]:
-        """The places of the blocks; NOWHERE for those that could not be written."""
+        """Returns the places of the blocks; NOWHERE for those that could not be written."""
         named: list[int] = []
         slots = [slot for _, slot in run]
         writing = False
@@ -142,7 +143,7 @@ class Writer:
                 self._name(behind, record.payload)
                 named.append(behind.slot.place)
             self._name(records[0])
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             if len(run) > 1:
                 left = run[: len(run) - len(named)]
                 return [self.write([one], packer)[0] for one in left] + named[::-1]

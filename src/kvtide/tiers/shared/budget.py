@@ -1,39 +1,42 @@
-"""The byte budget of storage that many write to: one *steward* among all who use it, and credits to write.
+"""The byte budget of storage that many nodes write to: one node is elected *budget coordinator* and grants write
+credits.
 
-Nobody may write without credit, and only the steward gives it: so many bytes, for a short time. It knows what lies in
-storage by listing it, and what may come by the credits that it has given; the sum of both never exceeds the budget. To
-give more it first removes what was used longest ago. Without a steward there is no credit: nothing is stored, and all
-is loaded as ever.
+A node may not write without credit, and only the coordinator grants it: a number of bytes, for a short time. The
+coordinator knows what is in storage by listing it, and what may still arrive by the credits it has granted; the sum of
+both never exceeds the budget. To grant more it first removes the least recently used blocks. Without a coordinator
+there is no credit: nothing is stored, and loads work as ever.
 
 *When blocks are removed.* A node asks for the bytes of blocks that it has and could not write, and gives back what it
-did not use (credits.py). The steward removes blocks only for such asks, and only as many bytes as are short after what
-was given back, and what has expired, is counted as free. Nobody asks: nothing is removed, unless storage holds more
-than its budget. An ask that cannot be met even by removing everything removes nothing.
+did not use (credits.py). The coordinator removes blocks only for such asks, and only as many bytes as are missing after
+credit that was given back, or has expired, is counted as free. Without asks nothing is removed, unless storage holds
+more than its budget. An ask that could not be met even by removing everything removes nothing.
 
-All that is said is said by the names of small blobs in the storage itself (``CoordinationBlobs``)::
+All messages are the names of small blobs in the storage itself (``CoordinationBlobs``)::
 
-    evictor.TERM.BEAT          somebody is steward, and alive: a new one every few seconds; holds its statistics
-    ask.TERM.WHO.N.BYTES       a node asks this steward for credit
+    evictor.TERM.BEAT          heartbeat of the coordinator: a new one every few seconds; holds its statistics
+    ask.TERM.WHO.N.BYTES       a node asks this coordinator for credit
     grant.TERM.WHO.N.BYTES     and gets it
     back.TERM.WHO.N.BYTES      a node has ended all writes under grant N, begins no more, and has not used these bytes
     used.WHO.N                 holds the names of blobs that a node has read or written
-    evicted.TERM.N             and this of blobs that the steward removes; see eviction_log.py
+    evicted.TERM.N             holds the names of blobs that the coordinator removes; see eviction_log.py
 
-*Election.* Of all who create the first beat of a term one wins. Whoever sees the same last beat for a whole lease, by
-its own clock, may try the next term; no two clocks need agree, only run equally fast.
+*Election.* Of all nodes that create the first beat of a term, one succeeds. A node that sees the same last beat for a
+whole lease, by its own clock, may try the next term. Clocks need not agree, only run equally fast.
 
-*Why the budget holds when a steward dies, or is stopped and wakes up long after.* A credit ends one lifetime after the
-node *looked* who is steward, not after it was given. Whoever looked after the new term began saw it, and asks the new
-one. So a lifetime after its election all credits of its predecessors are over, however late those still write grants;
-until then the new steward gives none, and then it lists what there is.
+*Why the budget holds when a coordinator dies, or is stopped and resumes long after.* A credit ends one lifetime after
+the node *looked up* the coordinator, not after it was granted. A node that looks after the new term began sees it, and
+asks the new coordinator. So one lifetime after its election all credits of its predecessors have ended, however late
+those still write grants. Until then the new coordinator grants none, and then it lists the storage.
 
-*Which bytes are counted.* What a listing finds, and every credit that was not over when the listing began, in full: a
-part of it may be in the listing already, and is then counted twice until the next. A credit is over when its lifetime
-has passed, or a third of a lifetime after its node said ``back`` (a filesystem's client may show the writes of another
-host that much later); after ``back`` and until it is over only the bytes that were used are counted. The credit of a
-node that died counts in full until its lifetime has passed. Small papers and unfinished files count too, and a part of
-the budget is kept free for those of which the steward does not know yet. A write that was begun under a credit and
-takes longer than its lifetime, on a storage that hangs, is not covered: so many blocks as a node writes at a time.
+*Which bytes are counted.* What a listing finds, plus every credit that was not over when the listing began, in full: a
+part of it may be in the listing already, and is then counted twice until the next one. A credit is over when its
+lifetime has passed, or a third of a lifetime after its node wrote ``back`` (a filesystem's client may show the writes
+of another host that much later). Between ``back`` and its end only the bytes that were used are counted. The credit of
+a node that died counts in full until its lifetime has passed.
+
+Coordination blobs and unfinished files count too, and a part of the budget is kept free for those that the coordinator
+does not know of yet. A write that began under a credit and takes longer than its lifetime, on storage that hangs, is
+not covered: that is at most as many blocks as a node writes at a time.
 """
 
 from __future__ import annotations
@@ -72,50 +75,51 @@ log = logging.getLogger("kvtide.steward")
 _PATIENCE = 3600.0
 """Seconds that a listing may take: storage may be large."""
 _PART = 16
-"""At most so large a part of the budget is given as one credit for several blocks."""
+"""One credit for several blocks is at most this fraction (1/n) of the budget."""
 _RESERVE = 64
-"""So large a part of the budget is never given: papers that were written since the last listing have room there."""
+"""This fraction (1/n) of the budget is never granted: it leaves space for coordination blobs written since the last
+listing."""
 _LOOK = 60.0
-"""Seconds after which storage is listed though nobody asks, in case that the budget was lowered."""
+"""Seconds after which storage is listed even without asks, in case the budget was lowered."""
 _LITTER = 3600.0
-"""Age in seconds at which what a writer left unfinished is taken for left for ever."""
+"""Age in seconds after which an unfinished file is considered abandoned."""
 LOGS = 256
-"""Of what was used, the last that are kept for a successor."""
+"""Number of the latest usage logs that are kept for a successor."""
 _TOGETHER = 32
-"""Blobs that are deleted between two looks at the clock: slow storage must not make a steward seem dead."""
+"""Blobs that are deleted between two checks of the clock: slow storage must not make a coordinator seem dead."""
 RESIGNED = 9_999_999_999
-"""The beat of a steward who goes."""
+"""The beat of a coordinator that resigns."""
 _BEATS = "evictor."
 _TOLD = 4096
-"""The most bytes of a beat."""
+"""The maximum size of a beat, in bytes."""
 _DIGEST = 64
-"""Letters in the name of a block."""
+"""Characters in the name of a block."""
 
 
 def is_block(name: str) -> bool:
-    """Whether a blob is a block, not a paper."""
+    """Whether a blob is a block, not a coordination blob."""
     return len(name) == _DIGEST and "." not in name
 
 
 def largest_credit(budget: int) -> int:
-    """The most bytes that one credit for several blocks has. A credit for more is for one large block."""
+    """The maximum bytes of one credit for several blocks. A larger credit is for one large block."""
     return budget // _PART
 
 
 def paper_reserve(budget: int) -> int:
-    """The bytes of a budget that are kept for papers."""
+    """The bytes of a budget that are kept for coordination blobs."""
     return budget // _RESERVE
 
 
 def largest_block(budget: int) -> int:
-    """The most bytes that a block may have, so that it can be written at all."""
-    # A page, and a beat, must have room before anything is removed.
+    """The largest block, in bytes, that can be written at all."""
+    # A page and a beat must fit before anything is removed.
     return budget - paper_reserve(budget) - PAGE_BYTES - _TOLD
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationBlob:
-    """Something that was said by the name of a blob."""
+    """A message in the name of a blob."""
 
     name: str
     term: int
@@ -126,17 +130,17 @@ class CoordinationBlob:
 
 @dataclass(frozen=True, slots=True)
 class BudgetCoordinatorStatistics:
-    """How the byte budget of a storage stands, as its steward knows it; counts are since that process began."""
+    """The state of a storage's byte budget, as its coordinator knows it; counts are since that process began."""
 
     who: str = ""
-    """The steward: host and process id. Empty: nobody is, or this one is not."""
+    """The coordinator: host and process id. Empty: there is none, or it is another process."""
     term: int = 0
     budget: int = 0
     blocks: int = 0
     bytes_used: int = 0
-    """Of all that there is, at the last listing, less what was removed since."""
+    """Bytes of all blobs at the last listing, less what was removed since."""
     bytes_unfinished: int = 0
-    """Of that, what somebody is writing, or has left so."""
+    """Of these, bytes of files that are being written, or were left unfinished."""
     bytes_granted: int = 0
     """Credits that may still be used, or were not yet over at the last listing."""
     blocks_removed: int = 0
@@ -150,7 +154,7 @@ def _beat(term: int, beat: int) -> str:
 
 
 def _beats(names: Iterable[str]) -> list[tuple[int, int]]:
-    """Those that we wrote: whatever else begins so, somebody else has put there."""
+    """Returns the beats among names; other names with that prefix were written by something else."""
     found: list[tuple[int, int]] = []
     for name in names:
         match name.split("."):
@@ -167,11 +171,12 @@ class _Grant:
     nbytes: int
     """Bytes that may be written under it or, once it was given back, that were."""
     given_back: float | None = None
-    """When its node was seen to have said that nothing more is written under it."""
+    """When the coordinator saw the node's message that nothing more is written under it."""
 
 
 class CoordinationBlobs:
-    """Reads and writes them. A steward may be silent for ``lease`` seconds, and a credit lasts for ``lifetime``."""
+    """Reads and writes coordination blobs. A coordinator may be silent for ``lease`` seconds, and a credit lasts for
+    ``lifetime``."""
 
     def __init__(self, blobs: Blobs, lease: float) -> None:
         self.blobs = blobs
@@ -184,7 +189,7 @@ class CoordinationBlobs:
         return _beats(name for name, _, _ in self.blobs.list(self.timeout, _BEATS))
 
     def beats_and_pages(self) -> tuple[list[tuple[int, int]], list[str]]:
-        """The same, and the names of the pages on which removals are told."""
+        """Terms and beats, and the names of the eviction log's pages."""
         names = [name for name, _, _ in self.blobs.list(self.timeout, "evict")]
         return _beats(names), [name for name in names if name.startswith(PAGES)]
 
@@ -194,14 +199,14 @@ class CoordinationBlobs:
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # A filesystem that is full takes an empty file still; and whoever makes room in it must be elected.
+            # A full filesystem still takes an empty file; and the node that makes space in it must be elected.
             return self.blobs.create(_beat(term, beat), b"", self.timeout)
 
     def forget_beats(self, beats: list[tuple[int, int]]) -> None:
         self.blobs.delete([_beat(*beat) for beat in beats], self.timeout)
 
     def told(self, term: int, beat: int) -> BudgetCoordinatorStatistics | None:
-        """What a steward said with a beat; None if that is gone, or no such thing, or cannot be read just now."""
+        """The statistics in a coordinator's beat; None if it is gone, invalid, or cannot be read now."""
         data = Scratch().get(_TOLD)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             got = self.blobs.read_part(_beat(term, beat), data, 0, self.timeout)
@@ -209,7 +214,7 @@ class CoordinationBlobs:
         return None
 
     def find(self, kind: str, term: int | None = None, who: str = "") -> list[CoordinationBlob]:
-        """Asks, grants or what was given back: of a term, or all; of one node, or all."""
+        """Asks, grants or returned credits: of one term, or all; of one node, or all."""
         prefix = f"{kind}." if term is None else f"{kind}.{term:010d}.{who}"
         found = []
         for name, _, _ in self.blobs.list(self.timeout, prefix):
@@ -229,7 +234,7 @@ class CoordinationBlobs:
 
 
 class BudgetCoordinator:
-    """Stands for election, and does the work when elected. ``step`` is to be called a few times in a lease."""
+    """Stands for election, and does the coordinator's work when elected. Call ``step`` a few times in a lease."""
 
     def __init__(self, coordination: CoordinationBlobs, budget: int, clock: Clock | None = None) -> None:
         self._coordination = coordination
@@ -239,22 +244,22 @@ class BudgetCoordinator:
         self._seen: tuple[int, int] = (0, 0)
         self._seen_at = self._clock.monotonic()
         self._term = self._beat = 0
-        """Its own; 0: it is not steward."""
+        """Its own term and beat; 0: it is not coordinator."""
         self._pages = 0
-        """On which it has told of removals, in this term."""
+        """Pages of the eviction log that it has written in this term."""
         self._beaten = self._gives_from = 0.0
         self._blocks: dict[str, tuple[int, float]] = {}
         """Of all blocks: bytes, and when they were written."""
         self._bytes = 0
-        """Of all that there is."""
+        """Bytes of all blobs."""
         self._listed = -1.0
         """When the last listing began; negative: there was none in this term."""
         self._grants: dict[tuple[str, int], _Grant] = {}
         """By node and number; only those that were not over at the last listing."""
         self._asked: dict[str, float] = {}
-        """When asks were first seen, by the names of their papers."""
+        """When asks were first seen, by the names of their blobs."""
         self._order: list[tuple[tuple[float, float], str]] = []
-        """Blocks by their rank when they were sorted, that to remove first last; empty: to be sorted again."""
+        """Blocks with their rank when they were sorted, the next to remove last; empty: to be sorted again."""
         self._took = 0.0
         """Seconds that the last listing took."""
         self._used: dict[str, float] = {}
@@ -284,7 +289,7 @@ class BudgetCoordinator:
         )
 
     def step(self) -> None:
-        """Stand for election, or serve. Raises OSError where storage refuses."""
+        """Stand for election, or serve. Raises OSError if storage fails."""
         beats = self._coordination.beats()
         last = beats[-1] if beats else (0, 0)
         now = self._clock.monotonic()
@@ -302,7 +307,7 @@ class BudgetCoordinator:
             self._stand(last[0] + 1, beats)
 
     def resign(self) -> None:
-        """Let another be elected at once."""
+        """Let another node be elected at once."""
         term, self._term = self._term, 0
         if term:
             self._coordination.beat(term, RESIGNED, self.statistics())
@@ -320,7 +325,7 @@ class BudgetCoordinator:
         self._coordination.forget_beats(beats)
 
     def _live(self, beats: list[tuple[int, int]] | None = None) -> None:
-        """Say that it is alive, if it is time for that."""
+        """Write a heartbeat, if it is time for one."""
         now = self._clock.monotonic()
         if now - self._beaten >= self._coordination.lease / 3:
             self._coordination.beat(self._term, self._beat + 1, self.statistics())
@@ -340,7 +345,7 @@ class BudgetCoordinator:
         wanted = sum(ask.nbytes for ask in asks)
         if self._listed < 0 or now - self._listed > self._listing_age(now, self._free < wanted):
             self._list()
-        # An ask for more than a usual credit is for one block, which a part of it does not help.
+        # An ask for more than a usual credit is for one block, for which a partial credit is useless.
         room = self._free + sum(nbytes for nbytes, _ in self._blocks.values())
         served: list[CoordinationBlob] = []
         for ask in asks:
@@ -348,11 +353,11 @@ class BudgetCoordinator:
                 served.append(ask)
                 room -= ask.nbytes
         if served:
-            # What credits are counted twice, beyond a part of the budget, is not made up for by removing blocks: the
-            # next listing ends that.
+            # Credits counted twice, beyond a part of the budget, are not compensated by removing blocks: the next
+            # listing ends the double count.
             twice = sum(grant.nbytes for grant in self._grants.values() if grant.made < self._listed)
             self._remove(sum(ask.nbytes for ask in served) - self._free - max(0, twice - most))
-        # Credits may be in the listing already, so only what surely lies there is removed without an ask.
+        # Credits may be in the listing already, so without an ask only the bytes certainly in storage count.
         self._remove(self._bytes + PAGE_BYTES + _TOLD - self._budget)
         for n, ask in enumerate(served):
             nbytes = ask.nbytes if ask.nbytes <= self._free else 0
@@ -367,8 +372,8 @@ class BudgetCoordinator:
     def _asks(self) -> list[CoordinationBlob]:
         """The asks that are to be served.
 
-        A node takes an ask back when it was not answered for half a lifetime, or when what it wanted to write is gone.
-        One that was seen for longer is of a node that died.
+        A node withdraws an ask when it was not answered for half a lifetime, or when it no longer has the blocks. An
+        ask that was seen for longer belongs to a node that died.
         """
         asks, now = self._coordination.find("ask"), self._clock.monotonic()
         self._asked = {ask.name: self._asked.get(ask.name, now) for ask in asks if ask.term == self._term}
@@ -395,7 +400,7 @@ class BudgetCoordinator:
         self._coordination.burn(coordination)
 
     def _listing_age(self, now: float, short: bool) -> float:
-        """Seconds that the last listing must be old before there is another."""
+        """Seconds that must pass after the last listing before the next."""
         if not short:
             return _LOOK
         often = 10 * self._took
@@ -404,7 +409,7 @@ class BudgetCoordinator:
         return max(self._coordination.lifetime / 2, often)
 
     def _over(self, grant: _Grant, when: float) -> bool:
-        """Whether all that was written under a credit before ``when`` is in a listing that begins then."""
+        """Whether a listing that begins at ``when`` includes everything written under a credit before."""
         if grant.given_back is not None and grant.given_back + self._coordination.lifetime / 3 <= when:
             return True
         return grant.made + self._coordination.lifetime <= when
@@ -415,11 +420,11 @@ class BudgetCoordinator:
 
     @property
     def _free(self) -> int:
-        """Bytes that may be given; negative, if what lies there and what was given are more than the budget."""
+        """Bytes that may be granted; negative if stored and granted bytes exceed the budget."""
         return largest_block(self._budget) - self._bytes - self._granted
 
     def _list(self) -> None:
-        """Look what there is."""
+        """List the storage."""
         self._listed = self._clock.monotonic()
         blocks: dict[str, tuple[int, float]] = {}
         leftovers, unfinished = self._blobs.tidy(_LITTER, _PATIENCE, self._live)
@@ -434,13 +439,13 @@ class BudgetCoordinator:
         self._took = self._clock.monotonic() - self._listed
         self._grants = {whose: grant for whose, grant in self._grants.items() if not self._over(grant, self._listed)}
         self._order = []
-        # Nodes remove the papers of what they were granted, but for those that died.
+        # Nodes delete the grant blobs they received, except nodes that died.
         grants = [paper for paper in self._coordination.find("grant") if paper.term <= self._term]
         self._coordination.burn([p for p in grants if p.term < self._term or (p.who, p.number) not in self._grants])
         self._used = {name: when for name, when in self._used.items() if name in blocks}
 
     def _remove(self, nbytes: int) -> None:
-        """Remove blocks that were used longest ago, of so many bytes together."""
+        """Remove the least recently used blocks, ``nbytes`` together."""
         victims = self._victims(nbytes)
         for i in range(0, len(victims), PAGE):
             self._delete(victims[i : i + PAGE])
@@ -466,13 +471,13 @@ class BudgetCoordinator:
         return list(victims)
 
     def _rank(self, name: str) -> tuple[float, float]:
-        """The lowest is removed first."""
+        """The block with the lowest rank is removed first."""
         written = self._blocks[name][1]
-        # Of those used together the last written first: it may be a child of the others.
+        # Of blocks used together, the last written goes first: it may be a child of the others.
         return max(self._used.get(name, 0.0), written), -written
 
     def _delete(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):  # a full storage takes no page: that is no reason to leave it full
+        with contextlib.suppress(OSError):  # full storage takes no page, but must be emptied all the same
             self._pages += 1
             self._bytes += tell(self._blobs, self._term, self._pages, names, self._coordination.timeout)
         for i in range(0, len(names), _TOGETHER):
@@ -485,7 +490,7 @@ class BudgetCoordinator:
             self._live()
 
     def _fold(self) -> None:
-        """Take in what nodes say that they have used."""
+        """Read the nodes' usage logs."""
         logs = sorted(self._blobs.list(self._coordination.timeout, "used."), key=itemgetter(2))
         for name, nbytes, when in logs:
             if name not in self._folded:

@@ -1,18 +1,19 @@
-"""What a node may write into shared storage: the credits that it has got of the steward; see budget.py.
+"""What a node may write into shared storage: the credits that the budget coordinator granted it; see budget.py.
 
-*It asks for what it wants to write.* Storage may be full, and then every byte that is asked for costs another block. So
-a node asks only when a block found no credit, and for the bytes of such blocks that could still be written. While it
-writes it asks for a little more, at most what it wrote between two looks and a small part of the budget, so that not
-every block has to be tried twice.
+*A node asks for what it wants to write.* Storage may be full, and then every byte that is asked for evicts another
+block. So a node asks only when a block found no credit, and for the bytes of such blocks that could still be written.
+While it writes it asks for a little more, at most what it wrote between two steps and a small part of the budget, so
+that not every block has to be tried twice.
 
-*It gives back what it does not use.* When nothing was written for a third of a lease, or a credit is too old to begin
-a write with, the rest is given back by a paper (``back.``) as soon as the last write under it has ended. The steward
-then knows what was used, and gives the rest to others. A credit under which a write failed is never given back: a part
-of the block may be there, or still come. It counts as used until its lifetime has passed, and while much was lost in
-this way the node asks for no more, or a node whose writes all fail would have all blocks of the others removed.
+*A node gives back what it does not use.* When nothing was written for a third of a lease, or a credit is too old to
+begin a write with, the rest is given back by a coordination blob (``back.``) as soon as the last write under it has
+ended. The coordinator then knows what was used, and grants the rest to others. A credit under which a write failed is
+never given back: a part of the block may be in storage, or still arrive. It counts as used until its lifetime has
+passed. While much was lost in this way the node asks for no more; otherwise a node whose writes all fail would cause
+all blocks of the others to be removed.
 
-It also tells the steward what it has used, and hears what the steward has removed. All that talks to storage is in
-``step``, on the thread of a ``BudgetThread``; a storage that hangs holds up that thread and no other.
+A node also tells the coordinator which blobs it has used, and reads which blobs the coordinator has removed. All access
+to storage is in ``step``, on the thread of a ``BudgetThread``; storage that hangs blocks only that thread.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ __all__ = ["BudgetStatistics", "BudgetThread", "WriteCredits"]
 log = logging.getLogger("kvtide.steward")
 
 _AHEAD = 64
-"""At most so large a part of the budget is asked for before a block needs it, by a node that is writing."""
+"""A node that is writing asks for at most this fraction (1/n) of the budget before a block needs it."""
 _REMEMBERED = 1 << 16
-"""Blobs in use that are remembered until the steward is told, and blocks that wait for credit."""
+"""Used blobs that are remembered until the coordinator is told, and blocks that wait for credit."""
 _PATIENCE = 3.0
 """Seconds that the end of a store waits for credit at most."""
 _FEWEST = 64
-"""Blobs in use that are told at a time even where the budget is small."""
+"""Used blobs that are reported at a time even where the budget is small."""
 _NAME = 32
-"""Bytes of a blob's name in what is told."""
+"""Bytes of a blob's name in a usage report."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +69,7 @@ class _Credit:
     closing: bool = False
     """No write begins under it any more."""
     in_doubt: bool = False
-    """A write under it failed: some of its bytes may be there, or still come."""
+    """A write under it failed: some of its bytes may be in storage, or still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,11 @@ class _Taken(Permit):
 
 
 class WriteCredits:
-    """Credits. ``take``, ``end`` and ``used`` from any thread, ``step`` and ``close`` from one.
+    """Write credits. Call ``take``, ``end`` and ``used`` from any thread, ``step`` and ``close`` from one.
 
-    ``filled`` is called when credit has come that blocks wait for, and ``removed`` with the names of blocks that the
-    steward has removed; with None if it cannot be said which. ``waiting`` answers how many bytes of blocks that were
-    refused could still be written. ``budget`` is that of this process; where the steward has another one, that counts.
+    ``filled`` is called when credit has arrived that blocks wait for, and ``removed`` with the names of blocks that the
+    coordinator has removed, or with None if it is unknown which. ``waiting`` returns how many bytes of refused blocks
+    could still be written. ``budget`` is that of this process; if the coordinator has another one, that counts.
     """
 
     def __init__(
@@ -104,23 +105,24 @@ class WriteCredits:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._credits: list[_Credit] = []
-        """The first to end first."""
+        """Sorted by expiry, the earliest first."""
         self._asked: dict[int, tuple[float, CoordinationBlob]] = {}
-        """What was asked for, and when it was looked who is steward."""
+        """What was asked for, and when the coordinator was looked up."""
         self._given_back: list[tuple[float, CoordinationBlob]] = []
         """What was given back, and when."""
         self._wanted: dict[str, int] = {}
-        """Bytes of blocks that found no credit, by name; what has left memory since may be among them."""
+        """Bytes of blocks that found no credit, by name; may include blocks that have left memory since."""
         self._spent = 0
         """Bytes that were taken since the last step."""
         self._active = self._clock.monotonic()
-        """When credit was last taken, or came."""
+        """When credit was last taken, or arrived."""
         self._lost: list[tuple[float, int]] = []
         """Bytes of writes that failed, and until when they count."""
         self._looked = self._served = False
-        """Whether there was a steward at the last step."""
+        """``_served``: whether there was a coordinator at the last step."""
         self._alive = False
-        """Whether it has said so while this process looked: the beat that is found first may be of one that died."""
+        """Whether the coordinator has written a beat since this process started: the first beat found may be of one
+        that died."""
         self._used: dict[str, None] = {}
         self._told = BudgetCoordinatorStatistics()
         self._beat: tuple[int, int] = (0, 0)
@@ -130,11 +132,11 @@ class WriteCredits:
 
     @property
     def largest(self) -> int:
-        """The most bytes that a block may have."""
+        """The largest block in bytes."""
         return largest_block(self._told.budget or self._budget)
 
     def take(self, name: str, nbytes: int) -> Permit | None:
-        # What is begun must be done before the credit ends.
+        # A write must end before its credit does.
         now = self._clock.monotonic()
         least = now + self._coordination.lifetime / 3
         with self._lock:
@@ -169,7 +171,8 @@ class WriteCredits:
                 credit.writing -= 1
                 credit.in_doubt |= failed
             if failed:
-                # The steward made the grant at most half a lifetime after this node looked, from when ``until`` counts.
+                # The coordinator made the grant at most half a lifetime after this node's lookup, from which ``until``
+                # counts.
                 self._lost.append((permit.until + self._coordination.lifetime / 2, permit.nbytes))
 
     def used(self, names: Sequence[str]) -> None:
@@ -179,12 +182,12 @@ class WriteCredits:
                 self._used.update(dict.fromkeys(names))
 
     def told(self) -> BudgetCoordinatorStatistics:
-        """What the steward, whoever it is, said last."""
+        """The latest statistics of the current coordinator."""
         return self._told
 
     @property
     def silence(self) -> float:
-        """Seconds since its last beat was seen."""
+        """Seconds since the coordinator's last beat was seen."""
         return self._clock.monotonic() - self._beat_at
 
     @property
@@ -196,13 +199,13 @@ class WriteCredits:
 
     @property
     def asks(self) -> bool:
-        """Whether blocks wait for credit and a steward is there who may give it."""
+        """Whether blocks wait for credit and there is a coordinator that may grant it."""
         return self._served and self._alive and bool(self._wanted or self._asked)
 
     def step(self) -> None:
-        """Ask for credit, take what was given, give back what is not used, tell what was used, hear what is gone.
+        """Ask for credit, collect grants, give back unused credit, report used blobs, read which were removed.
 
-        Raises OSError where storage refuses.
+        Raises OSError if storage fails.
         """
         looked = self._clock.monotonic()
         beats, pages = self._coordination.beats_and_pages()
@@ -217,14 +220,14 @@ class WriteCredits:
         self._looked = True
         self._served = bool(last[0]) and last[1] != RESIGNED and looked - self._beat_at <= self._coordination.lease
         if not self._served:
-            return  # nobody would answer
+            return  # there is no coordinator to answer
         self._collect(last[0])
         self._tell()
         self._give_back(last[0])
         self._ask(last[0], looked)
 
     def close(self) -> None:
-        """Give everything back: nothing is written any more. Raises OSError where storage refuses."""
+        """Give everything back: nothing is written any more. Raises OSError if storage fails."""
         asked, self._asked = self._asked, {}
         self._coordination.burn([paper for _, paper in asked.values()])
         with self._lock:
@@ -266,7 +269,7 @@ class WriteCredits:
             for credit in self._credits:
                 credit.closing |= idle or not credit.left or credit.until <= now + self._coordination.lifetime / 3
                 if credit.until <= now:
-                    continue  # the steward knows that without us
+                    continue  # the coordinator knows that anyway
                 if not credit.closing or credit.writing or credit.in_doubt:
                     kept.append(credit)
                 elif credit.term == term:
@@ -274,7 +277,7 @@ class WriteCredits:
             self._credits = kept
         for credit in ended:
             self._given_back.append((now, self._coordination.say("back", term, self._me, credit.number, credit.left)))
-        # A steward of an earlier version does not read these papers, and leaves them.
+        # A coordinator of an earlier version does not read these blobs, and leaves them.
         old = [paper for when, paper in self._given_back if when < now - self._coordination.lifetime]
         self._coordination.burn(old)
         del self._given_back[: len(old)]
@@ -290,7 +293,7 @@ class WriteCredits:
             lost = sum(nbytes for _, nbytes in self._lost)
             quiet = now - self._active
         need = min(sum(wanted.values()), self._waiting()) if wanted else 0
-        if not need:  # what was refused is not in memory any more
+        if not need:  # the refused blocks are not in memory any more
             self._forget(wanted)
         elif min(wanted.values()) <= left:
             if quiet < self._coordination.lease:
@@ -325,17 +328,17 @@ class BudgetStatistics:
     """The byte budget of a shared storage, as one process sees it."""
 
     steward: BudgetCoordinatorStatistics
-    """What whoever keeps it said with the last beat that was seen."""
+    """The coordinator's statistics in the last beat that was seen."""
     here: bool
-    """Whether that is this process."""
+    """Whether this process is the coordinator."""
     silence: float
-    """Seconds since that beat was seen; if there was none, since this process began to look."""
+    """Seconds since that beat was seen; if there was none, since this process started."""
     credit: int
     """Bytes that this process may write now."""
 
 
 class BudgetThread:
-    """The thread that lets a steward, and a purse where there is one, take their steps."""
+    """The thread that runs the steps of a budget coordinator and, where there are some, of write credits."""
 
     def __init__(
         self, coordination: CoordinationBlobs, steward: BudgetCoordinator, write_credits: WriteCredits | None = None
@@ -361,20 +364,22 @@ class BudgetThread:
         )
 
     def run(self) -> None:
-        """Take steps until it is closed."""
+        """Run steps until closed."""
         while not self._over:
             try:
                 if self._write_credits is not None:
                     self._write_credits.step()
                 self.steward.step()
                 self._failed = False
-            except Exception as e:  # noqa: BLE001 - somebody else's blob where our papers are, say; it must go on
+            except Exception as e:  # noqa: BLE001 - a foreign blob among ours, for example; the thread must go on
                 if not self._failed:
-                    log.warning("the byte budget of shared storage cannot be kept: %s; nothing is stored until then", e)
+                    log.warning(
+                        "the byte budget of shared storage cannot be kept: %s; nothing is stored there until it can", e
+                    )
                 self._failed = True
             with self._stepped:
                 self._stepped.notify_all()
-            # Blocks wait in memory for an answer to what was asked: look for it sooner.
+            # Blocks wait in memory for the answer to an ask: look for it sooner.
             self._wake.wait(
                 self._period / 4 if self._write_credits is not None and self._write_credits.asks else self._period
             )
@@ -386,7 +391,8 @@ class BudgetThread:
             self.steward.resign()
 
     def wait_for_credit(self, timeout: float | None = None) -> None:
-        """Wait while blocks wait for credit that may come: half a lease, in which a steward answers, or 3 seconds."""
+        """Wait while blocks wait for credit that may come: half a lease, in which a coordinator answers, or 3
+        seconds."""
         write_credits = self._write_credits
         if write_credits is None or not self._thread.is_alive():
             return
@@ -395,7 +401,7 @@ class BudgetThread:
             self._stepped.wait_for(lambda: not write_credits.asks, most)
 
     def close(self) -> None:
-        """End, unless storage hangs: then it is left alone."""
+        """End; if storage hangs, the thread is left behind."""
         self._over = True
         self._wake.set()
         if self._thread.is_alive():

@@ -1,33 +1,36 @@
-"""What was dropped or forgotten, told to all who use a storage: a log with numbered pages, in the storage itself.
+"""The drop log: tells all nodes that use a storage which blocks were dropped and which tenants forgotten. It consists
+of numbered pages, in the storage itself.
 
-A drop deletes blobs, but others may have the block in memory, and would write it again. So whoever drops blocks writes
-a *page* first, and then deletes the blobs. A page holds the keys of blocks, or the tag of one tenant::
+A drop deletes blobs, but other nodes may have the block in memory and would write it again. So a node that drops blocks
+writes a *page* first, and then deletes the blobs. A page holds the keys of blocks, or the tag of one tenant::
 
-    dropped.N             N = 1, 2, 3 ...; of all who want to write page N one does, the others write the next
+    dropped.N             N = 1, 2, 3 ...; of all nodes that try to write page N one succeeds, the others try the next
     forgotten.TAG.N       a tenant was forgotten by page N; kept for good, the last of each tenant
 
-*Numbers instead of clocks.* Every process knows up to which page it has heard. It moves on to page N only after it has
+*Numbers instead of clocks.* Every process knows the last page it has applied. It advances to page N only after it has
 dropped what page N names from its index, memory and disk. A block that it submits for writing then has the number in
 its record (``Write.since``, ``Header.heard``): this copy was not among what was dropped up to page N. So a blob whose
-record says less than the page that names its key, or its tenant, is a copy from before the drop, whoever wrote it and
-whenever: it is a miss, and whoever meets it deletes it. One that says as much, or more, was stored afterwards. No two
-clocks need agree, and nobody has to wait before a dropped block can be stored again.
+record has a lower number than the page that names its key, or its tenant, is a copy from before the drop, no matter
+which node wrote it and when: it is a miss, and any node that finds it deletes it. A blob with the same number, or a
+higher one, was stored afterwards. Clocks need not agree, and a dropped block can be stored again without waiting.
 
-*Who writes before he has heard* writes a record with a lower number. When he hears of the page, he deletes what he has
-written since he last heard; if he dies before, the others refuse it, and before a page leaves the log the blobs that it
-names are looked at once more. Who has not heard for long hears before he writes, or does not write.
+*A node that writes before it has read a page* writes a record with a lower number. When it reads the page, it deletes
+what it has written since it last read the log. If it dies before, the other nodes refuse the blob, and before a page is
+removed from the log the blobs that it names are checked once more. A node that has not read the log for long reads it
+before it writes, or does not write.
 
-*Cheap to follow.* Whether there is a page N+1 is one question for two names, a few times in a lease. All pages are
-listed at the start, when page N is gone, and now and then.
+*Cheap to follow.* Whether there is a page N+1 is one query for two names, a few times in a lease. All pages are listed
+at the start, when page N is gone, and now and then.
 
-*Bounded.* Some hundred pages are kept, of a few megabytes together, for a day. The oldest leave first and the last one
-never does. So who finds page N, and no page N+1, has missed nothing; who finds later pages alone cannot know what he
-has missed, and drops all that he has. That is always right: a miss. A directory of one's own remembers up to which
-page its blocks have been heard of (drop_positions.py), so that this holds for a process that was closed, too.
+*Bounded.* Some hundred pages are kept, of a few megabytes together, for a day. The oldest are removed first and the
+last one never is. So a node that finds page N, and no page N+1, has missed nothing. A node that finds only later pages
+cannot know what it has missed, and drops everything it has. That is always safe: it costs misses. A node's own
+directory records the last page applied to its blocks (drop_positions.py), so that this holds for a process that was
+closed, too.
 
-*Who else writes here.* Where records are sealed, so are pages, and one that is not is no page. What is no page, or too
-long, tells nothing. In the open whoever can write to the storage can let blocks be dropped; he could delete them too.
-A write that hangs for longer than pages are kept, and lands then, is not covered.
+*Other writers.* Where records are encrypted, so are pages, and an unencrypted one is not a page. A blob that is not a
+page, or too long, is ignored. Without encryption, anyone who can write to the storage can cause blocks to be dropped;
+they could delete them too. A write that hangs for longer than pages are kept, and completes then, is not covered.
 """
 
 from __future__ import annotations
@@ -61,31 +64,31 @@ _KEY = 48
 """Bytes of a key in a page, padded with zeros."""
 _MAGIC = b"KVDROP\r\n"
 _SEAL = 48
-"""Bytes that name key and salt of a sealed page; zeros: it is in the open."""
+"""Bytes that name key and salt of an encrypted page; zeros: it is not encrypted."""
 _START = len(_MAGIC) + _SEAL
 _LONGEST = _START + 9 + PAGE * _KEY + 16
 _KEPT = 2048
-"""Pages that are kept,"""
+"""Maximum number of pages that are kept."""
 _KEPT_BYTES = 3 << 20
-"""of so many bytes together,"""
+"""Maximum bytes of all pages together."""
 _KEPT_SECONDS = 86_400.0
-"""and for so long, by the storage's clock, where it has one."""
+"""Maximum age of a page, by the storage's clock, where it has one."""
 _REMEMBERED = 1 << 16
-"""Blocks of pages that are remembered: as many as those pages can name, or others could fill our memory."""
+"""Blocks of pages that are remembered: as many as those pages can name, or others could fill this process's memory."""
 _LOOK = 60.0
 """Seconds after which all pages are listed."""
 _MOMENT = 1.0
-"""Seconds that a store waits at its opening to hear what was dropped."""
+"""Seconds that a store waits for the first reading of the log when it is opened."""
 _TOGETHER = 64
 """Pages that are read, or removed, at a time."""
 _TRIES = 16
-"""How often a page gets another number because somebody else was quicker."""
+"""How often a page gets another number because another node wrote that one first."""
 _PAGES, _FORGOTTEN = "dropped.", "forgotten."
 _LAST = 10**18 - 1
 NOT_OURS = frozenset({Reason.KEY_UNKNOWN, Reason.KEY_DESTROYED, Reason.KEY_NOT_HERE})
-"""Why a page cannot be opened that is of others, whose blocks have other names than those of this process."""
+"""Why a page of other nodes cannot be decrypted. Their blocks have other names than those of this process."""
 _TENANTS = 1 << 20
-"""Forgotten tenants that are remembered; there are more only if somebody else makes such names."""
+"""Forgotten tenants that are remembered; there are more only if something else creates such names."""
 
 
 def _page(number: int) -> str:
@@ -93,7 +96,7 @@ def _page(number: int) -> str:
 
 
 def _numbered(name: str) -> int | None:
-    """The number of a page of that name; None: somebody else has put it there."""
+    """The number of the page of that name; None: something else wrote the blob."""
     number = name.removeprefix(_PAGES)
     return int(number) if len(number) == 18 and number.isascii() and number.isdecimal() else None
 
@@ -104,24 +107,24 @@ def _nothing(_: object) -> None:
 
 @dataclass(slots=True)
 class DropNotice:
-    """Whom a log tells what it hears. Each call returns when these blocks are not here any more, or are doomed."""
+    """Callbacks for what the log says. Each returns when the blocks are not here any more, or are marked for
+    removal."""
 
     dropped: Callable[[Sequence[BlockKey]], None] = _nothing
     """Blocks were dropped."""
     forgotten: Callable[[bytes], None] = _nothing
-    """A tenant was."""
+    """A tenant was forgotten."""
     missed: Callable[[], None] = lambda: None
-    """Nobody knows which."""
+    """Pages were missed: it is unknown which blocks were dropped."""
     heard: Callable[[], None] = lambda: None
-    """Something was heard, and what was refused meanwhile may be written now."""
+    """Pages were applied: blocks that were refused meanwhile may be written now."""
 
 
 class DropLog:
-    """One process's view of the log of one storage. Safe from any thread; what says so talks to storage.
+    """One process's view of the drop log of one storage. Thread-safe; methods that access storage say so.
 
-    ``stale`` is called with keys of which blobs may be there that are older than this log says: it deletes those.
-    ``room``: bytes of pages that the storage is to hold at most. After ``patience`` seconds without hearing a writer
-    must hear first.
+    ``stale`` is called with keys that may have blobs older than this log allows: it deletes those. ``room`` limits the
+    bytes of pages in the storage. After ``patience`` seconds without reading the log, a writer must read it first.
     """
 
     def __init__(
@@ -144,29 +147,30 @@ class DropLog:
         self._lock = threading.Lock()
         self.told = DropNotice()
         self.number = 0
-        """Of the last page that was heard: the blocks of all pages up to it have left, but what came in since."""
+        """The last page applied: the blocks of all pages up to it were removed here, except those stored since."""
         self.drop_positions: DropLogPositions | None = None
         """Of a directory whose blocks outlive this process."""
         self.looked = False
-        """Whether it has heard at all."""
+        """Whether the log was read at all."""
         self.refused = False
-        """Whether a block was not written that was submitted before a page was heard, and may be in memory still."""
+        """Whether the write of a block was refused because it was submitted before a page was applied; it may still be
+        in memory."""
         self._heard_at = 0.0
         self._listed_at = 0.0
         self._pages: dict[int, tuple[BlockKey, ...]] = {}
         """The blocks of pages that are kept."""
         self._keys: dict[BlockKey, int] = {}
-        """By key, the last page that names it."""
+        """By key: the last page that names it."""
         self._tenants: dict[bytes, int] = {}
-        """Tenants that were forgotten, by tag: by which page."""
+        """By tag of a forgotten tenant: the page."""
         self._recent: dict[BlockKey, None] = {}
-        """Blocks that were written since it was last heard."""
+        """Blocks that were written since the log was last read."""
 
     def __repr__(self) -> str:
         return f"<DropLog, page {self.number}>"
 
     def least(self, key: BlockKey, tenant: bytes = b"") -> int:
-        """What the record of a block must say at least; 0: whatever it says."""
+        """The lowest page number that the record of a block may have; 0: any."""
         return max(self._keys.get(key, 0), self._tenants.get(tenant, 0))
 
     def wrote(self, keys: Iterable[BlockKey]) -> None:
@@ -175,23 +179,24 @@ class DropLog:
 
     @property
     def late(self) -> bool:
-        """Whether nothing may be written before it has heard again."""
+        """Whether the log must be read again before anything may be written."""
         return not self.looked or self._clock.monotonic() - self._heard_at > self._patience
 
     def fresh(self) -> None:
-        """Hear, if it is late: before a write. Talks to storage then. Raises OSError, Rejected."""
+        """Read the log if ``late``, before a write. Accesses storage then. Raises OSError, Rejected."""
         if self.late:
             with self._turn():
-                self._hear(look=True)  # before the first page there is none whose absence would tell what was missed
+                # before the first page there is none whose absence would show that pages were missed
+                self._hear(look=True)
 
     def hear(self) -> None:
-        """Take in what is new. Talks to storage. Raises OSError, Rejected."""
+        """Apply new pages. Accesses storage. Raises OSError, Rejected."""
         with self._turn():
             self._hear()
 
     def step(self) -> None:
-        """``hear``, and now and then remove old pages. Talks to storage. Raises OSError, Rejected."""
-        # At another time in each process: of many one removes them, and the others find that they are gone.
+        """``hear``, and now and then remove old pages. Accesses storage. Raises OSError, Rejected."""
+        # At a random time in each process: one of many removes them, and the others find that they are gone.
         look = self._clock.monotonic() >= self._listed_at + _LOOK * random.uniform(1.0, 2.0)
         with self._turn():
             self._hear(look=look)
@@ -204,14 +209,14 @@ class DropLog:
             self.told.heard()
 
     def announce(self, keys: Sequence[BlockKey]) -> None:
-        """Write a page of blocks, at most ``PAGE``, that are not here any more. Talks to storage. Raises OSError,
+        """Write a page of blocks, at most ``PAGE``, that are not here any more. Accesses storage. Raises OSError,
         Rejected."""
         data = b"".join(key.ljust(_KEY, b"\0") for key in keys)
         with self._turn():
             self._enter(self._write(b"K" + data), tuple(keys))
 
     def forget(self, tenant: bytes) -> None:
-        """Write a page of a tenant of whom nothing is here any more, nor comes in. Talks to storage. Raises OSError,
+        """Write a page of a tenant that has no blocks here any more, and gets none. Accesses storage. Raises OSError,
         Rejected."""
         with self._turn():
             number = self._write(b"T" + tenant, f"{_FORGOTTEN}{tenant.hex()}.")
@@ -221,7 +226,7 @@ class DropLog:
             with contextlib.suppress(OSError):
                 self._blobs.delete(before, self._timeout)
 
-    # -- with the turn ------------------------------------------------------------------------------------
+    # -- under the lock -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -233,17 +238,18 @@ class DropLog:
             self._lock.release()
 
     def _write(self, what: bytes, lasting: str = "") -> int:
-        """Write a page; answers its number. ``lasting``: how the name of a blob begins that outlives the page."""
+        """Write a page; returns its number. ``lasting``: the name prefix of a blob that outlives the page."""
         for _ in range(_TRIES):
             self._hear()
             number = self.number + 1
             if number > _LAST:
-                raise OSError(errno.ENOSPC, f"{_page(_LAST)} is there, and no page can follow it: remove it")
-            if lasting:  # first: who dies in between has forgotten the tenant, and nobody else hears too little
+                raise OSError(errno.ENOSPC, f"{_page(_LAST)} exists, and no page can follow it: remove it")
+            # first: if this process dies in between, the tenant is forgotten all the same, and no node misses it
+            if lasting:
                 self._blobs.create(f"{lasting}{number:018d}", b"", self._timeout)
             if self._blobs.create(_page(number), self._sealed(number, what), self._timeout):
                 return number
-        raise OSError(errno.EBUSY, "others were quicker to write each page that was tried")
+        raise OSError(errno.EBUSY, "each page number that was tried was taken by another node")
 
     def _sealed(self, number: int, what: bytes) -> bytes:
         seal, body = self._encryption.new(OWN), number.to_bytes(8, "little") + what
@@ -252,8 +258,8 @@ class DropLog:
         return _MAGIC + seal.name + seal.paper().close(0, body)
 
     def _opened(self, number: int, data: memoryview) -> bytes:
-        """What a page says, with its kind first; nothing, if it is none of ours. Raises Rejected where its key cannot
-        be had just now."""
+        """The decrypted content of a page, starting with its kind; empty if it is not one of ours. Raises Rejected if
+        its key is unavailable now."""
         named, body = bytes(data[len(_MAGIC) : _START]), data[_START:]
         if data[: len(_MAGIC)] != _MAGIC or not body:
             return b""
@@ -273,7 +279,7 @@ class DropLog:
         return clear[8:] if clear[:8] == number.to_bytes(8, "little") else b""
 
     def _hear(self, *, look: bool = False) -> None:
-        # What is written from here on is of a row that is looked at below, or has the new number.
+        # A block written from here on is still in the index and is dropped below, or it has the new number.
         recent, self._recent = self._recent, {}
         try:
             if look or not self.looked or not self._follow(recent):
@@ -284,7 +290,7 @@ class DropLog:
         self._heard_at = self._clock.monotonic()
 
     def _follow(self, recent: Collection[BlockKey]) -> bool:
-        """Take in the pages behind the last one; False if that is gone."""
+        """Apply the pages after the last one; False if that is gone."""
         while True:
             here, more = self._blobs.find([_page(self.number), _page(self.number + 1)], self._timeout)
             if not more:
@@ -292,7 +298,7 @@ class DropLog:
             self._take([self.number + 1], recent)
 
     def _look(self, recent: Collection[BlockKey]) -> None:
-        """List all pages, and take in those that are new."""
+        """List all pages, and apply those that are new."""
         pages = sorted(self._listed())
         new = [number for number in pages if number > self.number]
         if not self.looked:
@@ -306,7 +312,7 @@ class DropLog:
         elif new := self._ours(new):
             self._miss(new, recent)
         if self.number and (not pages or pages[-1] < self.number):
-            # Somebody has emptied the storage: there must be a last page.
+            # The storage was emptied: there must be a last page.
             with contextlib.suppress(OSError):
                 self._blobs.create(_page(self.number), b"", self._timeout)
         for number in set(self._pages).difference(pages):
@@ -315,14 +321,15 @@ class DropLog:
         self.looked = True
 
     def _beyond(self, pages: Sequence[int]) -> list[int]:
-        """At the opening: the pages behind the bookmark, if there is one and the first page behind it is gone."""
+        """At the opening: the pages after the recorded position, if there is one and the first page after it is
+        gone."""
         last = None if self.drop_positions is None else self.drop_positions.page(repr(self._blobs))
         if last is None or last + 1 in pages:
             return []
         return [number for number in pages if number > last]
 
     def _ours(self, numbers: Sequence[int]) -> list[int]:
-        """Those pages that tell something: names of pages alone, which anybody can make, must not cost all blocks."""
+        """The pages with valid content: page names alone, which anyone can create, must not cost all blocks."""
         before = {number: self._pages.get(number) for number in numbers}
         ours = []
         for number in numbers:
@@ -334,10 +341,10 @@ class DropLog:
         return ours
 
     def _miss(self, new: Sequence[int], recent: Collection[BlockKey]) -> None:
-        """There are pages, but not all that came before them."""
+        """There are pages, but some of those before them are gone."""
         log.warning(
-            "%r: some of what others dropped was not heard in time. All blocks here are dropped, since nobody can say "
-            "which of them were",
+            "%r: drop log pages were removed before this node read them. All blocks here are dropped, since it is "
+            "unknown which of them others have dropped",
             self._blobs,
         )
         self._learn_forgotten()
@@ -359,16 +366,16 @@ class DropLog:
 
     def _names(self, prefix: str) -> Iterator[tuple[str, int, float]]:
         """As ``Blobs.list``."""
-        with contextlib.suppress(FileNotFoundError):  # a bucket that some servers make when the first blob comes
+        with contextlib.suppress(FileNotFoundError):  # some servers create a bucket only with its first blob
             yield from self._blobs.list(self._timeout, prefix)
 
     def _listed(self) -> list[int]:
-        """The numbers of the last pages that there are."""
+        """The numbers of the latest pages."""
         found = (_numbered(name) for name, _, _ in self._names(_PAGES))
         return heapq.nlargest(2 * _KEPT, (number for number in found if number is not None))
 
     def _forgotten(self, tag: str = "") -> Iterator[tuple[str, bytes, int]]:
-        """The names, tenants and pages of what was forgotten, of all tenants or one."""
+        """The names, tenants and pages of forgotten tenants, of all or of one."""
         for name, _, _ in self._names(_FORGOTTEN + tag):
             match name.split("."):
                 case [_, whose, number] if len(whose) == 32 and len(number) == 18 and number.isdecimal():
@@ -376,7 +383,7 @@ class DropLog:
                         yield name, bytes.fromhex(whose), int(number)
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[BlockKey], list[bytes]]:
-        """Read pages, and remember what they say; answers the blocks and the tenants."""
+        """Read pages, and remember their content; returns the blocks and the tenants."""
         keys: list[BlockKey] = []
         tenants: list[bytes] = []
         for i in range(0, len(numbers), _TOGETHER):
@@ -398,7 +405,7 @@ class DropLog:
         return keys, tenants
 
     def _take(self, numbers: Sequence[int], recent: Collection[BlockKey]) -> None:
-        """Hear pages, the first of which follows what was heard."""
+        """Apply pages, the first of which follows the last one applied."""
         if not numbers:
             return
         keys, tenants = self._read(numbers)
@@ -413,7 +420,7 @@ class DropLog:
             self.told.heard()
 
     def _enter(self, number: int, keys: tuple[BlockKey, ...]) -> None:
-        """A page of this process's own, of what is not here any more."""
+        """Apply a page of this process's own, whose blocks are not here any more."""
         self._remember(number, keys)
         self.number = number
 
@@ -435,7 +442,7 @@ class DropLog:
         for name, nbytes, when in self._names(_PAGES):
             if (number := _numbered(name)) is not None:
                 pages.append((number, nbytes, when))
-                if len(pages) > 4 * _KEPT:  # nobody of us writes so many
+                if len(pages) > 4 * _KEPT:  # kvtide never writes so many
                     pages = heapq.nsmallest(2 * _KEPT, pages) + heapq.nlargest(2 * _KEPT, pages)
         pages = sorted(set(pages), reverse=True)
         total, old = 0, list[int]()
@@ -444,14 +451,14 @@ class DropLog:
             aged = bool(when) and pages[0][2] - when > _KEPT_SECONDS
             if at and (at >= _KEPT or total > self._room or aged or old):
                 old.append(number)
-        for number in reversed(old):  # the oldest first: who finds one has missed none that follow
+        for number in reversed(old):  # the oldest first: a node that finds a page has missed none that follow
             if keys := self._pages.get(number):
                 self._stale(keys)
             self._blobs.delete([_page(number)], self._timeout)
 
 
 class DropLogReader:
-    """The thread that lets a log hear every ``period`` seconds."""
+    """The thread that reads a drop log every ``period`` seconds."""
 
     def __init__(self, drops: DropLog, period: float) -> None:
         self._drops = drops
@@ -462,7 +469,7 @@ class DropLogReader:
         self._thread = threading.Thread(target=self._run, name="kvtide-drops", daemon=True)
 
     def start(self) -> None:
-        """Begin, and wait a moment until it has heard for the first time: what is stored before is dropped then."""
+        """Start, and wait briefly for the first reading: blocks stored before it are dropped by it."""
         self._thread.start()
         self._stepped.wait(_MOMENT)
 
@@ -472,10 +479,10 @@ class DropLogReader:
             try:
                 self._drops.step()
                 self._failed = False
-            except Exception as e:  # noqa: BLE001 - whatever storage does, or whoever is told: it must go on
+            except Exception as e:  # noqa: BLE001 - whatever storage or a callback raises: the thread must go on
                 if not self._failed:
                     log.warning(
-                        "%r: what others drop cannot be heard: %s; after a while nothing is written there",
+                        "%r: cannot read what others have dropped: %s. After a while nothing is written there",
                         self._drops,
                         e,
                     )
@@ -486,7 +493,7 @@ class DropLogReader:
             self._over.wait(self._period)
 
     def close(self, timeout: float) -> None:
-        """Hear once more, and end; unless storage hangs: then it is left alone."""
+        """Read once more, and end; if storage hangs, the thread is left behind."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout)

@@ -1,15 +1,15 @@
 """Blobs as files on any POSIX filesystem: NFS, CephFS, Lustre, or a local one that several processes share.
 
-A blob is written under a name of its own and then renamed, which a filesystem does at once or not at all: whoever
-finds a blob finds it whole, whatever became of its writer, and writers need not know of each other. Two that write the
-same blob both succeed, and one of the equal files stays. The folder of a blob follows from its name, so that no
-folder gets too long, and nothing is ever listed for a request.
+A blob is written to a temporary name and then renamed, which is atomic: a reader always finds a blob whole, whatever
+happened to its writer, and writers need no coordination. Two that write the same blob both succeed, and one of the
+equal files stays. The folder of a blob is derived from its name, so that no folder gets too long, and no request needs
+a listing.
 
-Others can write here too. What has a blob's name and is no regular file is no blob: nobody finds it, and a store of
-that blob takes its place. Where a folder of blobs is a link, its blobs are not there and are not written: whatever the
-link leads to is not ours to read or remove.
+Other programs may be able to write here too. A name of a blob that is not a regular file is not a blob: it is not
+found, and storing that blob replaces it. Where a folder of blobs is a link, its blobs are neither found nor written:
+kvtide must not read or remove what the link points to.
 
-A filesystem that hangs cannot be interrupted: a call ends when the kernel lets it, and ``timeout`` is only looked at
+A filesystem that hangs cannot be interrupted: a call ends when the kernel returns, and ``timeout`` is only checked
 between files. The tier does not wait for it; see tier.py.
 """
 
@@ -39,14 +39,14 @@ log = logging.getLogger("kvtide.files")
 T = TypeVar("T")
 
 _SHARD = 2
-"""Letters of a name that make the name of its folder: of digests, 256 folders."""
+"""Characters of a name that make the name of its folder: for digests, 256 folders."""
 _NEW = ".new"
-"""What ends the name of a file that is not whole yet."""
+"""The suffix of a file that is not complete yet."""
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 class Files:
-    """The files under ``root``. Safe from any thread."""
+    """The files under ``root``. Thread-safe."""
 
     def __init__(self, root: Path, *, direct: bool = True, disk: Disk | None = None) -> None:
         self._root = str(root)
@@ -55,7 +55,7 @@ class Files:
         self._mine = secrets.token_hex(6)
         self._numbers = itertools.count()
         self._rooted = False
-        """Whether the names of the folders above were synced."""
+        """Whether the names of the parent folders were synced."""
         self._warned = False
 
     def __repr__(self) -> str:
@@ -85,12 +85,12 @@ class Files:
             self._disk.close(fd)
 
     def _warn(self, e: Irregular, name: str) -> None:
-        """Say once what lies here that is not ours: whoever put it here could fill the log with it."""
+        """Warn about a foreign entry, only once: whoever created it could otherwise fill the log."""
         if not self._warned:
             self._warned = True
             log.warning(
-                "%s: %s is %s, so it is not used; there may be more of them. Somebody else writes to this folder: "
-                "see who may, and take away what is not kvtide's",
+                "%s: %s is %s, so it is not used; there may be more of them. Something else writes to this folder: "
+                "check its permissions, and remove what is not kvtide's",
                 self._root,
                 e.filename if "/" in str(e.filename) else self._path(name),
                 e.strerror,
@@ -112,10 +112,10 @@ class Files:
         return [True] * len(batch)
 
     def _there(self, name: str, path: str) -> bool:
-        """Whether there is such a blob. Raises Rejected if there cannot be one, as its folder is a link.
+        """Whether there is such a blob. Raises Rejected if there cannot be one, because its folder is a link.
 
-        Whoever puts a link there after this look gets a file of ours elsewhere, under a name that he cannot choose.
-        Nothing that was there before is read, replaced or removed by that.
+        An attacker who creates a link there after this check gets one of kvtide's files elsewhere, under a name that he
+        cannot choose. No existing file is read, replaced or removed by that.
         """
         try:
             return self._disk.exists(path)
@@ -136,11 +136,13 @@ class Files:
             except FileExistsError:
                 if self._disk.exists(path) or not self._remove(path):
                     return False
-                self._disk.link(new, path)  # a FIFO, say, had its name: then nobody else could win either
+                self._disk.link(new, path)  # a FIFO, for example, had its name: then no other writer could win either
             except OSError as e:
                 if e.errno in _NO_LINKS:
                     raise OSError(
-                        errno.ENOTSUP, "this filesystem has no hard links, by which one of many writers wins", path
+                        errno.ENOTSUP,
+                        "this filesystem has no hard links, which are needed to elect one of many writers",
+                        path,
                     ) from e
                 raise
             finally:
@@ -149,11 +151,11 @@ class Files:
 
     @contextlib.contextmanager
     def _new(self, path: str, data: Sequence[Span], turn: Turn, *, direct: bool = True) -> Iterator[str]:
-        """A whole file that nobody finds, to be given its name; it is gone if that fails.
+        """Write a complete file under a temporary name, for the caller to rename or link; it is removed if that fails.
 
-        The turn is for the bytes alone: finding, making and naming a file takes as long as writing 2 MiB when threads
-        wait for the interpreter at each step, and the disk would have half of what it can do at a time. But what does
-        not go around the page cache may be sent only when the file is closed.
+        The turn covers the bytes alone: looking up, creating and naming a file takes as long as writing 2 MiB when
+        threads wait for the GIL at each step, and the disk would get half of the concurrency it can use. But what goes
+        through the page cache may be sent only when the file is closed.
         """
         new = f"{path}.{self._mine}{next(self._numbers):x}{_NEW}"
         aligned = direct and not any(len(part) % ALIGN for part in data)
@@ -179,7 +181,7 @@ class Files:
             return self._open(new, direct=direct, write=True)
 
     def _forsake(self, new: str) -> None:
-        with contextlib.suppress(OSError):  # a full or dead disk: it is found later, by ``tidy``
+        with contextlib.suppress(OSError):  # a full or dead disk: ``tidy`` finds it later
             self._disk.delete(new)
 
     def _open(self, path: str, *, direct: bool, write: bool) -> int:
@@ -225,7 +227,7 @@ class Files:
                 self._disk.close(fd)
             found.append(True)
             folders[Path(path).parent] = None
-        # The name of a file is in its folder, and that of a folder, which may be new as well, in the one above it.
+        # The name of a file is in its folder, and that of a folder, which may be new as well, in its parent.
         root = Path(self._root)
         above = [root] if self._rooted else [root, *root.parents[:2]]
         for folder in [*folders, *(above if folders else ())]:
@@ -239,7 +241,7 @@ class Files:
             self._disk.sync_folder(folder)
 
     def _remove(self, path: str) -> bool:
-        """Remove a file; False if there is none: also where a folder has its name, or its own folder is a link."""
+        """Remove a file; False if there is none, also if a folder has its name, or its own folder is a link."""
         try:
             return self._disk.delete(path)
         except (Irregular, IsADirectoryError):
@@ -267,7 +269,7 @@ class Files:
         for folder in _within(timeout, folders):
             try:
                 for name, about in self._disk.entries(root / folder):
-                    # What lies in another folder than its name says is not ours, and would not be found to be removed.
+                    # A file in another folder than its name says is not kvtide's, and could not be found to be removed.
                     if name.startswith(prefix) and name[:_SHARD] == folder:
                         yield root / folder / name, about
             except FileNotFoundError:
@@ -276,7 +278,7 @@ class Files:
                 self._warn(e, folder)
 
     def close(self) -> None:
-        """There is nothing to let go of: no file stays open."""
+        """Nothing to close: no file stays open."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name[:_SHARD]}/{name}"
@@ -295,7 +297,7 @@ class _Time:
 
     @contextlib.contextmanager
     def stopped(self, turn: Turn) -> Iterator[None]:
-        """A turn; waiting for it takes no time."""
+        """A turn; waiting for it does not count."""
         asked = time.monotonic()
         with turn():
             self._end += time.monotonic() - asked
@@ -303,7 +305,7 @@ class _Time:
 
 
 def _within(timeout: float, items: Iterable[T]) -> Iterator[T]:
-    """The items one by one, as long as there is time."""
+    """Yield the items one by one, as long as there is time."""
     left = _Time(timeout)
     for item in items:
         left.check()

@@ -1,13 +1,13 @@
-"""Work on storage that may hang: batches cut into jobs, I/O threads that do them, and deadlines that hold all the same.
+"""Work on storage that may hang: batches divided into jobs, I/O threads that run them, and deadlines that always hold.
 
-A call into storage cannot be stopped. So nobody waits for one: a job that was not begun by its deadline fails, and one
-that was begun and is not done by then is *late*. If it uses no memory of the caller's, it fails then, whatever comes of
-it. If it does, the storage may still read or fill that memory when it wakes up: the caller is told that it is late, may
-give up on what it wanted, and gets the memory back with the answer, whenever that comes.
+A call into storage cannot be stopped. So no caller waits for one: a job that was not started by its deadline fails, and
+one that was started and has not ended by then is *late*. If a late job uses no memory of the caller, it fails at once,
+whatever its outcome. If it does, the storage may still read or fill that memory when it recovers: the caller is told
+that the job is late, may stop waiting for the result, and gets the memory back when the job ends.
 
-While a job is late everything new fails at once: one request finds out that storage hangs, not all of them.
+While a job is late all new jobs fail at once: one request detects that storage hangs, not all of them.
 
-What nobody waits for, the end of thousands of blocks at once, is done a little at a time (``Trickle``).
+Work that no caller waits for, such as removing thousands of blocks at once, is done a little at a time (``Trickle``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ R = TypeVar("R")
 W = TypeVar("W")
 
 _RUN = 16
-"""The most items of a job."""
+"""The maximum number of items of a job."""
 _LOOKS = 8
-"""How often in its time a job is looked after."""
+"""How often a job is checked during its timeout."""
 _FEW = 64
-"""Items of a trickle that are under way at a time."""
+"""Items of a trickle that are processed at a time."""
 
 
 class Batch(Generic[T, R, W]):
-    """Items, what to do with some of them (``run``), what to say of one that failed, and whom to tell in the end.
+    """Items, the function for some of them (``run``), the result of a failed one, and the callback for all results.
 
-    ``late`` is told of all items when one hangs, since all are answered together; None: they use nobody's memory, and
-    those that hang simply fail.
+    ``late`` is called with all items when one hangs, since all results are reported together. None: the items use no
+    memory of a caller, and those that hang simply fail.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batch(Generic[T, R, W]):
         self._lock = threading.Lock()
 
     def cut(self, size: int, due: float) -> list[Job[T, R, W]]:
-        """In jobs of so many items."""
+        """Divide into jobs of that many items."""
         jobs = [Job(self, n, self.items[i : i + size], due) for n, i in enumerate(range(0, len(self.items), size))]
         self._results, self._left = [None] * len(jobs), len(jobs)
         if not jobs:
@@ -70,7 +70,7 @@ class Batch(Generic[T, R, W]):
         return jobs
 
     def end(self, number: int, results: list[R]) -> bool:
-        """A job ended. Only the first word counts: False for any other."""
+        """A job ended. Only the first result counts: returns False for any other."""
         with self._lock:
             if self._results[number] is not None:
                 return False
@@ -83,7 +83,7 @@ class Batch(Generic[T, R, W]):
 
 
 class Job(Generic[T, R, W]):
-    """Some items of a batch, to be done in one go."""
+    """Some items of a batch, processed together."""
 
     __slots__ = ("batch", "due", "items", "late", "number", "started")
 
@@ -99,9 +99,9 @@ class Job(Generic[T, R, W]):
 
 
 class Jobs(Generic[W]):
-    """Does jobs on threads, one for each of ``workers``, within ``timeout`` seconds each.
+    """Runs jobs on threads, one for each of ``workers``, within ``timeout`` seconds each.
 
-    ``refused`` is told the verb and the number of items that failed because storage did not answer.
+    ``refused`` is called with the verb and the number of items that failed because storage did not answer.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Jobs(Generic[W]):
         self._queue: queue.SimpleQueue[Job[Any, Any, W] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open: set[Job[Any, Any, W]] = set()
-        """Waiting or under way."""
+        """Jobs that are queued or running."""
         self._late = 0
         self._rest = 0.0
         self._closed = False
@@ -125,17 +125,17 @@ class Jobs(Generic[W]):
         try:
             for thread in (*self._threads, self._watcher):
                 thread.start()
-        except BaseException:  # no more threads, say
+        except BaseException:  # out of threads, for example
             self.close()
             raise
 
     @property
     def hangs(self) -> bool:
-        """Whether storage does not answer just now."""
+        """Whether storage does not answer at the moment."""
         return self._late > 0 or self._clock.monotonic() < self._rest
 
     def submit(self, batch: Batch[Any, Any, W], most: int = _RUN) -> None:
-        """Do a batch, in jobs of at most ``most`` items."""
+        """Run a batch, in jobs of at most ``most`` items."""
         size = max(1, min(most, _RUN, -(-len(batch.items) // len(self._threads))))
         jobs = batch.cut(size, self._clock.monotonic() + self._timeout)
         with self._changed:
@@ -150,7 +150,7 @@ class Jobs(Generic[W]):
                 self._queue.put(job)
 
     def rest(self) -> None:
-        """Storage has said that it took too long: leave it alone for as long again."""
+        """Storage reported a timeout: do not use it for as long again."""
         self._rest = self._clock.monotonic() + self._timeout
 
     def _give_up(self, job: Job[Any, Any, W]) -> None:
@@ -161,16 +161,16 @@ class Jobs(Generic[W]):
         while (job := self._queue.get()) is not None:
             with self._changed:
                 if job not in self._open:
-                    continue  # its time was over before it began
+                    continue  # it failed before it started
                 job.started, job.due = True, self._clock.monotonic() + self._timeout
             results = job.batch.run(job.items, worker)
             with self._changed:
                 self._open.discard(job)
                 self._late -= job.late
                 if self._closed:
-                    return  # nobody is there any more to hear of it
+                    return  # there is no caller any more
             job.batch.end(job.number, results)
-            del job  # else the spans of the last one live on until the next comes
+            del job  # else the spans of the last job stay alive until the next one
 
     def _watch(self) -> None:
         while True:
@@ -196,7 +196,7 @@ class Jobs(Generic[W]):
                 self._give_up(job)
 
     def close(self) -> None:
-        """End when all is done that was submitted, or when it is late: what hangs then is never answered."""
+        """End when all submitted jobs are done, or late: those that hang then never get a result."""
         for _ in self._threads:
             self._queue.put(None)
         end = self._clock.monotonic() + 2 * self._timeout
@@ -211,10 +211,9 @@ class Jobs(Generic[W]):
 
 
 class Trickle(Generic[T]):
-    """Items that nobody waits for, given to ``do`` so few at a time that nobody waits behind them either.
+    """Items that no caller waits for, passed to ``do`` so few at a time that other requests are not delayed either.
 
-    ``do`` calls back with what went well. If nothing did, storage has other troubles: whatever still waits is
-    ``given_up``.
+    ``do`` calls back with the results. If all failed, storage has other problems: the remaining items are ``given_up``.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class Trickle(Generic[T]):
         self._changed = threading.Condition()
 
     def wait(self, timeout: float) -> None:
-        """Until nothing is left, or for so many seconds."""
+        """Wait until nothing is left, or for that many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._runs, timeout)
 
@@ -252,7 +251,7 @@ class Trickle(Generic[T]):
             self._go_on()
 
     def _take(self, most: int | None) -> list[T]:
-        """The next items; without a limit, all, and that is the end of it. So it is when there are none."""
+        """The next items; without a limit, all of them. Without a limit, or if there are none, the trickle ends."""
         with self._changed:
             count = len(self._items) if most is None else min(most, len(self._items))
             self._runs = most is not None and count > 0

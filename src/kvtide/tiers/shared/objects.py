@@ -1,15 +1,15 @@
 """Blobs as objects in S3, Google Cloud Storage or Azure, through obstore.
 
-Requests are made by obstore, on threads of its own that hold no GIL. An event loop starts them, because only there one
-under way can be given up; whoever wants bytes waits for them in his own thread, with his own deadline, and copies them
-to their place himself, one copy, without the GIL. A long blob is read in pieces, several at a time: one connection to
-such a storage is slow, many together are not. It is written in one request, straight from the caller's memory, since
-only a whole request can be a condition: "if there is none of that name". An object appears when it is whole.
+obstore makes the requests, on its own threads that do not hold the GIL. An event loop starts them, because only there a
+running request can be cancelled. The calling thread waits for the bytes, with its own deadline, and copies them to
+their place, in one copy without the GIL. A long blob is read in pieces, several at a time: one connection to such a
+storage is slow, many together are not. It is written in one request, directly from the caller's memory, since only a
+single request can carry the condition "if no object of that name exists". An object becomes visible when it is whole.
 
-A request that was given up may be in a socket still, with the caller's memory behind it. Views of that memory are
-therefore made for each request, and a write has ended when the last of its views has died.
+A cancelled request may still be in a socket and refer to the caller's memory. Views of that memory are therefore made
+for each request, and a write has ended when the last of its views was freed.
 
-The folder of a blob follows from its name, as on a filesystem: by it a few blobs are listed without the others.
+The folder of a blob is derived from its name, as on a filesystem: this allows listing a few blobs without the others.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 __all__ = ["Objects"]
 
 PIECE = 8 << 20
-"""Bytes of one request of a read."""
+"""Bytes of one read request."""
 _REMOTE = ("s3", "gs", "az")
 _TRIED = "kvtide-tried"
-"""An object that shows whether the storage keeps conditions. It is in no folder, and so no blob."""
+"""An object that shows whether the storage supports conditional writes. It is in no folder, and so no blob."""
 _SHARD = 2
 _PATIENCE = 5.0
-"""Seconds after which nobody waits any more for obstore's threads."""
+"""Seconds to wait for obstore's threads at most."""
 _CLOSED = "the object store was closed"
 _STATUS = re.compile(r"status code: (\d+ [A-Za-z ]+)")
 _RETRIES: Any = {
     "max_retries": 3,
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-"""With jitter, in every request, as long as its deadline lets it."""
+"""With jitter, in every request, within its deadline."""
 
 Request = Callable[[], Awaitable[Any]]
 Outcome = tuple[int, Any]
@@ -68,8 +68,8 @@ class Objects:
     """The objects under ``url``: ``s3://bucket/folder``, ``gs://``, ``az://``, or ``file:///``.
 
     Credentials are found where the storage's own tools look: environment, web identity, container, instance.
-    ``endpoint`` is that of another server than the url's scheme means, ``certificate`` a file with the authority that
-    it is to be trusted by. At most ``requests`` are under way at a time. Safe from any thread.
+    ``endpoint`` is a server other than the default of the url's scheme, ``certificate`` a file with the authority to
+    trust for it. At most ``requests`` run at a time. Thread-safe.
     """
 
     copies = True
@@ -81,7 +81,7 @@ class Objects:
         self._store = _open(url, endpoint, region, certificate)
         self._requests = _Requests(requests)
         self._conditions: bool | None = None
-        """Whether the storage keeps them; None: not tried yet."""
+        """Whether the storage supports conditional writes; None: not tried yet."""
 
     def __repr__(self) -> str:
         return f"<Objects {self._url}>"
@@ -121,7 +121,7 @@ class Objects:
         return counts
 
     def _beyond(self, name: str, start: int, error: Exception, end: float) -> int:
-        """Nothing, where a piece could not be read because the blob ends before it. Raises where it does not."""
+        """Returns 0 if a piece could not be read because the blob ends before it. Raises if it does not."""
         if isinstance(error, obstore.exceptions.GenericError):
             (about,) = self._all([partial(obstore.head_async, self._store, _path(name))], end)
             if not isinstance(about, Exception) and about["size"] <= start:
@@ -153,7 +153,10 @@ class Objects:
     def create(self, name: str, data: bytes, timeout: float) -> bool:
         end = time.monotonic() + timeout
         if not self._keeps_conditions(end):
-            raise OSError(errno.ENOTSUP, "this object store keeps no conditions, by which one of many writers wins")
+            raise OSError(
+                errno.ENOTSUP,
+                "this object store has no conditional writes, which are needed to elect one of many writers",
+            )
         (outcome,) = self._put([(_path(name), [memoryview(data)])], end)
         _check(outcome, obstore.exceptions.AlreadyExistsError)
         return not isinstance(outcome, Exception)
@@ -172,7 +175,7 @@ class Objects:
         return self._conditions
 
     def _put(self, batch: Sequence[tuple[str, Sequence[Span]]], end: float) -> list[Any]:
-        """The outcomes, when nobody uses the spans any more."""
+        """Returns the outcomes once the spans are no longer in use."""
         dead: queue.SimpleQueue[object] = queue.SimpleQueue()
         views = [[memoryview(span) for span in spans] for _, spans in batch]
         watched = [weakref.ref(view, dead.put) for several in views for view in several]
@@ -192,7 +195,7 @@ class Objects:
                 dead.get()
 
     def sync(self, names: Sequence[str], timeout: float) -> list[bool]:
-        """An object store has made durable what it has acknowledged: what is there, stays."""
+        """An object store has made durable what it has acknowledged, so it suffices to check that the object exists."""
         return self.find(names, timeout)
 
     def delete(self, names: Sequence[str], timeout: float) -> None:
@@ -230,11 +233,11 @@ class Objects:
 
 
 class _Requests:
-    """Requests of many threads, so many at a time, on one event loop.
+    """Requests of many threads, a limited number at a time, on one event loop.
 
-    obstore's threads give an answer to the interpreter, and are aborted, with the whole process, if that is being taken
-    apart meanwhile. So before it is, even if nobody closed the storage, all requests end, and their futures with them:
-    those threads let go of a future last.
+    obstore's threads pass a result to the interpreter, and abort the whole process if the interpreter is shutting down
+    meanwhile. So before shutdown, even if the storage was not closed, all requests end, and their futures with them:
+    those threads release a future last.
     """
 
     def __init__(self, most: int) -> None:
@@ -252,7 +255,7 @@ class _Requests:
             raise
 
     def run(self, requests: Sequence[Request], end: float) -> Iterator[Outcome]:
-        """Outcomes as they come. Raises TimeoutError at ``end``; whatever is under way then is given up."""
+        """Yield outcomes as they arrive. Raises TimeoutError at ``end``; requests still running then are cancelled."""
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         tasks: list[asyncio.Task[None]] = []
         left = len(requests)
@@ -294,7 +297,7 @@ class _Requests:
                 outcomes.put((number, e))
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel running requests."""
 
         async def give_up() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -307,7 +310,7 @@ class _Requests:
 
         atexit.unregister(self.close)
         if self._origin is not forks.here:
-            return  # the loop, and what it waits for, are our parent's
+            return  # the loop and its requests belong to the parent process
         end = time.monotonic() + _PATIENCE
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(give_up(), self._loop).result()
@@ -326,7 +329,7 @@ def _open(url: str, endpoint: str, region: str, certificate: str) -> ObjectStore
     if scheme == "file":
         options = {"mkdir": True}
     elif scheme in _REMOTE:
-        # Deadlines are ours, and sums of what travels too: a signed digest of every byte would cost more than both.
+        # Deadlines and checksums are handled by kvtide: a signed digest of every byte would cost more than both.
         client: dict[str, Any] = {"timeout": timedelta(hours=1), "connect_timeout": timedelta(seconds=5)}
         client["allow_http"] = endpoint.startswith("http://")
         if certificate:
@@ -345,7 +348,7 @@ def _path(name: str) -> str:
 
 
 def _scatter(data: Any, spans: Sequence[Span], start: int) -> int:
-    """Copy ``data`` to where it belongs in the row of spans, from ``start`` on; answers its length."""
+    """Copy ``data`` to offset ``start`` of the concatenated spans; returns its length."""
     source, at = np.frombuffer(data, np.uint8), start
     for span in spans:
         if at < len(span) and len(source):
@@ -361,16 +364,16 @@ def _is_missing(outcome: Any) -> bool:
 
 
 def _check(outcome: Any, *expected: type[Exception]) -> None:
-    """Raise an error that was not expected, as what it means to whoever reads of it."""
+    """Raise an unexpected outcome, as an error with a readable message."""
     if isinstance(outcome, Exception) and not isinstance(outcome, expected):
         raise _refusal(outcome) from outcome
 
 
 def _refusal(error: Exception) -> Exception:
-    """What a request ended with, in one of few sentences, since they are counted."""
+    """Map an error to one of few messages, since they are counted by message."""
     known, text = obstore.exceptions, str(error)
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
-        return OSError(errno.ENOENT, "the object store has no such bucket: make it, or mend objects.url")
+        return OSError(errno.ENOENT, "the object store has no such bucket: create it, or correct objects.url")
     status = _STATUS.search(text)
     denied = status is not None and status[1].startswith(("401", "403"))
     if denied or isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)):

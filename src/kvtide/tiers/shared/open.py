@@ -1,4 +1,4 @@
-"""The storage that other hosts use too: which of it the settings name, and how each is opened."""
+"""Opens the shared storages that the settings name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["open_objects", "storages"]
 
 
 def storages(config: Config, disk: Disk | None) -> Iterator[tuple[str, Storage, Callable[[], Blobs]]]:
-    """What there is, fastest first: name, settings, and what opens it."""
+    """The configured storages, fastest first: name, settings, and a function that opens it."""
     valkey, files, objects = config.valkey, config.files, config.objects
     if valkey.url:
         yield "valkey", valkey, lambda: _open_valkey(valkey)

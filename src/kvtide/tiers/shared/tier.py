@@ -1,18 +1,18 @@
-"""Blocks in storage that other hosts use too: the one tier over every kind of ``Blobs``.
+"""Blocks in storage that other hosts use too: one tier over every kind of ``Blobs``.
 
-A block is one blob, the same record as on a local disk, under a name that follows from its key. So there is nothing to
-agree on between hosts: whoever computes the same prompt makes the same names, finds what others wrote, and writes what
-nobody has. A name is a digest of the key and tells neither tenant nor tokens nor model. The *place* of a block is a
-number from the same digest, and says no more than that it was found once: others may remove it at any time, and then
-it is a miss.
+A block is one blob: the same record as on a local disk, under a name derived from its key. So hosts need no agreement:
+hosts that compute the same prompt derive the same names, find what others wrote, and write what is missing. A name is a
+digest of the key and reveals neither tenant nor tokens nor model. The *place* of a block is a number from the same
+digest and means only that the block was found once: other hosts may remove it at any time, and then it is a miss.
 
-What cannot be read is not the fault of a block: a network that fails leaves everything where it is. What can be read
-and is no record of that block is rubbish that would keep its name for ever; the tier removes it.
+A failed read is not the block's fault: when the network fails, everything stays where it is. A blob that can be read
+but is not a record of its block would occupy the name for ever, so the tier removes it.
 
-What was dropped, or whose tenant was forgotten, is not served, whoever writes it again: see drop_log.py.
+Blocks that were dropped, or whose tenant was forgotten, are not served even if another host writes them again: see
+drop_log.py.
 
-Storage can hang, and nobody waits for it: see jobs.py. A read that hangs may still fill its span when storage wakes up,
-so the caller is told that it is late, and keeps that memory aside until the answer comes.
+Storage can hang, and no caller waits for it: see jobs.py. A read that hangs may still fill its span when storage
+recovers, so the caller is told that it is late, and does not reuse that memory until the read ends.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _SEQUENCE = 0
-"""Of every record: a name has one record, ever."""
+"""The sequence number of every record: a name has only one record, ever."""
 _HEADERS = 1 << 20
-"""No header is longer."""
+"""The longest header."""
 _CALL = 8 << 20
-"""Bytes after which a call takes no more blocks."""
+"""A call takes no more blocks once it has this many bytes."""
 _ABSENT = 2.0
-"""Seconds for which it is remembered that a block is not there."""
+"""Seconds for which a block is remembered as absent."""
 _REMEMBERED = 100_000
 _FEW = 32
-"""Blobs whose age is looked at in one call."""
+"""Blobs whose age is checked in one call."""
 
 
 def place_of(name: str) -> int:
@@ -70,7 +70,7 @@ def place_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The right to write one block."""
+    """Permission to write one block."""
 
     until: float
     """When it ends, on the clock's monotonic time."""
@@ -78,27 +78,28 @@ class Permit:
 
 
 class Credit(Protocol):
-    """What a process may write into a storage with a byte budget, and what it tells and hears of it."""
+    """The write permissions of a process in storage with a byte budget, and its exchange with the budget
+    coordinator."""
 
     @property
     def largest(self) -> int:
-        """The most bytes that a block may have so that it fits into the budget at all."""
+        """The largest block, in bytes, that fits into the budget at all."""
 
     def take(self, name: str, nbytes: int) -> Permit | None:
-        """The right to write a blob of so many bytes; None: not now. It is to be ended."""
+        """Returns permission to write a blob of ``nbytes``, which must be ended; None: not now."""
 
     def end(self, permit: Permit, *, failed: bool) -> None:
-        """The write has ended. If it failed, some of its bytes may be there, or still come."""
+        """The write has ended. If it failed, some of its bytes may be in storage, or still arrive."""
 
     def used(self, names: Sequence[str]) -> None:
         """These blobs were read or written."""
 
     def told(self) -> BudgetCoordinatorStatistics:
-        """What is there, as far as anybody knows."""
+        """The last known statistics of the storage."""
 
 
 class BlobEntry(NamedTuple):
-    """What is known of a block that somebody has written."""
+    """The metadata of a block in shared storage."""
 
     place: int
     parent: bytes
@@ -115,7 +116,7 @@ class _Page(NamedTuple):
 
     keys: list[BlockKey]
     unmet: Mapping[BlockKey, int]
-    """Of these, perhaps among others: whose they must be, by fingerprint."""
+    """For blocks that were not found here: the fingerprint that their blob must have. May contain other keys too."""
 
 
 class _Ready(NamedTuple):
@@ -128,11 +129,11 @@ class _Ready(NamedTuple):
 
 
 class Shared:
-    """A tier over ``blobs``, which it closes in the end. See the module's text.
+    """A tier over ``blobs``, which ``close`` closes too. See the module's docstring.
 
-    The bytes of ``threads`` blocks, or calls, are sent at a time, each in at most ``timeout`` seconds, while as many
-    are prepared or named; twice as many are read, or checked. ``late`` is told the keys of blocks whose read hangs.
-    With ``credit`` nothing is written that it does not allow.
+    Up to ``threads`` calls or blocks are sent at a time, each in at most ``timeout`` seconds, while as many are
+    prepared or get their headers; twice as many are read, or checked. ``late`` is called with the keys of blocks whose
+    read hangs. With ``credit``, nothing is written without its permission.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ class Shared:
         log_bytes: int = sys.maxsize,
         patience: float = 30.0,
     ) -> None:
-        """``scratch``: what bounds the memory that its threads compress, seal and open blocks in.
+        """``scratch`` bounds the memory in which the threads compress, encrypt and decrypt blocks.
 
-        ``log_bytes``: bytes of the storage that the log of drops may take. For ``patience`` see ``DropLog``.
+        ``log_bytes``: bytes of the storage that the drop log may take. For ``patience`` see ``DropLog``.
         """
         self._blobs = blobs
         self._copied = bool(getattr(blobs, "copies", False))
@@ -168,13 +169,13 @@ class Shared:
         """Evicted or dropped, and not yet deleted."""
         self._evicted = Trickle(self.drop, lambda items: self._leaving.difference_update(key for key, _ in items))
         self._keyless: set[BlockKey] = set()
-        """Found sealed with a key that nobody here knows: the next to write the block replaces that."""
+        """Found encrypted with a key that is unknown here: the next write of the block replaces the blob."""
         self._undead: set[BlockKey] = set()
-        """Dropped, but storage refused to delete them: they must not be served from here any more."""
+        """Dropped, but storage failed to delete them: they must not be served any more."""
         self.drops = DropLog(blobs, timeout, encryption, self._delete_stale, log_bytes, patience, self._clock)
         self._calls = CallbackThread("kvtide-shared-start")
         self.call_soon = self._calls.put
-        """Call something on a thread that no storage can hold up."""
+        """Run a function on a thread that storage cannot block."""
         try:
             self._jobs = Jobs(
                 "shared",
@@ -204,7 +205,7 @@ class Shared:
         self._jobs.submit(Batch("read", batch, self._read_job, 0, finish, late), _together(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        # A write that hangs is late to nobody: its block is in DRAM, and held there until the answer comes.
+        # No caller waits for a write that hangs: its block stays in DRAM until the write ends.
         job = Batch("write", batch, self._write_job, NOWHERE, done, late=lambda _: None)
         self._jobs.submit(job, _together(batch))
 
@@ -222,10 +223,11 @@ class Shared:
     def withdraw(
         self, items: Sequence[tuple[BlockKey, int]], done: DropDone, who: Mapping[bytes, int] | None = None
     ) -> None:
-        """Drop blocks that are not here any more, and let all who use the storage do so.
+        """Drop blocks that are not here any more, and tell all nodes that use the storage to do so.
 
-        ``who``: by what ends their keys, the fingerprint of whoever asks; None: whosever they are. Of a block at no
-        place nobody here knows whose blob there may be: its header says so, and another's stays.
+        ``who``: for each group (the end of a key), the fingerprint of the requester; None: any owner. For
+        a block without a place it is not known here whose blob there may be: its header tells, and the blob of another
+        owner stays.
         """
         keys = [key for key, _ in items]
         unmet = {} if who is None else {key: who[key[DIGEST:]] for key, place in items if place == NOWHERE}
@@ -242,11 +244,12 @@ class Shared:
         self._jobs.submit(Batch("drop", pages, self._withdraw, (False, False), gone), 1)
 
     def forget(self, tenant: bytes, done: DropDone) -> None:
-        """Let all who use the storage forget a tenant of whom nothing is here, nor comes in until ``done``."""
+        """Tell all nodes that use the storage to forget a tenant. This node has no blocks of it, and accepts none until
+        ``done``."""
         self._jobs.submit(Batch("drop", [tenant], self._forget, False, done))
 
     def sync(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
-        """See ``tiers.base.Sync``. Only over storage that is a ``LastingBlobs``."""
+        """See ``tiers.base.Sync``. Only for storage that is a ``LastingBlobs``."""
         self._jobs.submit(Batch("sync", [key for key, _ in items], self._sync, False, done))
 
     def evict(self, key: BlockKey, place: int) -> None:
@@ -254,17 +257,17 @@ class Shared:
         self._evicted.add((key, place))
 
     def scan(self) -> Iterator[Held]:
-        """Nothing: what is there is found by asking for it."""
+        """Nothing: blocks are found by looking them up."""
         return iter(())
 
     def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Nobody's: others use it too."""
+        """Does nothing: other hosts use the blobs too, so they have no owner here."""
 
     def statistics(self) -> TierStatistics:
         counters = self._counters
         there = (
             BudgetCoordinatorStatistics() if self._credit is None else self._credit.told()
-        )  # without a budget nobody counts
+        )  # without a budget, blocks are not counted
         with counters.lock:
             return TierStatistics(
                 blocks=there.blocks,
@@ -280,19 +283,19 @@ class Shared:
             )
 
     def close(self) -> None:
-        self._evicted.wait(2 * self._timeout)  # else nobody would ever remove the rest
+        self._evicted.wait(2 * self._timeout)  # else nothing would ever remove the rest
         self._calls.close(self._timeout)
         self._jobs.close()
         self._blobs.close()
 
-    # -- what others wrote --------------------------------------------------------------------------------
+    # -- finding blocks of other hosts --------------------------------------------------------------------
 
     def find(self, options: Sequence[Wish], done: Callable[[Sequence[BlobEntry | None]], None]) -> None:
-        """Where blocks are that others may have written; None for those that are not there, or are not sound."""
+        """Look up blocks that other hosts may have written; None for those that are absent or invalid."""
         self._jobs.submit(Batch("find", options, self._find, None, done))
 
     def absent(self, key: BlockKey, who: Identity) -> bool:
-        """Whether a block was asked for a moment ago, and was not there, or not for blocks of such an identity."""
+        """Whether a recent lookup found no such block, or none that this identity may read."""
         until = max(self._absent.get(key, 0.0), self._absent.get(_refused(key, who), 0.0))
         return until > self._clock.monotonic()
 
@@ -319,7 +322,8 @@ class Shared:
             packer.workspace.end()
 
     def _read(self, run: Sequence[Read], packer: Packer) -> list[int]:
-        """Of each, how many bytes were read and verified; if not all was, 0, or ``size_for`` a refused asker."""
+        """Returns for each the bytes read and verified; if not all were, 0, or ``size_for`` a reader that was
+        refused."""
         starts = _starts([item.identity for item in run], packer)
         try:
             names = [self._encryption.name(item.key) for item in run]
@@ -328,7 +332,7 @@ class Shared:
                 for name, start, item in zip(names, starts, run, strict=True)
             ]
             got = self._blobs.read(wanted, self._timeout)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             return self._apart(self._read, run, packer, "read", e, 0)
         sizes = [
             self._unpack(item, name, start, count, packer)
@@ -353,15 +357,16 @@ class Shared:
                 self._check_age(self._header(name, start, got), item.key)
             room = _HEADERS + item.identity.geometry.footprint
             return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             self._failed("read", e)
             self._unsound(item.key, item.identity, e)
             if isinstance(e, NotForAsker):
                 return size_for(e)
-            return 0  # whatever it is: the blob stays, and whoever asks again finds it
+            return 0  # for any error: the blob stays, and the next request finds it
 
     def _write(self, run: Sequence[Write], packer: Packer) -> list[int]:
-        """Together, where they are written as they lie: a packed one is in the packer's memory until the next."""
+        """Blocks that are written unchanged are sent together; a compressed or encrypted one stays in the packer's
+        memory only until the next one."""
         sizes = [header_of(item) for item in run]
         pages = packer.header.get(sum(sizes))
         kept: set[str] = set()
@@ -371,7 +376,7 @@ class Shared:
             self._delete_stale([item.key for item in run if self.drops.least(item.key, item.identity.tenant)])
             names = [self._encryption.name(item.key) for item in run]
             there = self._blobs.find(names, self._timeout) if self._credit is not None else [False] * len(run)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             self._failed("write", e, len(run))
             return [NOWHERE] * len(run)
         for item, name, size, end, found in zip(run, names, sizes, accumulate(sizes), there, strict=True):
@@ -393,7 +398,7 @@ class Shared:
                 page = pages[end - size : end]
                 packed.name(page, _SEQUENCE, self._clock.time())
                 ready.append(_Ready(name, [page, packed.payload], self._permit(name, packed.nbytes)))
-            except Exception as e:  # noqa: BLE001 - see Tally
+            except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("write", e)
                 continue
             if packed.payload is not item.span:
@@ -408,7 +413,7 @@ class Shared:
         return [place_of(name) if name in kept else NOWHERE for name in names]
 
     def _permit(self, name: str, nbytes: int) -> Permit | None:
-        """The right to write a blob; None where there is no byte budget. Raises Rejected where there is no right."""
+        """Returns permission to write a blob; None if there is no byte budget. Raises Rejected if it is refused."""
         if self._credit is None:
             return None
         if nbytes > self._credit.largest:
@@ -419,7 +424,7 @@ class Shared:
         return permit
 
     def _send(self, batch: Sequence[_Ready]) -> list[str]:
-        """Write records; the names of those that are there now."""
+        """Write records; returns the names of those that are in storage now."""
         if not batch:
             return []
         until = min((one.permit.until for one in batch if one.permit is not None), default=math.inf)
@@ -436,7 +441,7 @@ class Shared:
 
         try:
             self._blobs.write([(one.name, one.spans) for one in batch], self._timeout, turn)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             if len(batch) > 1 and not isinstance(e, TimeoutError):
                 return [name for one in batch for name in self._send([one])]
             self._failed("write", e, len(batch))
@@ -453,12 +458,12 @@ class Shared:
                     self._credit.end(one.permit, failed=failed)
 
     def _withdraw(self, run: Sequence[_Page], _: Packer) -> list[tuple[bool, bool]]:
-        """Of each page of blocks: whether the others were told, and whether the blobs were deleted."""
+        """For each page of blocks: whether the other nodes were told, and whether the blobs were deleted."""
         results = []
         for page in run:
             try:
                 others = self._others({key: page.unmet[key] for key in page.keys if key in page.unmet})
-            except Exception as e:  # noqa: BLE001 - see Tally
+            except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("drop", e)
                 results.append((False, False))
                 continue
@@ -468,7 +473,7 @@ class Shared:
                 continue
             told = self._tell(self.drops.announce, keys)
             deleted = self._delete(keys)[0]
-            # There may have been no room for a page before.
+            # Storage may have had no space for the page before the blobs were deleted.
             results.append((told or (deleted and self._tell(self.drops.announce, keys)), deleted))
         return results
 
@@ -478,7 +483,7 @@ class Shared:
     def _tell(self, tell: Callable[[T], None], what: T) -> bool:
         try:
             tell(what)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             self._failed("drop", e)
             return False
         return True
@@ -498,16 +503,15 @@ class Shared:
             self._blobs.delete(stale, self._timeout)
 
     def _others(self, asked: Mapping[BlockKey, int]) -> set[BlockKey]:
-        """The blocks whose blobs are of others than those that ask, by fingerprint. Raises OSError, Rejected."""
+        """The blocks whose blobs have another fingerprint than the requester's. Raises OSError, Rejected."""
         keys, others = list(asked), set[BlockKey]()
         for i in range(0, len(keys), _FEW):
             for key, name, start, got in self._begin(keys[i : i + _FEW]):
                 try:
                     header = self._header(name, start, got)
                 except NotForAsker as e:
-                    if (
-                        e.reason in NOT_OURS
-                    ):  # anybody can write such a blob: it must not keep a block from being dropped
+                    # Any host can write such a blob: it must not keep a block from being dropped.
+                    if e.reason in NOT_OURS:
                         continue
                     raise
                 except Rejected:
@@ -517,8 +521,8 @@ class Shared:
         return others
 
     def _begin(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, str, Span, int]]:
-        """How those blobs begin that there are of a few blocks, with their names, and how many bytes came. Raises
-        OSError, Rejected."""
+        """Read the start of the existing blobs of a few blocks. Yields key, name, start and byte count. Raises OSError,
+        Rejected."""
         names = {self._encryption.name(key): key for key in keys}
         pages = Scratch().get(len(names) * ALIGN)
         starts = [pages[n * ALIGN : (n + 1) * ALIGN] for n in range(len(names))]
@@ -528,7 +532,7 @@ class Shared:
                 yield key, name, start, count
 
     def _header(self, name: str, start: Span, got: int) -> Header:
-        """The header of a blob that begins so. Raises Rejected, OSError."""
+        """The header of a blob, given its first bytes. Raises Rejected, OSError."""
         size = recognise(start[:got])
         if size > len(start):
             start = Scratch().get(min(size, _HEADERS))
@@ -544,7 +548,7 @@ class Shared:
     def _delete(self, run: Sequence[BlockKey], _: Packer | None = None) -> list[bool]:
         try:
             self._blobs.delete([self._encryption.name(key) for key in run], self._timeout)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             self._failed("drop", e)
             return [False] * len(run)
         return [True] * len(run)
@@ -553,19 +557,19 @@ class Shared:
         assert isinstance(self._blobs, LastingBlobs)
         try:
             good = self._blobs.sync([self._encryption.name(key) for key in run], self._timeout)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             return self._apart(self._sync, run, packer, "sync", e, failed=False)
         return [fine and not self._goes(key) for key, fine in zip(run, good, strict=True)]
 
     def _find(self, run: Sequence[Wish], packer: Packer) -> list[BlobEntry | None]:
-        """By their headers: only they say whether a blob is that block, and how long it lives."""
+        """Reads the headers: only they tell whether a blob is that block, and when it expires."""
         starts = _starts([who for _, who in run], packer)
         try:
             if not self.drops.looked:
                 self.drops.hear()
             names = [self._encryption.name(key) for key, _ in run]
             got = self._blobs.read([(n, [s]) for n, s in zip(names, starts, strict=True)], self._timeout)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             for key, _ in run:
                 self._miss(key)
             return self._apart(self._find, run, packer, "find", e, None)
@@ -583,7 +587,7 @@ class Shared:
             if header.identity != who.fingerprint:
                 raise NotForAsker(Reason.ANOTHER_OWNER)
             if header.expiry <= self._clock.time():
-                raise Rejected(Reason.EXPIRED)  # whoever finds it makes room for the next
+                raise Rejected(Reason.EXPIRED)  # deleting it makes space for the next write
             return BlobEntry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
         except Exception as e:  # noqa: BLE001 - see Tally
             if not (isinstance(e, Rejected) and e.reason is Reason.GONE):
@@ -595,9 +599,9 @@ class Shared:
         return key in self._leaving or key in self._undead
 
     def _unsound(self, key: BlockKey, who: Identity, e: Exception) -> None:
-        """There is no such block, or none that can be read: for a moment, or for good; or not for this asker."""
+        """Remember that a block is absent, unreadable for now or for good, or not readable by this identity."""
         if isinstance(e, NotForAsker):
-            self._miss(_refused(key, who))  # whose it is must find it at once
+            self._miss(_refused(key, who))  # its owner must find it at once
             if e.reason is Reason.KEY_UNKNOWN:
                 # Anybody can write such a blob. Another host may know the key, so it stays until there is a better one.
                 if len(self._keyless) >= _REMEMBERED:
@@ -617,7 +621,8 @@ class Shared:
         e: Exception,
         failed: R,
     ) -> list[R]:
-        """A call for several failed: not all need be bad, so each for itself, unless there is no time for that."""
+        """A call for several items failed. Not all need be bad, so retry each alone, unless there is no time for
+        that."""
         if len(run) > 1 and not isinstance(e, TimeoutError):
             return [do([one], packer)[0] for one in run]
         self._failed(verb, e, len(run))
@@ -633,12 +638,13 @@ class Shared:
 
 
 def _refused(key: BlockKey, who: Identity) -> BlockKey:
-    """Under which it is remembered that a block is not for an asker."""
+    """The key under which a block is remembered as not readable by an identity."""
     return BlockKey(key + who.namespace + who.tenant)
 
 
 def _together(batch: Sequence[Read] | Sequence[Write]) -> int:
-    """How many of these blocks one call may move: so many that asking costs little, and it ends in time anywhere."""
+    """How many of these blocks one call may move: enough to make the call's overhead small, few enough to end in
+    time."""
     return _CALL // max([1, *(len(item.span) for item in batch)])
 
 

@@ -1,14 +1,13 @@
-"""Blobs in Valkey, or any server that speaks its protocol: for small blocks that many hosts want often.
+"""Blobs in Valkey, or any server with the same protocol: for small blocks that many hosts want often.
 
-A blob is one value. It is whole when it is there, since a command is carried out when all of it has come; and what the
-server has no memory for it evicts itself, least recently used first. So the one thing that it must be told is how much
-that is: a server without a limit, or one that refuses writes at its limit, is not used.
+A blob is one value. It is always whole, since a command is executed only when all of it has arrived. The server itself
+evicts what does not fit into its memory, least recently used first. So the one required setting is its memory limit: a
+server without a limit, or one that refuses writes at its limit, is not used.
 
-Commands for many blobs go out in a row, before the first answer is awaited. In a cluster each goes to the server that
-has the blob's slot; when a slot has moved, or its server is gone, it is asked once who has it now, and what is just
-then on its way from one server to another is a miss. Connections are kept, one for each thread that needs one at a
-time. One that was idle may have died with its server, so it gets a second try on a new one: to do any of these commands
-twice is to do it once.
+Commands for many blobs are pipelined. In a cluster each goes to the server that has the blob's slot. When a slot has
+moved, or its server is gone, the slot table is fetched once more; a blob that is being migrated from one server to
+another is a miss. Connections are kept, one for each thread that needs one at a time. An idle connection may have died
+with its server, so the command is retried on a new one: all these commands are idempotent.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ Address: TypeAlias = tuple[str, int]
 
 _SLOTS = 16_384
 _OPENING = 5.0
-"""Seconds for a first look at the server."""
+"""Seconds for the first connection to the server."""
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
-"""Whether each means TLS."""
+"""Whether each scheme means TLS."""
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
 
 
@@ -49,17 +48,17 @@ class _Command(NamedTuple):
     key: bytes
     parts: Sequence[Part]
     into: Sequence[Span] | None = None
-    """Where the value that it answers is to lie; None: its answer is small."""
+    """Buffers for the value in the reply; None: the reply is small."""
 
 
 class Valkey:
     """The values of the server or cluster at ``url``: ``valkey://host:6379/0``, or ``valkeys://`` for TLS.
 
     Their keys begin with ``folder``. ``password_file`` has the password of ``user``. ``certificate`` is a file with the
-    authority that the server is to be trusted by, ``identity`` one with a certificate and a key of our own. With
-    ``ttl`` a blob is gone that many seconds after it was written. Safe from any thread.
+    authority to trust for the server, ``identity`` one with a client certificate and its key. With ``ttl`` a blob
+    expires that many seconds after it was written. Thread-safe.
 
-    Raises TierError for a server that was reached and cannot be used. One that was not is tried again when needed.
+    Raises TierError if the server was reached and cannot be used. If it was not reached, it is tried again when needed.
     """
 
     def __init__(
@@ -82,13 +81,17 @@ class Valkey:
         self._idle: dict[Address, list[ValkeyConnection]] = {}
         forks.tell(self)
         self._slots: list[Address] | None = None
-        """Who has which slot; None: not a cluster, or not known yet."""
+        """The server of each slot; None: not a cluster, or not known yet."""
         try:
             self._give(self._session_host, self._connect(self._session_host, time.monotonic() + _OPENING))
         except _Unfit as e:
             raise TierError(f"Valkey at {self._session_host[0]}:{self._session_host[1]}: {e.strerror}") from e
         except OSError as e:
-            log.warning("Valkey at %s:%d is not there yet (%s); all is a miss until it is", *self._session_host, e)
+            log.warning(
+                "Valkey at %s:%d cannot be reached yet (%s); all its blocks are misses until then",
+                *self._session_host,
+                e,
+            )
 
     def __repr__(self) -> str:
         return f"<Valkey {self._session_host[0]}:{self._session_host[1]}>"
@@ -114,7 +117,7 @@ class Valkey:
         return [True] * len(batch)
 
     def _write(self, batch: Sequence[tuple[str, Sequence[Span]]], end: float) -> None:
-        # What is there already is not sent again, but counts as used.
+        # Existing blobs are not sent again, but count as used.
         there = self._each(b"TOUCH", [name for name, _ in batch], end)
         life = (b"PX", b"%d" % (1000 * self._ttl)) if self._ttl else ()
         commands = [
@@ -141,7 +144,7 @@ class Valkey:
         return self._prefix + name.encode()
 
     def _each(self, verb: bytes, names: Sequence[str], end: float) -> list[bool]:
-        """What a command answers that takes a key and counts those that were there."""
+        """The results of a command that takes a key and counts those that exist."""
         commands = [_Command(key, command(verb, key)) for key in map(self._key, names)]
         return [_checked(reply) == 1 for reply in self._ask(commands, end)]
 
@@ -158,12 +161,12 @@ class Valkey:
     def forked(self) -> None:
         idle, self._idle = self._idle, {}
         for connection in (c for several in idle.values() for c in several):
-            connection.close()  # our copy; nothing is sent
+            connection.close()  # this process's copy; nothing is sent
 
-    # -- who is asked -------------------------------------------------------------------------------------
+    # -- choosing the server ------------------------------------------------------------------------------
 
     def _ask(self, commands: Sequence[_Command], end: float) -> list[Any]:
-        """The replies, in the commands' order, from whoever has their keys."""
+        """The replies, in the commands' order, from the servers that have their keys."""
         replies: list[Any] = [None] * len(commands)
         wanted = list(range(len(commands)))
         for last in (False, True):
@@ -177,7 +180,7 @@ class Valkey:
                 except OSError as e:
                     if last or self._slots is None or isinstance(e, TimeoutError):
                         raise
-                    wanted += mine  # a server of a cluster is gone: another may have its slots
+                    wanted += mine  # a server of the cluster is gone: another may have its slots
                     continue
                 for i, answer in zip(mine, answers, strict=True):
                     replies[i] = answer
@@ -199,7 +202,7 @@ class Valkey:
         return sorted(set(self._learn(end)))
 
     def _learn(self, end: float) -> list[Address]:
-        """Ask who has which slot: the first that answers of all that are known."""
+        """Fetch the slot table from the first known server that answers."""
         known = [self._session_host, *sorted(set(self._slots or ()) - {self._session_host})]
         for address in known:
             try:
@@ -268,7 +271,7 @@ class Valkey:
         return connection
 
     def list(self, timeout: float, prefix: str = "") -> Iterator[tuple[str, int, float]]:
-        """As ever, but when a blob was written is not known: 0."""
+        """As in ``Blobs``, but the time when a blob was written is not known: 0."""
         end = time.monotonic() + timeout
         for address in self._servers(end):
             cursor = b"0"
@@ -284,7 +287,7 @@ class Valkey:
 
 
 class _Unfit(OSError):  # noqa: N818 - a verdict
-    """The server was reached, and cannot be used before somebody mends it."""
+    """The server was reached, and cannot be used before an operator fixes it."""
 
 
 def _call(connection: ValkeyConnection, end: float, *words: bytes) -> Any:
@@ -297,7 +300,7 @@ def _moves(reply: Any) -> bool:
 
 
 def _checked(reply: Any) -> Any:
-    """The reply of a command that was carried out. Raises, in one of few sentences, since they are counted."""
+    """The reply of a command that succeeded. Raises with one of few messages, since they are counted by message."""
     if not isinstance(reply, ValkeyRefused):
         return reply
     word = reply.split(" ", 1)[0]
@@ -314,7 +317,7 @@ def _facts(info: bytes) -> dict[str, str]:
 
 
 def _check_memory(about: dict[str, str], expires: bool) -> None:
-    """Raise unless the server keeps within a limit, and by evicting what was not used for long."""
+    """Raise unless the server has a memory limit and evicts by recency or frequency of use."""
     policy = about.get("maxmemory_policy", "")
     advice = "set maxmemory-policy to allkeys-lru in its configuration"
     if about.get("maxmemory", "0") == "0":
