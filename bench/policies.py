@@ -28,8 +28,8 @@ import msgspec
 from kvtide.benchmarks.settings import configured
 from kvtide.replay.optimum import optimum
 from kvtide.replay.run import ReplayReport, replay
+from kvtide.replay.simulation import Simulation
 from kvtide.replay.trace import Trace, TraceRequest, chains, read
-from kvtide.replay.world import World
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "policies"
@@ -98,7 +98,7 @@ def cost(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
     every = sum(len(b) for b in trace.blocks)
     for policy in ("lru", "reuse", "auto"):
         tiers = {"dram": {"budget": max(1, int(trace.unique * 0.05)) * BLOCK, "policy": policy}}
-        world = World(configured(**tiers), BLOCK)
+        world = Simulation(configured(**tiers), BLOCK)
         spent = [0.0, 0]
         for owner, verb in (
             (world.uses, "asked"),

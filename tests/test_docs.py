@@ -15,7 +15,7 @@ import pytest
 
 from kvtide import Unwritten, config
 from kvtide.metrics import METRICS
-from kvtide.node.server.handler import UNSTORED
+from kvtide.node.server.client_handler import UNSTORED
 from kvtide.tiers.format.reason import Reason
 
 ROOT = Path(__file__).parent.parent

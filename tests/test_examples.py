@@ -27,7 +27,8 @@ RESULTS = {
         r"question 0: 0 of 1530 tokens came from the store",
         r"question 1: 1280 of 1530 tokens came from the store",
         r"question 2: 1280 of 1530 tokens came from the store",
-        r"Statistics\(calls=3, prompt_tokens=4590, cached_tokens=2560, stored_blocks=[5-8], dropped_blocks=0, .*\)",
+        r"AttachedStatistics\(calls=3, prompt_tokens=4590, cached_tokens=2560, stored_blocks=[5-8], dropped_blocks=0, "
+        r".*\)",
     ],
     "turns": [
         r"turn 1: 40 tokens, 0 blocks reused, 2 new",

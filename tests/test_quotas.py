@@ -18,7 +18,7 @@ from kvtide.errors import ConfigError
 from kvtide.events import Event
 from kvtide.index.index import ABSENT
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.store.shares import divide
+from kvtide.store.reserved_shares import divide
 from kvtide.store.statistics import TenantStatistics
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING

@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     ["errors", "canonical", "clock", "histogram", "interrupts", "formatting", "version"],
     ["arguments", "forks", "units"],
-    ["binding", "block", "call_guard", "capacity", "config"],
+    ["block", "call_guard", "capacity", "config", "cpu_binding"],
     ["security"],
     ["events", "tiers", "index"],
     ["plan"],

@@ -19,7 +19,7 @@ from kvtide.errors import ConfigError, LayoutError, TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.metrics import render
-from kvtide.store.shares import divide
+from kvtide.store.reserved_shares import divide
 from kvtide.testing.interface import SIZE, check, data, length, prompt
 from tests.node.serving import Served
 

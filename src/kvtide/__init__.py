@@ -23,7 +23,7 @@ from kvtide.store.forget import Forgotten
 from kvtide.store.match import Load, Loaded, Match, Persist, Stored
 from kvtide.store.session import Session
 from kvtide.store.store import Statistics, Store
-from kvtide.transfer.written import Flushed, Persisted, Unwritten
+from kvtide.transfer.write_results import Flushed, Persisted, Unwritten
 from kvtide.version import __version__ as __version__
 
 __all__ = [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvtide
-from kvtide.engines.vllm.chunks import Chunks, Row, model_of
+from kvtide.engines.chunks import Chunks, Row, model_of
 from kvtide.store.session import SessionHost
 from kvtide.testing.blocks import content
 from tests.node.serving import Served

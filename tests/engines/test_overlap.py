@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 import kvtide
 from kvtide import Store, config
 from kvtide.block import Span
-from kvtide.engines import transformers
 from kvtide.engines.paged import HostMover
 from kvtide.engines.transformers import Answer, Attached, attach, overlap
 from kvtide.engines.transformers.overlap import ChunkSizes, Overlap, chosen, sizes
@@ -221,7 +220,7 @@ def test_a_piece_that_the_front_has_reached_brings_only_what_is_behind_it(
             disk.let(1)
             watch.until(1)
 
-    monkeypatch.setattr(transformers, "sizes", lambda *args: ChunkSizes(piece=2, chunk=1))
+    monkeypatch.setattr("kvtide.engines.transformers.attached.sizes", lambda *args: ChunkSizes(piece=2, chunk=1))
     with cold(llama, tmp_path, disk) as (attached, store, stored):
         disk.arrived = lambda: watch.overlap.arrived if watch.overlap else 0
         disk.let(0)

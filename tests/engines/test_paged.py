@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import kvtide
 from kvtide.block import DTYPES, Slice
 from kvtide.engines.paged import packing
+from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.mover import HostMover
 from kvtide.engines.paged.pages import WORDS, Copy, Pages, runs
-from kvtide.engines.paged.select import mover
 from kvtide.errors import LayoutError
 
 MOVERS = [

@@ -23,7 +23,7 @@ import kvtide
 from kvtide import Store, Tenant, config
 from kvtide.block import LOSSY
 from kvtide.engines.paged import HostMover, Move, Pages
-from kvtide.engines.transformers import Attached, CallReport, attach
+from kvtide.engines.transformers import Attached, Report, attach
 from kvtide.engines.transformers.prompts import Prompts
 from kvtide.errors import LayoutError, RightError
 from kvtide.plan.prefill import PrefillCost
@@ -67,8 +67,8 @@ def test_prompts_around_the_borders_of_blocks(family: str, length: int, store: S
         first = attached.generate(**batch, **MORE, return_dict_in_generate=True)
         again = attached.generate(**batch, **MORE, return_dict_in_generate=True)
     border = min(length // 256 * 256, length - 1)
-    assert first.report == CallReport((length,), (0,))
-    assert again.report == CallReport((length,), (border,))
+    assert first.report == Report((length,), (0,))
+    assert again.report == Report((length,), (border,))
     for computed, loaded in zip(sections(first.output), sections(again.output), strict=True):
         assert torch.equal(computed[:, :, :border], loaded[:, :, :border]), "not the bytes that were stored"
     cold = plain(model, batch)
@@ -97,7 +97,7 @@ def test_a_batch_reuses_of_each_row_what_the_worst_row_allows(llama: PreTrainedM
         batch = padded(known, longer, prompt(20, seed=4))  # 64 of 70, 64 of 94, and nothing of the last
         answer = attached.generate(**batch, **MORE)
         border = min(24 + 64, 0 + 64, 74 + 0)
-        assert answer.report == CallReport((70, 94, 20), (border - 24, border, 0))
+        assert answer.report == Report((70, 94, 20), (border - 24, border, 0))
         assert torch.equal(answer.output, reference(llama, batch, border, **MORE))
         assert torch.equal(answer.output, plain(llama, batch))
 
@@ -179,7 +179,7 @@ def test_the_model_is_used_as_before(store: Store) -> None:
     attached = attach(model, store)
     assert torch.equal(model.generate(batch["input_ids"], **MORE), plain(model, batch))  # type: ignore[operator]
     assert torch.equal(model.generate(**batch, **MORE), plain(model, batch))  # type: ignore[operator]
-    assert attached.statistics().last == CallReport((300,), (256,))
+    assert attached.statistics().last == Report((300,), (256,))
     with pytest.raises(RightError, match="has a store already"):
         attach(model, store)
     attached.detach()
@@ -260,7 +260,7 @@ def test_a_call_that_is_not_for_us_is_passed_on(
         attached.generate(**batch, **MORE)
         torch.manual_seed(0)
         answer = attached.generate(**batch, **(more | extra))
-        assert answer.report == CallReport((), (), reason)
+        assert answer.report == Report((), (), reason)
         assert attached.statistics().passed_on == {reason: 1}
     if isinstance(extra.get("past_key_values"), transformers.DynamicCache):
         extra = {"past_key_values": transformers.DynamicCache()}
@@ -645,7 +645,7 @@ def test_threads_get_the_report_of_their_own_call(llama: PreTrainedModel, store:
 
         for cold in (True, False):
             for length, answer in pool.map(ask, batches):
-                assert answer.report == CallReport((length,), (0 if cold else min(length // 16 * 16, length - 1),))
+                assert answer.report == Report((length,), (0 if cold else min(length // 16 * 16, length - 1),))
                 assert torch.equal(answer.output, expected[length])
 
 

@@ -19,7 +19,7 @@ from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
-from kvtide.node.server import handler, ledger, server
+from kvtide.node.server import client_handler, ledger, server
 from kvtide.store.store import Statistics
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
@@ -111,7 +111,7 @@ def test_a_process_has_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyP
 
 
 def test_a_client_has_so_many_sessions(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "_SESSIONS", 16)
+    monkeypatch.setattr(client_handler, "_SESSIONS", 16)
     with Client(node.path) as client:
         sessions = [client.session(MODEL) for _ in range(16)]
         for session in sessions:
@@ -247,8 +247,8 @@ def test_what_requests_have_in_common_counts_once(tmp_path: Path) -> None:
         prompts = [prompt(*common, 1000 + i) for i in range(20)]
         for tokens in prompts:
             session.store(tokens, data(PLAIN, tokens))
-        (handler,) = node.node._handlers.values()
-        account, full, rng = handler._account, handler._account.room, random.Random(0)
+        (client_handler,) = node.node._handlers.values()
+        account, full, rng = client_handler._account, client_handler._account.room, random.Random(0)
         held: dict[int, Match] = {}
         for _ in range(300):
             i = rng.randrange(40)

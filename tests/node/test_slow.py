@@ -25,7 +25,7 @@ from kvtide.node.client.link import NodeLink
 from kvtide.node.client.peer_process import PeerProcess
 from kvtide.store.node_statistics import ClientStatistics
 from kvtide.testing.interface import MODEL, PLAIN, check, data, length, prompt
-from kvtide.transfer.written import Unwritten
+from kvtide.transfer.write_results import Unwritten
 from tests.node.serving import Process, eventually
 
 

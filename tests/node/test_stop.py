@@ -25,8 +25,8 @@ HANGING = """
 import sys, threading
 from pathlib import Path
 from kvtide import config
-from kvtide.node import run
-from kvtide.store import Store
+from kvtide.node.server import run
+from kvtide.store.store import Store
 from kvtide.tiers.disk import Disk
 
 class Hanging(Disk):

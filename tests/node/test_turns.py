@@ -16,7 +16,7 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node import work_limits
 from kvtide.node.client.client import Client
-from kvtide.node.server.handler import _ANSWERS, ClientHandler
+from kvtide.node.server.client_handler import _ANSWERS, ClientHandler
 from kvtide.store.backend import LocalPrefixLease
 from kvtide.testing.interface import MODEL, PLAIN, data, prompt
 from tests.node.raw import answer, dialled, greet

@@ -9,8 +9,8 @@ import pytest
 
 from kvtide.index.index import Index
 from kvtide.plan import admit
-from kvtide.plan.budget import WriteBudget
 from kvtide.plan.history import Curves
+from kvtide.plan.write_budget import WriteBudget
 from kvtide.testing import blocks
 from tests.plan.small import MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 

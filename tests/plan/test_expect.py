@@ -11,12 +11,12 @@ import pytest
 from kvtide import Tenant, config
 from kvtide.index.index import DRAM, Index
 from kvtide.plan import policy, usage
-from kvtide.plan.ages import TickClock
-from kvtide.plan.ahead import Ahead
+from kvtide.plan.eviction_ages import TickClock
+from kvtide.plan.expected_use import ExpectedUse
 from kvtide.plan.history import Curves
 from kvtide.plan.policy import Policy
 from kvtide.plan.usage import Turn
-from kvtide.replay.world import World
+from kvtide.replay.simulation import Simulation
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.policy import Forest
 from tests.plan.small import MODEL, SLOTS, Clock, keep, length, open_store, prompt
@@ -223,7 +223,7 @@ def test_a_hint_does_not_take_another_tenants_share() -> None:
 
 
 def test_a_replay_tells_what_its_trace_knows() -> None:
-    world = World(config.read(env={}, dram={"budget": "1MiB", "segment": "1MiB", "policy": "lru"}), 64 << 10)
+    world = Simulation(config.read(env={}, dram={"budget": "1MiB", "segment": "1MiB", "policy": "lru"}), 64 << 10)
     for number in range(32):
         world.clock.now += 1
         world.request([1000 + number])
@@ -232,7 +232,7 @@ def test_a_replay_tells_what_its_trace_knows() -> None:
         world.clock.now += 1
         world.request([2000 + number])
     world.clock.now += 1
-    plain = World(config.read(env={}, dram={"budget": "1MiB", "segment": "1MiB", "policy": "lru"}), 64 << 10)
+    plain = Simulation(config.read(env={}, dram={"budget": "1MiB", "segment": "1MiB", "policy": "lru"}), 64 << 10)
     assert plain.request([1, 2], turn="end")["dram"] == 0
     assert world.request([1, 2])["dram"] == 2
     assert world.pipeline.counts["hints: the turn ended in a tool"] == 1
@@ -258,7 +258,7 @@ def test_the_row_of_a_block_that_was_expected_and_dropped_keeps_nothing_of_it(na
 
 def test_a_prompt_that_is_hinted_again_is_counted_once() -> None:
     """Somebody who is always back early must not use up what may be kept for all."""
-    ahead, column = Ahead(), np.zeros(2000, np.int64)
+    ahead, column = ExpectedUse(), np.zeros(2000, np.int64)
     rows = np.arange(1, 51)
     for turn in range(20):
         now = 20 * turn
@@ -268,7 +268,7 @@ def test_a_prompt_that_is_hinted_again_is_counted_once() -> None:
 
 
 def test_hinting_again_does_not_keep_more_than_a_quarter() -> None:
-    ahead, column = Ahead(), np.zeros(2000, np.int64)
+    ahead, column = ExpectedUse(), np.zeros(2000, np.int64)
     for now in range(0, 3000, 100):
         for first in range(0, 1000, 50):  # each of them over and over
             ahead.keep(column, np.arange(first, first + 50), now, now + 150, 1000)

@@ -8,9 +8,9 @@ import pytest
 
 from kvtide.index.index import DRAM, Index
 from kvtide.plan import policy
-from kvtide.plan.lead import Lead
 from kvtide.plan.policy import Duel, Lru, Policy, Reuse
-from kvtide.plan.shadow import Shadow
+from kvtide.plan.policy_lead import Lead
+from kvtide.plan.shadow_cache import Shadow
 from kvtide.testing.policy import Forest, PolicyContract
 
 

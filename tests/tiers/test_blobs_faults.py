@@ -185,7 +185,7 @@ def test_storage_without_conditions_is_noticed_once(s3: S3Server, monkeypatch: p
     for _ in range(3):
         assert blobs.write([(name, [value(name, 5000)])], TIME) == [True]
     assert modes == ["create", "create", "overwrite"], "tried twice, then written once"
-    with pytest.raises(OSError, match="has no conditional writes"):
+    with pytest.raises(OSError, match="keeps no conditions"):
         blobs.create(name, b"", TIME)
     blobs.close()
 

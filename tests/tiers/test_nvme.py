@@ -25,7 +25,7 @@ from kvtide.errors import TierError
 from kvtide.testing.blocks import aligned, keys
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
-from kvtide.testing.tier import Caller, CallerAnswer, shaped
+from kvtide.testing.tier import Answer, Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
 from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.format.record import MAGIC
@@ -978,7 +978,7 @@ def test_an_answer_does_not_wait_for_other_batches(path: Path) -> None:
     with disk.gate("write", "*.segment") as gate:
         slow = caller.start_write([caller.block(k, SMALL) for k in keys(1, start=10)])
         assert gate.wait_for(1)
-        queued: list[CallerAnswer[int]] = []
+        queued: list[Answer[int]] = []
         assert caller.finds(keys(1), SMALL, [place]) == [True]
         queued += [caller.start_write([caller.block(k, SMALL)]) for k in keys(20, start=20)]
         caller.tier.evict(keys(1)[0], place)

@@ -21,7 +21,7 @@ from kvtide.tiers.disk import Disk
 from kvtide.tiers.nvme import measure
 from kvtide.tiers.nvme.speeds import DiskSpeeds, recall, remember
 from kvtide.tiers.nvme.tier import Nvme
-from kvtide.transfer import measuring
+from kvtide.transfer import disk_measurement
 from tests.plan.small import MODEL, Clock, keep, length, open_store, prompt
 
 MIB = 1 << 20
@@ -31,8 +31,8 @@ NOW = SystemClock().time
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores of a few megabytes are measured too, with less."""
-    monkeypatch.setattr(measuring, "LEAST", 16 * MIB)
-    for module in ("kvtide.tiers.nvme.measure", "kvtide.tiers.nvme.volume", "kvtide.transfer.measuring"):
+    monkeypatch.setattr(disk_measurement, "LEAST", 16 * MIB)
+    for module in ("kvtide.tiers.nvme.measure", "kvtide.tiers.nvme.volume", "kvtide.transfer.disk_measurement"):
         monkeypatch.setattr(f"{module}.FILE", 4 * MIB)
 
 
@@ -261,7 +261,7 @@ def test_where_it_cannot_be_measured_the_guess_stands_and_all_works(
         case "refused":
             disk.fault = OSError(28, "No space left on device")
         case "small":
-            monkeypatch.setattr(measuring, "LEAST", 17 * MIB)
+            monkeypatch.setattr(disk_measurement, "LEAST", 17 * MIB)
         case "not written":
             nvme = {"write_limit": "64KiB"}
     with opened(tmp_path / "kv", disk, **nvme) as store:

@@ -12,8 +12,8 @@ from kvtide import Session, Store, config
 from kvtide.index.index import DRAM, SEALED, Index
 from kvtide.plan.cost import Speed
 from kvtide.testing.clock import FakeClock
-from kvtide.transfer import returns
-from kvtide.transfer.returns import Returns
+from kvtide.transfer import prefetch
+from kvtide.transfer.prefetch import Prefetcher
 from kvtide.transfer.transfer import Transfer
 from tests.node.serving import eventually
 from tests.plan.small import MODEL, SLOTS, keep, length, prompt, right
@@ -149,8 +149,8 @@ class Desk:
         return self.begun[-1]
 
 
-def made(clock: FakeClock, count: int = 0) -> tuple[Returns, Desk]:
-    found, backend = Returns(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), Desk(clock)
+def made(clock: FakeClock, count: int = 0) -> tuple[Prefetcher, Desk]:
+    found, backend = Prefetcher(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), Desk(clock)
     for number in range(count):
         found.expect(backend, name(number), 1, 10.0 + number)
     return found, backend
@@ -161,8 +161,8 @@ def name(number: int, blocks: int = 1) -> bytes:
 
 
 def test_a_flood_is_bounded_and_what_is_due_last_gives_way(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returns, "_PROMPTS", 10)
-    monkeypatch.setattr(returns, "_BLOCKS", 100)
+    monkeypatch.setattr(prefetch, "_PROMPTS", 10)
+    monkeypatch.setattr(prefetch, "_BLOCKS", 100)
     found, backend = made(clock, 50)
     assert len(found) == 10
     found.expect(backend, name(99), 1, 5.0)

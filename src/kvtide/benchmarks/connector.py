@@ -26,8 +26,8 @@ from kvtide.engines.connector.request_options import RequestOptions
 from kvtide.engines.connector.scheduler import Scheduler
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.worker import ConnectorWorker
+from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.pages import Pages
-from kvtide.engines.paged.select import mover
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node.client.client import Client
 

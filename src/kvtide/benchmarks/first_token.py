@@ -23,7 +23,7 @@ from kvtide.benchmarks.disk import RawDisk
 from kvtide.benchmarks.pages import bus
 from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import MIB, Settings, own_store
-from kvtide.engines.transformers.attach import Attached, attach
+from kvtide.engines.transformers.attached import Attached, attach
 from kvtide.index.index import DRAM
 
 __all__ = ["first_token", "first_token_nvme", "llama_8b"]

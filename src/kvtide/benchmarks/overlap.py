@@ -30,8 +30,8 @@ from kvtide.benchmarks.first_token import llama_8b
 from kvtide.benchmarks.record import BenchRecord, figure
 from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.block import Span
-from kvtide.engines.paged.select import mover
-from kvtide.engines.transformers.attach import Attached, attach
+from kvtide.engines.paged.choose_mover import mover
+from kvtide.engines.transformers.attached import Attached, attach
 from kvtide.engines.transformers.dynamic_cache import KvMemory
 from kvtide.engines.transformers.loading import SMALL, load
 from kvtide.engines.transformers.overlap import ChunkSizes, Overlap, sizes

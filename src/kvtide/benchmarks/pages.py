@@ -20,8 +20,8 @@ import kvtide
 from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, figure, timed
 from kvtide.benchmarks.settings import MIB, Settings, own_store
 from kvtide.block import BLOCK_TOKENS, Slice
+from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.pages import Copy, Pages
-from kvtide.engines.paged.select import mover
 
 __all__ = ["PagedEngine", "PagesShape", "bus", "pages"]
 

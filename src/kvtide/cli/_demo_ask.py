@@ -125,7 +125,7 @@ class DemoAsker:
                 yield from self._attached(way, self._task.node, [0] if way == "cold" else range(len(self.prompts)))
 
     def _attached(self, way: Way, store: kvtide.Store | str, questions: Sequence[int]) -> Iterator[DemoStep]:
-        from kvtide.engines.transformers.attach import attach
+        from kvtide.engines.transformers.attached import attach
 
         with attach(self.model, store) as attached:
             for number in questions:

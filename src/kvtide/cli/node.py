@@ -61,7 +61,7 @@ def node(
 
     To watch the node: [bold]kvtide status[/bold]
     """
-    from kvtide.binding import bind
+    from kvtide.cpu_binding import bind
     from kvtide.node.server import run
 
     logging.basicConfig(

@@ -26,8 +26,8 @@ import numpy as np
 
 from kvtide.histogram import HistogramStatistics
 from kvtide.index.index import PENDING, SEALED, Index, Mask, Rows
-from kvtide.plan.ages import Ages
 from kvtide.plan.coldest import LOWEST, Coldest, Queue
+from kvtide.plan.eviction_ages import Ages
 from kvtide.plan.policy import Policy, Scores
 from kvtide.plan.usage import UsageTracker
 from kvtide.tiers.segments import EMPTY, Segment, Segments, size_of

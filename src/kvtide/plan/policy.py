@@ -1,9 +1,9 @@
 """How blocks are ranked for eviction: small classes, one per idea, all leaf first.
 
-A *policy* only ranks: lower score, sooner out. It keeps its facts in the index's columns, which ``Uses`` fills in as
-blocks are used, so that a whole tier is ranked by a few array operations. One policy stands for one tier.
+A *policy* only ranks: lower score, sooner out. It keeps its facts in the index's columns, which ``UsageTracker`` fills
+in as blocks are used, so that a whole tier is ranked by a few array operations. One policy stands for one tier.
 
-Leaf first is the law that every policy keeps: a block scores above all its descendants, always, because a block
+Leaf first is the rule that every policy keeps: a block scores above all its descendants, always, because a block
 without its parents is of no use. A block is never used without its parents, so whatever only grows with use may be a
 score; ``tests/plan/test_policy.py`` holds every policy to that.
 """
@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvtide.index.index import Index, Rows
 from kvtide.plan.history import Curves, Kinds, Marks
-from kvtide.plan.lead import Lead
-from kvtide.plan.shadow import Shadow
+from kvtide.plan.policy_lead import Lead
+from kvtide.plan.shadow_cache import Shadow
 
 __all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "Terms", "make"]
 
@@ -36,7 +36,7 @@ class Policy(Protocol):
     """Whether it wants ``used`` and ``learn``."""
 
     version: int
-    """Another number whenever blocks that nobody has used may rank in another order."""
+    """Changes whenever unused blocks may rank in another order."""
 
     def score(self, rows: Rows) -> Scores:
         """How much each is worth keeping; the lowest leaves first."""
@@ -51,7 +51,7 @@ class Policy(Protocol):
         """When and how often blocks of each kind come back, as far as it is known by now."""
 
     def room(self) -> int:
-        """About how many blocks its tier holds when it is full; 0 if nobody knows yet, or it does not matter."""
+        """About how many blocks its tier holds when it is full; 0 if that is not known yet, or does not matter."""
 
     @property
     def in_charge(self) -> str:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.index.index import DRAM, Index, Rows, every
-from kvtide.plan.ages import TickClock
-from kvtide.plan.ahead import LONGEST, Ahead
+from kvtide.plan.eviction_ages import TickClock
+from kvtide.plan.expected_use import LONGEST, ExpectedUse
 from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
 from kvtide.plan.policy import PRIORITY, Policy
 
@@ -90,9 +90,9 @@ class UsageTracker:
         stored."""
         self._latest: dict[int, int] = {}
         """By priority: the last tick at which it was the lowest priority touched."""
-        self._ahead = Ahead()
+        self._ahead = ExpectedUse()
         """For the ticks of last uses."""
-        self._terms_ahead: dict[int, Ahead] = {}
+        self._terms_ahead: dict[int, ExpectedUse] = {}
         """By tier, for the terms of its blocks."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
@@ -245,7 +245,7 @@ class UsageTracker:
         for tier, until in self._index.until.items():
             room = rooms.get(tier, 0)
             if time <= LONGEST * room:
-                ahead = self._terms_ahead.setdefault(tier, Ahead())
+                ahead = self._terms_ahead.setdefault(tier, ExpectedUse())
                 longer = ahead.keep(until, rows, self._time, self._time + time, room)
                 if tier == DRAM:  # the other tiers' horizons would be too long for it
                     self._since(longer, self._time + time)

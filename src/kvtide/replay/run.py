@@ -13,10 +13,10 @@ from kvtide.config import Config
 from kvtide.errors import ConfigError, TraceError
 from kvtide.formatting import size
 from kvtide.replay.optimum import optimum
-from kvtide.replay.real import RealWorld
+from kvtide.replay.real_store import RealStoreReplay
+from kvtide.replay.simulation import Simulation
 from kvtide.replay.speeds import TierSpeeds
 from kvtide.replay.trace import Trace
-from kvtide.replay.world import World
 from kvtide.tiers.segments import ladder
 
 __all__ = ["Compared", "ReplayReport", "TierReport", "led", "replay", "slot_of"]
@@ -121,7 +121,7 @@ def replay(
     if not trace.blocks:
         raise TraceError("there is no request with a full block in this trace")
     _check_room(config, block)
-    world: World | RealWorld = RealWorld(config, block) if real else World(config, block)
+    world: Simulation | RealStoreReplay = RealStoreReplay(config, block) if real else Simulation(config, block)
     with contextlib.closing(world):
         return _replay(world, trace, config, block, warm, best, speeds, progress)
 
@@ -137,7 +137,7 @@ def _check_room(config: Config, block: int) -> None:
 
 
 def _replay(
-    world: World | RealWorld,
+    world: Simulation | RealStoreReplay,
     trace: Trace,
     config: Config,
     block: int,
@@ -214,10 +214,10 @@ def _replay(
     )
 
 
-def _seconds(done: dict[str, int], speeds: TierSpeeds, world: World | RealWorld) -> dict[str, float]:
+def _seconds(done: dict[str, int], speeds: TierSpeeds, world: Simulation | RealStoreReplay) -> dict[str, float]:
     """Estimated seconds of moving the bytes sequentially; also the measured time, if they were moved."""
     found = {
-        "in the store, all requests": world.moving_seconds if isinstance(world, RealWorld) else 0.0,
+        "in the store, all requests": world.moving_seconds if isinstance(world, RealStoreReplay) else 0.0,
         "of copies out of DRAM": done["dram read"] / speeds.memory,
         "of copies into DRAM": done["dram written"] / speeds.memory,
         "of reads from the colder tier": done["nvme read"] / speeds.disk_read,

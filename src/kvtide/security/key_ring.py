@@ -81,7 +81,7 @@ class KeyRing:
         """By id, with the time when its lease ends."""
         self._current: dict[bytes, bytes] = {}
         """The id of the key that encrypts a tenant's blocks now."""
-        self._missing: dict[bytes, tuple[Unavailable | None, float]] = {}
+        self._missing: dict[bytes, tuple[str, KeyState | None, float]] = {}
         """By key id or tenant: why a key is unavailable, and until when it is not requested again."""
         self._destroyed = {e.id for e in file.read().keys if e.destroyed is not None}
         """Keys that were destroyed before there was any block here, or whose tenant's blocks have left memory since."""
@@ -98,7 +98,7 @@ class KeyRing:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"<Ring of {len(self._keys)} keys>"
+        return f"<KeyRing of {len(self._keys)} keys>"
 
     # -- using keys ---------------------------------------------------------------------------------------
 
@@ -120,18 +120,19 @@ class KeyRing:
     def _fetch(self, what: bytes, fetch: Callable[[], DataKey]) -> DataKey:
         with self._lock:
             for missing in (what, _ALL):
-                before, until = self._missing.get(missing, (None, 0.0))
-                if before is not None and self._clock.monotonic() < until:
-                    raise Unavailable(str(before), before.state)
+                text, state, until = self._missing.get(missing, ("", None, 0.0))
+                if self._clock.monotonic() < until:
+                    raise Unavailable(text, state)
             since = self._clock.monotonic()
             try:
                 key = fetch()
             except Exception as e:
-                why = Unavailable("the key file, audit log or service cannot be used")
+                # Not the exception itself: its traceback would keep the caller's memory, and perhaps a secret.
+                text, state = "the key file, audit log or service cannot be used", None
                 if isinstance(e, Unavailable):
-                    why = Unavailable(str(e), e.state)
-                self._missing[_ALL if isinstance(e, Away) else what] = why, self._clock.monotonic() + _PAUSE
-                raise why from e
+                    text, state = str(e), e.state
+                self._missing[_ALL if isinstance(e, Away) else what] = text, state, self._clock.monotonic() + _PAUSE
+                raise Unavailable(text, state) from e
             self._missing.pop(what, None)
             self._keys[key.id] = key, since + self.lease
             return key

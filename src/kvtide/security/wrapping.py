@@ -199,7 +199,7 @@ class VaultWrapper:
         try:
             return base64.b64decode(text, validate=True)
         except ValueError as e:
-            raise Away("the key service sent an invalid answer") from e
+            raise Away("the key service does not answer in good order") from e
 
     def rewrap(self, wrapped: bytes) -> bytes:
         return self._ask("rewrap", "ciphertext", wrapped.decode("ascii", "replace"), "ciphertext").encode()
@@ -218,7 +218,7 @@ class VaultWrapper:
             if status != 200:
                 raise Unavailable(f"the key service refused to {verb}: {status}")
             if len(said) > _LARGEST:
-                raise Away(f"the key service sent an invalid answer: it has more than {_LARGEST} bytes")
+                raise Away(f"the key service does not answer in good order: with more than {_LARGEST} bytes")
             found = json.loads(said)["data"][wanted]
         except TimeoutError as e:
             raise Away(f"the key service does not answer within {_PATIENCE:g} seconds") from e

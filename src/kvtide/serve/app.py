@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtide import Client, Store, metrics
 from kvtide.node.host_names import HostNames
-from kvtide.serve.answers import Answers, ChatAnswers, TextAnswers, event
-from kvtide.serve.asks import RequestReader
 from kvtide.serve.generation import Answered, Ask, GenerationEngine
+from kvtide.serve.generation_queue import GenerationQueue, Turn
+from kvtide.serve.prompts import RequestReader
 from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
-from kvtide.serve.turns import Turn, Turns
+from kvtide.serve.responses import Answers, ChatAnswers, TextAnswers, event
 from kvtide.store.node_statistics import least
 
 __all__ = ["Service"]
@@ -68,7 +68,7 @@ class Service:
         self._loaded = engine.loaded
         self._store = store
         self._asker = RequestReader(engine.loaded, limit)
-        self._turns = Turns(engine, waiting)
+        self._turns = GenerationQueue(engine, waiting)
         self._bodies = _Bodies(body_seconds)
         self._created = int(time.time())
         self.app = Starlette(

@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvtide import Tenant
-from kvtide.engines.transformers.attach import Attached
+from kvtide.engines.transformers.attached import Attached
 from kvtide.engines.transformers.loading import LoadedModel
 from kvtide.plan.usage import Turn
 from kvtide.serve.text import Decoder, Stops

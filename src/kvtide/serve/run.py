@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import uvicorn
 
 import kvtide
-from kvtide.engines.transformers.attach import attach
+from kvtide.engines.transformers.attached import attach
 from kvtide.engines.transformers.loading import LoadedModel
 from kvtide.errors import ConfigError
 from kvtide.serve.app import Service

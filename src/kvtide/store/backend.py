@@ -1,7 +1,8 @@
 """The interface between a session and a store, in terms of block names.
 
 A ``Session`` handles tokens and its callers' buffers. A ``Backend`` knows blocks by name and returns memory. Only
-names, numbers and the right to read slots cross this interface, so that a store can run in another process.
+names, numbers and rights to read or write slots cross this interface, never the bytes of blocks, so that a store can
+run in another process.
 ``LocalBackend`` is for a store in this process; a node's client has another, which reaches the store through a socket.
 """
 
@@ -32,7 +33,7 @@ from kvtide.store.recorder import RecordedShape
 from kvtide.tiers.base import Identity
 from kvtide.transfer.pipeline import WriteRequest
 from kvtide.transfer.transfer import Transfer
-from kvtide.transfer.written import Persisted, Unwritten
+from kvtide.transfer.write_results import Persisted, Unwritten
 
 __all__ = ["Backend", "BlockNames", "CollectedBlocks", "LocalBackend", "PersistRequest", "PrefixLease", "persisted"]
 

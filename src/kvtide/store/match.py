@@ -15,7 +15,7 @@ from kvtide.index.keys import Chain
 from kvtide.interrupts import to_the_end
 from kvtide.store.backend import PersistRequest, PrefixLease
 from kvtide.transfer.transfer import Transfer
-from kvtide.transfer.written import Persisted
+from kvtide.transfer.write_results import Persisted
 
 __all__ = ["Load", "Loaded", "Match", "Persist", "Stored"]
 

@@ -21,7 +21,7 @@ from kvtide.tiers.dram.tier import Dram
 from kvtide.tiers.shared.tier import Shared
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.pipeline import Asker, Pipeline
-from kvtide.transfer.returns import Returns
+from kvtide.transfer.prefetch import Prefetcher
 from kvtide.transfer.search import Search
 
 __all__ = ["Partition"]
@@ -39,7 +39,7 @@ class Partition(Protocol):
     planner: Planner
     pipeline: Pipeline
     search: Search
-    returns: Returns
+    returns: Prefetcher
     recorder: Recorder | None
     feed: Feed
     key_ring: KeyRing | None

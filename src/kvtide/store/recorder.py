@@ -51,7 +51,7 @@ from kvtide.index.slices import SLICE, rest
 
 __all__ = ["REASONS", "RecordedShape", "Recorder", "RecorderStatistics"]
 
-log = logging.getLogger("kvtide.store.recorder")
+log = logging.getLogger("kvtide.recorder")
 
 _PAUSE = 0.2
 """Seconds between two checks of the queue."""

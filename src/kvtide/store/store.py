@@ -32,22 +32,22 @@ from kvtide.index.tenant_usage import TenantUsage
 from kvtide.index.weights import WeightsId, identify
 from kvtide.interrupts import to_the_end
 from kvtide.plan import admit, policy
-from kvtide.plan.budget import WriteBudget
 from kvtide.plan.coldest import Coldest
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learner import Learner
 from kvtide.plan.planner import Planner, Source
 from kvtide.plan.quota import Quota
 from kvtide.plan.usage import UsageTracker
+from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.audit import audit_of
 from kvtide.security.key_ring import KeyRing, open_ring
 from kvtide.store.backend import Backend, LocalBackend
 from kvtide.store.forget import Forgotten, forget, keys_of
 from kvtide.store.housekeeping import Housekeeper
 from kvtide.store.recorder import Recorder
+from kvtide.store.reserved_shares import Shares, divide
 from kvtide.store.restore import adopt, charge
 from kvtide.store.session import SessionHost
-from kvtide.store.shares import Shares, divide
 from kvtide.store.statistics import ScratchStatistics, Statistics, TenantStatistics
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram.copy import Copier
@@ -63,12 +63,12 @@ from kvtide.tiers.shared.drop_log import DropLogReader, DropNotice
 from kvtide.tiers.shared.open import storages
 from kvtide.tiers.shared.tier import Shared
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.disk_measurement import Measuring
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.measuring import Measuring
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
-from kvtide.transfer.returns import Returns
+from kvtide.transfer.prefetch import Prefetcher
 from kvtide.transfer.search import Search
-from kvtide.transfer.written import Flushed, Unwritten
+from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["Statistics", "Store"]
 
@@ -170,7 +170,7 @@ class Store(SessionHost):
                 shares.quotas.get("dram", {}),
             )
             speeds = [c.lane.read_speed for c in self.colds]
-            self.returns = Returns(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
+            self.returns = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
             self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             if self.key_ring is not None:

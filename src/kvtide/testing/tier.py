@@ -23,10 +23,11 @@ from msgspec import structs
 from kvtide.block import BlockKey
 from kvtide.testing.any_tier import AnyTierContract
 from kvtide.testing.blocks import keys
-from kvtide.testing.caller import GEOMETRIES, Caller, CallerAnswer, shaped
+from kvtide.testing.caller import GEOMETRIES, Caller, shaped
+from kvtide.testing.caller import CallerAnswer as Answer
 from kvtide.tiers.base import NOWHERE, Held
 
-__all__ = ["GEOMETRIES", "Caller", "CallerAnswer", "TierContract", "shaped"]
+__all__ = ["GEOMETRIES", "Answer", "Caller", "TierContract", "shaped"]
 
 
 class TierContract(AnyTierContract):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvtide.block import BlockKey
 from kvtide.plan.admit import Admission
-from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor
 from kvtide.plan.quota import Quota
+from kvtide.plan.write_budget import WriteBudget
 from kvtide.tiers.base import DropDone, Sync, Tier
 from kvtide.transfer.lane import Lane
 

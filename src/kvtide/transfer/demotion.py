@@ -24,7 +24,7 @@ from kvtide.tiers.format.record import header_bytes
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.eraser import Eraser
 from kvtide.transfer.residents import Residents, rows_of
-from kvtide.transfer.written import Flushed, Unwritten
+from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["Demotion"]
 

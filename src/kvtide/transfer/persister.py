@@ -36,7 +36,7 @@ from kvtide.transfer.demotion import Demotion
 from kvtide.transfer.promotion import Promotion
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.transfer import Transfer
-from kvtide.transfer.written import Unwritten
+from kvtide.transfer.write_results import Unwritten
 
 __all__ = ["DurableRequest", "Persister"]
 

@@ -41,11 +41,11 @@ from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Ma
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.slices import rest
 from kvtide.index.tenant_usage import TenantUsage
-from kvtide.plan.budget import WriteBudgetStatistics
 from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.plan.usage import Turn, UsageTracker
+from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
@@ -55,7 +55,7 @@ from kvtide.transfer.persister import Persister
 from kvtide.transfer.promotion import LoadStatistics, Promotion
 from kvtide.transfer.residents import Residents, rows_of
 from kvtide.transfer.space import SpaceMaker
-from kvtide.transfer.written import Unwritten
+from kvtide.transfer.write_results import Unwritten
 
 __all__ = ["Asker", "DropRequest", "Expiring", "Pipeline", "PipelineStatistics", "WriteRequest"]
 
@@ -431,7 +431,8 @@ class Pipeline:
         return pending
 
     def _reserve(self, write_request: WriteRequest, granted: _Granted, wait: bool) -> bool:
-        """Returns False if there is no space for the remaining blocks, and therefore none for later requests."""
+        """Returns False if the remaining blocks get no slots now; the caller then skips the later parts of the same
+        request."""
         done = 0
         while done < len(write_request.keys):
             events: list[Event] = []

@@ -4,7 +4,7 @@ Leases, reservations and moves hold a row in DRAM. A block that is dropped while
 removed from the index, so lookups miss it, and its slot is freed when the last holder releases it.
 
 Slots of dropped blocks are zeroed before they are freed; those of evicted or expired blocks are not
-(``tiers.zeroing``).
+(``tiers/dram/zeroing.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtide.tiers.base import Identity
 from kvtide.tiers.dram.tier import Dram
 from kvtide.tiers.format.record import header_bytes
 from kvtide.tiers.segments import EMPTY, Segment, ladder, place_of
-from kvtide.transfer.written import Unwritten
+from kvtide.transfer.write_results import Unwritten
 
 __all__ = ["Moving", "Residents"]
 

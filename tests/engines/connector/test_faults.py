@@ -24,7 +24,7 @@ from kvtide.node.client.client import Client
 from kvtide.node.client.workers import Step, Worker
 from kvtide.testing.faults import FaultyDisk
 from tests.engines.connector.conftest import Engines
-from tests.engines.connector.test_halves import prompt, serve
+from tests.engines.connector.test_connector import prompt, serve
 from tests.engines.connector.toy import Request, Toy
 from tests.node.serving import Process, Thread, eventually
 
@@ -339,9 +339,9 @@ def test_closing_does_not_wait_for_a_node_that_hangs(node: Process, monkeypatch:
 def test_a_thread_that_hangs_does_not_keep_a_process_alive() -> None:
     program = """
 import threading
-from kvtide.engines.connector import errands
-errands._CLOSING = 0.01
-one = errands.Errands("hangs")
+from kvtide.engines.connector import node_thread
+node_thread._CLOSING = 0.01
+one = node_thread.NodeThread("hangs")
 one.ask(threading.Event().wait, None)
 one.close()
 """

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvtide.node.client.client import Client
-from tests.engines.connector.test_halves import BLOCK, prompt, serve
+from tests.engines.connector.test_connector import BLOCK, prompt, serve
 from tests.engines.connector.toy import Request, Toy
 from tests.node.serving import Process
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvtide.binding import unbind_thread
+from kvtide.cpu_binding import unbind_thread
 from kvtide.errors import KvtideError
 from kvtide.node.client.link import NodeUnavailable
 from kvtide.tiers.callback_thread import CallbackThread

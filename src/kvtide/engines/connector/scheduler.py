@@ -2,9 +2,9 @@
 
 The engine asks how much of a waiting request's prompt is in the store. The reply is "ask again" until every block of
 the prefix is in DRAM, verified and leased; only then is it a number. After that only the death of the node can break
-the offer, and only until the workers have asked for the blocks' addresses. Then the load fails, and the prefix is
-computed. Engines ask at every step while a request waits for pages: an offer is made once, kept, and released whatever
-the engine does next.
+the offer, and only until the workers have asked for the blocks' addresses: if the node dies before that, the load
+fails, and the prefix is computed. Engines ask at every step while a request waits for pages: an offer is made once,
+kept, and released whatever the engine does next.
 
 All communication with the node runs on the node thread (``node_thread.py``). The engine's loop waits at most
 milliseconds for it. A late answer means "ask again" for a load, until the request's time limit ends; for a store it is

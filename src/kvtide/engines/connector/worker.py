@@ -269,7 +269,7 @@ class ConnectorWorker:
         visit.sealed = True
 
     def _wide(self, numbers: Sequence[int], group: str, pages: Pages) -> _Numbers:
-        """Convert the scheduler's page numbers to those in memory; -1 for a page that was freed."""
+        """Convert the scheduler's page numbers to those in memory; -1 for a page that does not exist."""
         found = np.array(numbers, np.int64)
         n = self._tokens[group] // pages.tokens
         return found if n == 1 else np.where(found >= 0, n * found + np.arange(n)[:, None], -1).T.ravel()

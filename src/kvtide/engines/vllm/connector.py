@@ -43,8 +43,8 @@ from kvtide.engines.connector.request_options import NOTHING, read_options
 from kvtide.engines.connector.scheduler import Scheduler
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.worker import ConnectorWorker
+from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.pages import Pages
-from kvtide.engines.paged.select import mover
 from kvtide.engines.vllm.events import EventPublisher
 from kvtide.engines.vllm.identity import identity
 from kvtide.engines.vllm.layout import Layouts, layouts, pages

@@ -53,7 +53,7 @@ from kvtide import canonical, connect
 from kvtide import config as configuration
 from kvtide.config import Config
 from kvtide.engines.background import Background
-from kvtide.engines.vllm.chunks import Chunks, Row, model_of
+from kvtide.engines.chunks import Chunks, Row, model_of
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.index.weights import identify
 from kvtide.node.client.client import Client

@@ -26,7 +26,7 @@ from kvtide.plan.usage import Turn
 from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
 from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.transfer.transfer import Transfer
-from kvtide.transfer.written import Persisted, Unwritten
+from kvtide.transfer.write_results import Persisted, Unwritten
 
 __all__ = ["RemoteBackend"]
 

@@ -50,7 +50,7 @@ from kvtide.store.store import Statistics
 from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.tiers.dram.copy import Copier
 from kvtide.transfer.transfer import Transfer
-from kvtide.transfer.written import Flushed, Unwritten
+from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["Client", "connect"]
 

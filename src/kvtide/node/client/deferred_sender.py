@@ -26,7 +26,7 @@ class DeferredSender:
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[NodeLink | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvtide-client-nudger", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtide-client-deferred", daemon=True)
         self._thread.start()
 
     def watch(self, link: NodeLink) -> None:

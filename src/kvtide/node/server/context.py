@@ -11,7 +11,7 @@ from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.store.node_statistics import Status
 from kvtide.store.store import Store
-from kvtide.transfer.written import Flushed
+from kvtide.transfer.write_results import Flushed
 
 __all__ = ["NodeContext"]
 

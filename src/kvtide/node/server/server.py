@@ -27,8 +27,8 @@ from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
 from kvtide.node.roles import Role
 from kvtide.node.server.access import Access, AccessList
+from kvtide.node.server.client_handler import LARGEST_PART, ClientHandler
 from kvtide.node.server.connection import Connection, Peer
-from kvtide.node.server.handler import LARGEST_PART, ClientHandler
 from kvtide.node.server.ledger import Ledger, beside
 from kvtide.node.server.loop import Loop
 from kvtide.node.server.refusals import Refusals
@@ -36,7 +36,7 @@ from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.security.audit import audit_of
 from kvtide.store.node_statistics import NodeStatistics, Status
 from kvtide.store.store import Store
-from kvtide.transfer.written import Flushed
+from kvtide.transfer.write_results import Flushed
 from kvtide.version import __version__
 
 __all__ = ["Node"]

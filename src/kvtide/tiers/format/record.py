@@ -114,7 +114,7 @@ _NAMES = struct.Struct("<Q40xH2xII4x48s32x32s16s16s")
 
 
 class Rejected(Exception):  # noqa: N818 - a verdict, not an error
-    """A record that is not the requested one. Never leaves the tiers: there it becomes a miss with a reason."""
+    """A record that cannot be read, used or written, with the reason. In the tiers, it becomes a miss."""
 
     def __init__(self, reason: Reason, text: str = "") -> None:
         """``text`` is shown instead of the reason's own."""

@@ -354,7 +354,7 @@ class _Look:
                 if isinstance(record, OtherVersion):
                     self._kept[place] = record
                 elif isinstance(record, Rejected):
-                    self._bad[place] = record
+                    self._bad[place] = _without_traceback(record)
                 elif _extent(record) > header.size:
                     self._bad[place] = Rejected(Reason.CORRUPT_HEADER)
                 else:
@@ -466,7 +466,7 @@ class _Look:
                 return Rejected(Reason.ANOTHER_BLOCK)
             check_sections(record, data[int(record.sections["offset"][0]) :], self._directory.encryption)
         except Rejected as e:
-            return e
+            return _without_traceback(e)
         except OSError as e:
             return Rejected(Reason.UNREADABLE, f"unreadable: {e.strerror}")
         return None
@@ -617,6 +617,11 @@ def _holder(lock: Path) -> int | None:
             ):
                 return int(pid)
     return None
+
+
+def _without_traceback(e: Rejected) -> Rejected:
+    """The same verdict, without the frames of its traceback: they keep the bytes that were read."""
+    return Rejected(e.reason, str(e))
 
 
 def _damage(place: int, key: str, why: Rejected) -> Damage:

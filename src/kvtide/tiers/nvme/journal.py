@@ -7,7 +7,7 @@ harmless, because headers are authoritative: every read checks key, sequence and
 by the end of the journal:
 
 - closed properly, or the last writer was killed on a machine that is still up (same boot id): the page cache has all of
-it, so it is trusted;
+  it, so it is trusted;
 - anything else (torn, missing, another boot without a proper close): the slots' headers are read instead.
 
 Freed slots stay in the journal with the key that their stale header still names, so that a later ``drop`` of that key

@@ -6,7 +6,7 @@ kvtide, nothing is touched.
 What another version of kvtide wrote is not lost by opening the directory, as long as it fits the budget:
 
 - a segment of an older version is read, and never written to: its blocks are evicted as usual, and the file is reused
-when it is empty;
+  when it is empty;
 - a segment of an older version that cannot be read any more is *kept*: it counts, and is removed when space is needed;
 - a record that cannot be read, in a segment that can, is kept likewise; a newer one until it is dropped on request.
 
@@ -57,7 +57,7 @@ ANY = BlockKey(b"")
 
 
 _DOUBTFUL = FAR // 2
-"""Everything with a higher sequence number than this is dropped when one above FAR is found."""
+"""Everything with this sequence number or a higher one is dropped when one of FAR or more is found."""
 _NEVER = (1 << 63) - 1
 """The ``cut`` of a segment that cannot be read: all its journal records are older."""
 
@@ -92,7 +92,8 @@ def current(records: npt.NDArray[np.void], segments: Segments, cuts: dict[int, i
 
 
 class Recovery:
-    """The result of recovery. Fills ``segments``; the rest of the state is kept here until the volume takes it over."""
+    """Recovers a directory (``run``). Fills ``segments``; the rest of the state is kept here until the volume takes it
+    over."""
 
     def __init__(self, directory: Directory, direct: bool, segments: Segments) -> None:
         self._directory = directory

@@ -11,9 +11,9 @@ last sync (``_dirty``), because until then a power loss may restore what was ove
 The disk may have less space than the budget. When it refuses a segment, the tier continues as if its budget ended
 there: it takes a smaller segment if it can get one, then re-divides the segments it has and evicts to empty them. It
 asks for more after ``_RETRY`` seconds, not at each write, and logs once when this begins and once when it ends. A slot
-whose write failed is not used again until then, because the next writer would otherwise get the same one. If even slots
-that were written before fail, or empty segments cannot be re-divided, nothing is evicted for them until then: blocks
-would be lost without making space.
+whose write failed is not used for ``_RETRY`` seconds, because the next writer would otherwise get the same one. If even
+slots that were written before fail, or empty segments cannot be re-divided, nothing is evicted for them for that time:
+blocks would be lost without making space.
 
 Records of other versions of kvtide are *kept* (``_kept``; see recovery.py). The journal does not say which version
 wrote a record. So the header of a slot that was in use when the directory was opened is read before it is overwritten

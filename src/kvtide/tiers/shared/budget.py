@@ -269,7 +269,7 @@ class BudgetCoordinator:
         self._removed = self._leftovers = self._served = 0
 
     def __repr__(self) -> str:
-        return f"<Steward {f'of term {self._term}' if self._term else 'not elected'}>"
+        return f"<BudgetCoordinator {f'of term {self._term}' if self._term else 'not elected'}>"
 
     def statistics(self) -> BudgetCoordinatorStatistics:
         done = BudgetCoordinatorStatistics(

@@ -15,8 +15,9 @@ which node wrote it and when: it is a miss, and any node that finds it deletes i
 higher one, was stored afterwards. Clocks need not agree, and a dropped block can be stored again without waiting.
 
 *A node that writes before it has read a page* writes a record with a lower number. When it reads the page, it deletes
-what it has written since it last read the log. If it dies before, the other nodes refuse the blob, and before a page is
-removed from the log the blobs that it names are checked once more. A node that has not read the log for long reads it
+the blobs of the blocks that the page names (for a tenant's page: outdated blobs of all blocks) that it has written
+since it last read the log. If it dies before, the other nodes refuse the blob, and before a page is removed from the
+log the blobs that it names are checked once more. A node that has not read the log for long reads it
 before it writes, or does not write.
 
 *Cheap to follow.* Whether there is a page N+1 is one query for two names, a few times in a lease. All pages are listed
@@ -243,13 +244,14 @@ class DropLog:
             self._hear()
             number = self.number + 1
             if number > _LAST:
-                raise OSError(errno.ENOSPC, f"{_page(_LAST)} exists, and no page can follow it: remove it")
-            # first: if this process dies in between, the tenant is forgotten all the same, and no node misses it
+                raise OSError(errno.ENOSPC, f"{_page(_LAST)} is there, and no page can follow it: remove it")
+            # First: if this process dies in between, nodes that open later still treat the tenant as forgotten, and
+            # there is never a page whose lasting blob is missing.
             if lasting:
                 self._blobs.create(f"{lasting}{number:018d}", b"", self._timeout)
             if self._blobs.create(_page(number), self._sealed(number, what), self._timeout):
                 return number
-        raise OSError(errno.EBUSY, "each page number that was tried was taken by another node")
+        raise OSError(errno.EBUSY, "others were quicker to write each page that was tried")
 
     def _sealed(self, number: int, what: bytes) -> bytes:
         seal, body = self._encryption.new(OWN), number.to_bytes(8, "little") + what

@@ -141,7 +141,7 @@ class Files:
                 if e.errno in _NO_LINKS:
                     raise OSError(
                         errno.ENOTSUP,
-                        "this filesystem has no hard links, which are needed to elect one of many writers",
+                        "this filesystem has no hard links, by which one of many writers wins",
                         path,
                     ) from e
                 raise

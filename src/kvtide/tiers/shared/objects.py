@@ -155,7 +155,7 @@ class Objects:
         if not self._keeps_conditions(end):
             raise OSError(
                 errno.ENOTSUP,
-                "this object store has no conditional writes, which are needed to elect one of many writers",
+                "this object store keeps no conditions, by which one of many writers wins",
             )
         (outcome,) = self._put([(_path(name), [memoryview(data)])], end)
         _check(outcome, obstore.exceptions.AlreadyExistsError)
@@ -373,7 +373,7 @@ def _refusal(error: Exception) -> Exception:
     """Map an error to one of few messages, since they are counted by message."""
     known, text = obstore.exceptions, str(error)
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
-        return OSError(errno.ENOENT, "the object store has no such bucket: create it, or correct objects.url")
+        return OSError(errno.ENOENT, "the object store has no such bucket: make it, or mend objects.url")
     status = _STATUS.search(text)
     denied = status is not None and status[1].startswith(("401", "403"))
     if denied or isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)):

@@ -166,4 +166,4 @@ def _number(text: bytes) -> int:
 
 
 def _nonsense() -> OSError:
-    return OSError(errno.EPROTO, "the server does not speak the protocol of Valkey")
+    return OSError(errno.EPROTO, "what answers there does not speak the protocol of Valkey")

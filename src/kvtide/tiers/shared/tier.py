@@ -589,7 +589,7 @@ class Shared:
             if header.expiry <= self._clock.time():
                 raise Rejected(Reason.EXPIRED)  # deleting it makes space for the next write
             return BlobEntry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
-        except Exception as e:  # noqa: BLE001 - see Tally
+        except Exception as e:  # noqa: BLE001 - see TierCounters
             if not (isinstance(e, Rejected) and e.reason is Reason.GONE):
                 self._failed("find", e)
             self._unsound(key, who, e)

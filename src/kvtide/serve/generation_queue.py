@@ -21,7 +21,7 @@ from kvtide.engines.background import Background
 from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.protocol import ApiError
 
-__all__ = ["Turn", "Turns"]
+__all__ = ["GenerationQueue", "Turn"]
 
 log = logging.getLogger("kvtide.serve")
 
@@ -32,7 +32,7 @@ Said = tuple[int, str | Answered]
 class Turn:
     """The asks of one request: iterate over it for the outputs. Used in the event loop."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: GenerationQueue) -> None:
         self._turns = turns
         self._asks: Sequence[Ask] = ()
         self._loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class Turn:
             self._loop.call_soon_threadsafe(self._said.put_nowait, said)
 
 
-class Turns:
+class GenerationQueue:
     """The queue of requests for a model."""
 
     def __init__(self, engine: GenerationEngine, waiting: int) -> None:

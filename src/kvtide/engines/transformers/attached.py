@@ -52,8 +52,8 @@ from kvtide.block import BLOCK_TOKENS, LOSSY
 from kvtide.call_guard import CallGuard
 from kvtide.engines.background import Background
 from kvtide.engines.identity import Moment, Weights, adapters, settings
+from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.mover import Mover
-from kvtide.engines.paged.select import mover
 from kvtide.engines.transformers.dynamic_cache import fill, layout_of, sections_of, store_row
 from kvtide.engines.transformers.overlap import Overlap, chosen, sizes
 from kvtide.engines.transformers.prefill import Prefill

@@ -44,7 +44,7 @@ from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.forget import Forgotten
 from kvtide.store.node_statistics import ClientStatistics, ModelStatistics
 from kvtide.transfer.pipeline import DropRequest, Expiring
-from kvtide.transfer.written import Flushed, Unwritten
+from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["LARGEST_PART", "UNSTORED", "ClientHandler"]
 
@@ -199,7 +199,7 @@ class ClientHandler:
         self._left, self._spent = work_limits.FRAME, 2 * work_limits.OPERATION
         if release is None:
             self._reply(number, [self._answer(match)])  # type: ignore[list-item]  # not an iterator: see _match
-        elif self._account.ample:  # memory is plentiful, so the release can wait: the answer goes first
+        elif self._account.ample:  # enough of the client's share is left: the answer goes first
             self._reply(number, [None, self._answer(match)])  # type: ignore[list-item]
             self._answer(release)
         else:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtide.index.index import Rows
 
-__all__ = ["LONGEST", "Ahead"]
+__all__ = ["LONGEST", "ExpectedUse"]
 
 LONGEST = 2
 """Blocks expected after more uses than this many times the tier's capacity are not kept."""
@@ -26,7 +26,7 @@ _PART = 4
 """At most 1/``_PART`` of a tier's blocks may be kept."""
 
 
-class Ahead:
+class ExpectedUse:
     """For one column. All calls need the index lock."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from kvtide.index.index import Index
 from kvtide.plan.cost import Speed
 from kvtide.transfer.transfer import Transfer
 
-__all__ = ["PrefetchBackend", "Returns"]
+__all__ = ["PrefetchBackend", "Prefetcher"]
 
 _PROMPTS, _BLOCKS = 4096, 1 << 20
 """The most prompts, and blocks of all prompts together, that are remembered."""
@@ -67,7 +67,7 @@ class _Expected:
         return self.joined[-_DIGEST:]
 
 
-class Returns:
+class Prefetcher:
     """The expected prompts of one store. Thread-safe; no caller waits for it."""
 
     def __init__(

@@ -19,17 +19,17 @@ from kvtide.config import Config
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.plan.usage import TURNS
-from kvtide.replay.world import TraceClock
+from kvtide.replay.simulation import TraceClock
 from kvtide.store.session import Session
 from kvtide.store.store import Store
 from kvtide.tiers.segments import ladder
 
-__all__ = ["RealWorld"]
+__all__ = ["RealStoreReplay"]
 
 _TOKENS = 16
 
 
-class RealWorld:
+class RealStoreReplay:
     """A store like that of ``kvtide.open``, with a session for each tenant. Its NVMe tier is at
     ``config.nvme.path``."""
 

@@ -18,9 +18,9 @@ from kvtide.config import Config
 from kvtide.events import Feed
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
-from kvtide.plan.budget import WriteBudget
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.usage import TURNS, UsageTracker
+from kvtide.plan.write_budget import WriteBudget
 from kvtide.replay.simulated_tier import SimulatedDram, SimulatedTier
 from kvtide.tiers.base import Identity
 from kvtide.tiers.segments import ladder
@@ -29,7 +29,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.pipeline import Pipeline, WriteRequest
 from kvtide.transfer.transfer import Transfer
 
-__all__ = ["TraceClock", "World"]
+__all__ = ["Simulation", "TraceClock"]
 
 COLD = 1
 _PART = 64
@@ -49,7 +49,7 @@ class TraceClock:
         return self.now
 
 
-class World:
+class Simulation:
     """DRAM and, if the configuration has a path for it, a colder tier; blocks of ``block`` bytes each."""
 
     def __init__(self, config: Config, block: int) -> None:
