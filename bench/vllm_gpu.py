@@ -4,7 +4,7 @@
     python -m bench.vllm_gpu cold --pairs 20
 
 ``first``: the first request of a new engine with a new node, of each case; how much of what it computed is found when
-vLLM's own cache was emptied, and how long loading it takes the first, second and third time, beside vLLM's own cache
+vLLM's own cache was emptied, and how long loading it takes each of six times, beside vLLM's own cache
 and beside the bus: one large copy of as many bytes from pinned memory, in the same process.
 ``cold``: three engines alive in one process, without a connector, with one that does nothing and with kvtide, which
 take turns at prompts that nobody has had: 16 prompts of 4,000 tokens with 64 out, 32 prompts of 200 with 200 out, and

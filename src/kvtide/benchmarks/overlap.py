@@ -118,11 +118,11 @@ def measure(
             alone = _seconds(device, lambda: type(model).generate(model, *generate.args, **generate.keywords))
             settings.progress(f"loading alone, round {i + 1}")
             loaded = run.loaded()
-            seconds, cached = run.first_token(generate, prefill=None)
+            seconds, cached = run.forced_first_token(generate, None)
             if cached != min(run.tokens, tokens - 1):
                 raise ConfigError(f"of {run.tokens} stored tokens {cached} were loaded where all were to be")
             settings.progress(f"both at once, round {i + 1}")
-            at_once, cached = run.first_token(generate, prefill=PrefillCost(run.load_seconds / run.tokens))
+            at_once, cached = run.forced_first_token(generate, PrefillCost(run.load_seconds / run.tokens))
             if not 0 < cached < run.tokens - 1:
                 raise ConfigError(
                     f"{cached} of {run.tokens} stored tokens were loaded: they were not loaded and computed at once. "
@@ -249,25 +249,23 @@ class _Run:
             raise ConfigError(f"{tail.arrived} of {self.blocks} blocks were read from the disk")
         return tail.loaded
 
-    def first_token(self, generate: Callable[[], object], **forced: PrefillCost | None) -> tuple[float, int]:
-        """Seconds to the first token, and how many tokens were loaded.
-
-        ``prefill`` overrides the prefill cost; None: unknown, so that all is loaded. Without it the cost measured so
-        far decides.
-        """
+    def first_token(self, generate: Callable[[], object]) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens were loaded, by the prefill cost measured so far."""
         self._forget()
-        before = self._bytes_read()
-        known = self._attached.prefill.cost
-        if forced:
-            self._attached.prefill.cost = forced["prefill"]
         seconds = _seconds(self._device, generate)
         self._attached.flush()
-        if forced:
-            if self._attached.prefill.cost is forced["prefill"]:  # nothing was learned from it
-                self._attached.prefill.cost = known
-            if self._bytes_read() == before:
-                raise ConfigError("nothing was read from the disk where a prefix was to be loaded")
         return seconds, sum(self._attached.statistics().last.cached)
+
+    def forced_first_token(self, generate: Callable[[], object], prefill: PrefillCost | None) -> tuple[float, int]:
+        """The same with another prefill cost; None: unknown, so that all is loaded."""
+        before, known = self._bytes_read(), self._attached.prefill.cost
+        self._attached.prefill.cost = prefill
+        found = self.first_token(generate)
+        if self._attached.prefill.cost is prefill:  # nothing was learned from it
+            self._attached.prefill.cost = known
+        if self._bytes_read() == before:
+            raise ConfigError("nothing was read from the disk where a prefix was to be loaded")
+        return found
 
     def _bytes_read(self) -> int:
         return self._store.statistics().tiers["nvme"].bytes_read

@@ -130,16 +130,13 @@ class PagedEngine:
     # -- the limit: the parts of a move, each alone
 
     def _pieces(self, copies: list[Copy]) -> list[_Piece]:
-        from kvtide.engines.paged.cuda import REGISTRY
-        from kvtide.engines.paged.gpu import AT_ONCE, neighbours, parts
+        from kvtide.engines.paged.gpu import AT_ONCE, by_address, neighbours, parts
 
         geometry, sections = self._pages.geometry, len(self._pages.sections)
         width = self._pages.heads * self._pages.each * self._pages.atom
         found = []
         for part in parts(len(copies), min(AT_ONCE, _BUFFER // (width * sections))):
-            places = REGISTRY.find([c.block for c in copies[part.start : part.stop]])
-            order = np.argsort(places)
-            some, places = [copies[part.start + k] for k in order.tolist()], places[order]
+            some, places, _ = by_address(copies[part.start : part.stop])
             for start, count in neighbours(some, places, geometry.footprint):
                 found.append(_Piece(int(places[start]), geometry.stride, width, count * sections))
         return found

@@ -203,7 +203,7 @@ class Scheduler:
             if not load.transfer.ended and not late:
                 return False
             load.cancel()
-            offer.counted = self._node_thread.ask(partial(_arrived, offer.match, load), 0)
+            offer.counted = self._node_thread.ask(partial(_held_tokens, offer.match, load), 0)
         if not self._node_thread.soon(offer.counted) and not late:
             return False
         # If this answer is late too, use the count that the node gave before: it still holds those blocks.
@@ -371,7 +371,7 @@ class Scheduler:
 # The functions below run on the node thread, after the calls queued before them.
 
 
-def _arrived(match: Match, load: Load) -> int:
+def _held_tokens(match: Match, load: Load) -> int:
     """Tokens of a match that are leased when its load has ended or was cancelled. If all are, the node has reported so
     at the end of the load; asking it for fewer maps the blocks' memory, which only workers need."""
     held = match.held_tokens

@@ -301,10 +301,7 @@ class _Lane:
         at_once = max(1, min(sections, self._nbytes // section))
         word = word_of(pages)
         for part in parts(len(copies), blocks):
-            some = copies[part.start : part.stop]
-            places = cuda.REGISTRY.find([c.block for c in some])
-            order = np.argsort(places)  # adjacent slots are copied together
-            some, places = [some[k] for k in order.tolist()], places[order]
+            some, places, order = by_address(copies[part.start : part.stop])
             table = self._table(np.concatenate([pages.bases, numbers[part.start : part.stop][order].ravel()]))
             for first in range(0, sections, at_once):
                 span = range(first, min(sections, first + at_once))
@@ -432,6 +429,14 @@ def parts(count: int, most: int) -> Iterator[range]:
         stop = min(count, start + size)
         yield range(start, stop)
         start, size = stop, min(most, 2 * size)
+
+
+def by_address(copies: Sequence[Copy]) -> tuple[Sequence[Copy], _Numbers, _Numbers]:
+    """The copies in the order of their slots in memory, so that adjacent slots are copied together; the address of each
+    slot; and the number that each copy had before."""
+    places = cuda.REGISTRY.find([c.block for c in copies])
+    order = np.argsort(places)
+    return [copies[k] for k in order.tolist()], places[order], order
 
 
 def neighbours(copies: Sequence[Copy], places: _Numbers, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -309,13 +309,7 @@ class Encryption:
 
 
 def _reason(e: Unavailable) -> Reason:
-    match e.state:
-        case KeyState.DESTROYED:
-            return Reason.KEY_DESTROYED
-        case KeyState.UNKNOWN:
-            return Reason.KEY_UNKNOWN
-        case _:
-            return Reason.KEY_UNAVAILABLE
+    return Reason.KEY_UNAVAILABLE if e.state is None else Reason(e.state.value)
 
 
 OPEN = Encryption()

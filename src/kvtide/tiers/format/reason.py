@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from kvtide.security.wrapping import KeyState
+
 __all__ = ["NO_KEY", "UNUSABLE", "Reason"]
 
 
@@ -29,8 +31,8 @@ class Reason(StrEnum):
     NO_CODEC = "its codec is not installed"
     # Its key cannot be used.
     KEY_NOT_HERE = "its key is not here"
-    KEY_UNKNOWN = "its key is not known here"
-    KEY_DESTROYED = "its key was destroyed"
+    KEY_UNKNOWN = KeyState.UNKNOWN.value
+    KEY_DESTROYED = KeyState.DESTROYED.value
     KEY_UNAVAILABLE = "its key cannot be had"
     # The block is gone, or is being removed.
     GONE = "gone"

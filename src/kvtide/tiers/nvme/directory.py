@@ -35,7 +35,7 @@ from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected, parse, recognise
 from kvtide.tiers.format.scratch import Scratch
 
-__all__ = ["FORMAT", "Directory", "SegmentHeader"]
+__all__ = ["FORMAT", "Directory", "SegmentHeader", "unreadable"]
 
 FORMAT = 1
 
@@ -258,7 +258,7 @@ class Directory:
             try:
                 got = self.disk.read(fd, [data], ALIGN + first * segment.size)
             except OSError as e:
-                yield from ((first + i, _unreadable(e)) for i in range(count))
+                yield from ((first + i, unreadable(e)) for i in range(count))
                 continue
             for i in range(count):
                 found = data[i * segment.size : min(got, (i + 1) * segment.size)]
@@ -280,8 +280,9 @@ class Directory:
         try:
             return data[: self.disk.read(fd, [data], offset)]
         except OSError as e:
-            raise _unreadable(e) from e
+            raise unreadable(e) from e
 
 
-def _unreadable(e: OSError) -> Rejected:
+def unreadable(e: OSError) -> Rejected:
+    """The verdict on a record that the disk failed to read."""
     return Rejected(Reason.UNREADABLE, f"unreadable: {e.strerror}")

@@ -36,7 +36,7 @@ from kvtide.tiers.format.packer import check_sections
 from kvtide.tiers.format.reason import NO_KEY, Reason
 from kvtide.tiers.format.record import Header, OtherVersion, Rejected, parse
 from kvtide.tiers.format.scratch import Scratch
-from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
+from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader, unreadable
 from kvtide.tiers.nvme.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, longest, replay
 from kvtide.tiers.segments import place_of, segment_of, slot_of
 
@@ -468,7 +468,7 @@ class _Look:
         except Rejected as e:
             return _without_traceback(e)
         except OSError as e:
-            return Rejected(Reason.UNREADABLE, f"unreadable: {e.strerror}")
+            return unreadable(e)
         return None
 
     def _still(self, damaged: list[Damage], trusted: bool) -> list[Damage]:
