@@ -9,7 +9,8 @@ and beside the bus: one large copy of as many bytes from pinned memory, in the s
 ``cold``: three engines alive in one process, without a connector, with one that does nothing and with kvtide, which
 take turns at prompts that nobody has had: 16 prompts of 4,000 tokens with 64 out, 32 prompts of 200 with 200 out, and
 32 prompts of 16 with 200 out, which complete no block. The ratio to the engine without a connector in each round, with
-the 95 % interval of its mean.
+the 95 % interval of its mean, and which steps took longer. A few rounds go before, in which the node takes its memory
+from the system: their times are printed too.
 
 vLLM needs no tokenizer or checkpoint here. Give each run another ``--dram``: engines with the same settings share a
 node.
@@ -164,27 +165,67 @@ def first(cases: list[str], dram: str, *, compiled: bool, pause: float) -> None:
         print(json.dumps(row), flush=True)
 
 
-def cold(pairs: int, dram: str, names: list[str], only: list[str]) -> None:
+class Steps:
+    """When each step of an engine ended, counted from the start of the request."""
+
+    def __init__(self, llm: Any) -> None:
+        self.ends: list[float] = []
+        self._step = llm.llm_engine.step
+        llm.llm_engine.step = self._timed
+
+    def _timed(self) -> Any:
+        found = self._step()
+        self.ends.append(time.perf_counter())
+        return found
+
+    def take(self, began: float) -> list[float]:
+        ends, self.ends = [end - began for end in self.ends], []
+        return ends
+
+
+def by_step(none: list[list[float]], ours: list[list[float]]) -> dict[str, list[float]]:
+    """Milliseconds that each step took longer with a connector: the median over all rounds, in tens of steps after the
+    first ten."""
+    steps = min(len(run) for run in none + ours)
+    extra = [1000 * statistics.median(b[i] - a[i] for a, b in zip(none, ours, strict=True)) for i in range(steps)]
+    each = [after - before for before, after in zip([0.0, *extra], extra, strict=False)]
+    tens = [sum(each[i : i + 10]) for i in range(10, steps, 10)]
+    return {"first_steps_ms": [round(e, 2) for e in each[:10]], "tens_of_steps_ms": [round(e, 2) for e in tens]}
+
+
+def cold(pairs: int, dram: str, names: list[str], only: list[str], warm: int) -> None:
     connectors = {"none": None, "bare": BARE, "kvtide": kvtide(dram)}
     engines = {name: engine(connectors[name], compiled=True) for name in ["none", *names]}
+    steps = {name: Steps(llm) for name, llm in engines.items()}
     kinds = {kind: KINDS[kind] for kind in only}
-    for llm in engines.values():
+    for name, llm in engines.items():
         for kind, (count, tokens, out) in kinds.items():
-            ask(llm, [prompt(tokens, f"warm {kind} {i}") for i in range(count)], out)
+            warmed = [
+                ask(llm, [prompt(tokens, f"warm {kind} {number} {i}") for i in range(count)], out)[0]
+                for number in range(warm)
+            ]
+            print(json.dumps({"kind": kind, "engine": name, "warm_up_seconds": warmed}), flush=True)
+            empty(llm)
     for kind, (count, tokens, out) in kinds.items():
         took: dict[str, list[float]] = {name: [] for name in engines}
+        ends: dict[str, list[list[float]]] = {name: [] for name in engines}
         for number in range(pairs):
             prompts = [prompt(tokens, f"{kind} {number} {i}") for i in range(count)]
             first = number % len(engines)
             for name in [*list(engines)[first:], *list(engines)[:first]]:
+                steps[name].take(0)
+                began = time.perf_counter()
                 took[name].append(ask(engines[name], prompts, out)[0])
+                ends[name].append(steps[name].take(began))
                 empty(engines[name])
         for name in names:
             ratios = [ours / without for ours, without in zip(took[name], took["none"], strict=True)]
             mean = statistics.mean(ratios)
             wide = T_95.get(pairs, 2.1) * statistics.stdev(ratios) / pairs**0.5
             row = {"kind": kind, "engine": name, "pairs": pairs, "seconds": statistics.median(took["none"])}
-            print(json.dumps(row | {"ratio": mean, "low": mean - wide, "high": mean + wide}), flush=True)
+            row |= {"ratio": mean, "low": mean - wide, "high": mean + wide, "median": statistics.median(ratios)}
+            row |= by_step(ends["none"], ends[name]) | {"ratios": [round(ratio, 4) for ratio in ratios]}
+            print(json.dumps(row), flush=True)
 
 
 def main() -> None:
@@ -199,11 +240,12 @@ def main() -> None:
     two.add_argument("--pairs", type=int, default=20)
     two.add_argument("--connectors", nargs="+", choices=["bare", "kvtide"], default=["bare", "kvtide"])
     two.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    two.add_argument("--warm", type=int, default=6, help="unmeasured rounds first, in which the node takes its memory")
     given = parser.parse_args()
     if given.command == "first":
         first(given.cases, given.dram, compiled=given.compiled, pause=given.pause)
     else:
-        cold(given.pairs, given.dram, given.connectors, given.kinds)
+        cold(given.pairs, given.dram, given.connectors, given.kinds, given.warm)
 
 
 if __name__ == "__main__":

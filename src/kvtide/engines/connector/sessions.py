@@ -59,16 +59,26 @@ class TenantSessions:
         return self.layout_sessions[0]
 
     def longest(
-        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
+        self,
+        chain: Chain,
+        extras: Sequence[Extra],
+        have: int,
+        prefill: Prefill | None,
+        *,
+        again: bool = False,
+        record: bool,
     ) -> tuple[Match, WorkerGroup]:
-        """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
-        whether this is the first lookup for the request."""
-        best, crew = self.own.session.match(chain, have=have, prefill=prefill, record=record), self.own.crew
+        """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``again``: it
+        is not counted as a use. ``record``: whether this is the first lookup for the request."""
+        own = self.own
+        best, crew = own.session.match(chain, have=have, prefill=prefill, again=again, record=record), own.crew
         for layout_session in self.layout_sessions[1:]:
             if best.blocks == chain.blocks:
                 break
             try:
-                other = layout_session.session.match(chain.named, extras, have=have, prefill=prefill, record=False)
+                other = layout_session.session.match(
+                    chain.named, extras, have=have, prefill=prefill, again=again, record=False
+                )
             except BaseException:
                 best.release()
                 raise
