@@ -259,7 +259,7 @@ def _notes(report: ReplayReport) -> list[str]:
         notes.append(f"{report.write_amplification:.2f} bytes written to the colder tier for each byte computed")
     for name, seconds in report.seconds.items():
         notes.append(f"{seconds:,.1f} s {name}")
-    notes.append(f"{report.policy_us:.1f} us of books and {report.learning_us:.1f} us of learning for each block here")
+    notes.append(f"{report.policy_us:.1f} us of bookkeeping and {report.learning_us:.1f} us of learning for each block here")
     return notes
 
 
