@@ -259,7 +259,8 @@ def _notes(report: ReplayReport) -> list[str]:
         notes.append(f"{report.write_amplification:.2f} bytes written to the colder tier for each byte computed")
     for name, seconds in report.seconds.items():
         notes.append(f"{seconds:,.1f} s {name}")
-    notes.append(f"{report.policy_us:.1f} us of bookkeeping and {report.learning_us:.1f} us of learning for each block here")
+    bookkeeping, learning = f"{report.policy_us:.1f} us of bookkeeping", f"{report.learning_us:.1f} us of learning"
+    notes.append(f"{bookkeeping} and {learning} for each block here")
     return notes
 
 
