@@ -107,7 +107,7 @@ def good(caller: Caller) -> set[BlockKey]:
     """The blocks that are found, of which each can be read."""
     places = found(caller)
     who = [WHO if caller.finds([k], WHO, [p]) == [True] else OTHER for k, p in places.items()]
-    batch = [caller.wish(k, w, p) for w, (k, p) in zip(who, places.items(), strict=True)]
+    batch = [caller.read_item(k, w, p) for w, (k, p) in zip(who, places.items(), strict=True)]
     assert caller.read(batch) == [True] * len(places)
     return set(places)
 
@@ -512,7 +512,7 @@ def test_a_paper_that_nobody_can_have_written_is_not_read(tmp_path: Path, name: 
     coordination = CoordinationBlobs(blobs, 6.0)
     steward = BudgetCoordinator(coordination, 1 << 20, clock)
     steward.step()
-    coordination.say("ask", 1, "me", 1, 1000)
+    coordination.create("ask", 1, "me", 1, 1000)
     steward.step()
     assert [(paper.who, paper.nbytes) for paper in coordination.find("grant")] == [("me", 1000)]
     assert steward.statistics().term == 1

@@ -291,7 +291,7 @@ def test_everybody_knows_how_the_budget_stands(storage: Storage, clock: FakeCloc
     writer, reader = Process(storage), Process(storage, seed=1)
     fill(clock, writer, 150, [reader])
     later(clock, [writer, reader], 10 * LEASE)
-    told = reader.write_credits.told()
+    told = reader.write_credits.coordinator_statistics()
     assert told.who
     assert (told.term, told.budget, told.blocks) == (1, BUDGET, writer.steward.statistics().blocks)
     assert told.blocks_removed == len(storage.removed) > 0
@@ -299,7 +299,7 @@ def test_everybody_knows_how_the_budget_stands(storage: Storage, clock: FakeCloc
     assert reader.write_credits.silence < LEASE
     writer.steward.resign()
     later(clock, [reader], 1)
-    assert reader.write_credits.told().who == ""
+    assert reader.write_credits.coordinator_statistics().who == ""
 
 
 def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: FakeClock) -> None:
@@ -307,7 +307,7 @@ def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: Fake
     for n, rubbish in enumerate((b"", b"\xff" * 5000, b'{"who": 3}', b"[]")):
         storage.put(f"evictor.0000000001.{n:010d}", rubbish)
         reader.write_credits.step()
-    assert reader.write_credits.told() == BudgetCoordinatorStatistics()
+    assert reader.write_credits.coordinator_statistics() == BudgetCoordinatorStatistics()
 
 
 def test_who_was_away_for_too_long_is_told_so(storage: Storage, clock: FakeClock) -> None:

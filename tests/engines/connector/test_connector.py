@@ -300,7 +300,7 @@ def test_tenants_that_are_not_in_use_make_room(
     node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "_TENANTS", 2)
-    monkeypatch.setattr(worker, "_CREWS", 2)
+    monkeypatch.setattr(worker, "_GROUPS", 2)
     toy = engines(pages=200)
     for turn in range(2):
         for i in range(5):

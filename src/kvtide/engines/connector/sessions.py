@@ -41,7 +41,7 @@ class _LayoutSession:
     """A session and the worker group through which workers join it."""
 
     session: Session
-    crew: WorkerGroup
+    worker_group: WorkerGroup
 
 
 @dataclass(slots=True)
@@ -63,7 +63,10 @@ class TenantSessions:
     ) -> tuple[Match, WorkerGroup]:
         """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
         whether this is the first lookup for the request."""
-        best, crew = self.own.session.match(chain, have=have, prefill=prefill, record=record), self.own.crew
+        best, worker_group = (
+            self.own.session.match(chain, have=have, prefill=prefill, record=record),
+            self.own.worker_group,
+        )
         for layout_session in self.layout_sessions[1:]:
             if best.blocks == chain.blocks:
                 break
@@ -73,9 +76,9 @@ class TenantSessions:
                 best.release()
                 raise
             if other.tokens > best.tokens:
-                best, other, crew = other, best, layout_session.crew
+                best, other, worker_group = other, best, layout_session.worker_group
             other.release()
-        return best, crew
+        return best, worker_group
 
     def close(self) -> None:
         for layout_session in self.layout_sessions:
