@@ -152,7 +152,7 @@ class TwoWriters(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30))
     def a_file_vanishes(self, which: int) -> None:
-        """As if a steward had removed it, and nobody had heard."""
+        """As if a coordinator had removed it, and no node had read that."""
         if files := self.files():
             files[which % len(files)].unlink()
             self.asked.add(files[which % len(files)].name)

@@ -478,19 +478,19 @@ def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
 
 def test_what_others_say_was_used_is_read_up_to_a_limit(tmp_path: Path) -> None:
     clock = FakeClock()
-    steward = BudgetCoordinator(CoordinationBlobs(Files(tmp_path), 6.0), 1 << 20, clock)
+    coordinator = BudgetCoordinator(CoordinationBlobs(Files(tmp_path), 6.0), 1 << 20, clock)
     (tmp_path / "us").mkdir()
     (tmp_path / "us" / "used.me.0000000001").touch()
     sparse(tmp_path / "us" / "used.me.0000000001")
     with takes_little():
         for _ in range(3):
-            steward.step()
+            coordinator.step()
             clock.advance(3)
-    assert steward.statistics().term == 1
+    assert coordinator.statistics().term == 1
 
 
-def test_a_paper_that_is_no_file_does_not_decide_who_keeps_the_budget(tmp_path: Path) -> None:
-    """Of many who make a paper one wins: one that nobody made must not have won."""
+def test_a_coordination_blob_that_is_no_file_does_not_decide_the_election(tmp_path: Path) -> None:
+    """Of several nodes that create a blob one wins the election; a blob that no node created must not win it."""
     blobs = Files(tmp_path)
     assert blobs.create("evictor.1", b"mine", 5.0)
     (tmp_path / "ev" / "evictor.1").unlink()
@@ -504,15 +504,15 @@ def test_a_paper_that_is_no_file_does_not_decide_who_keeps_the_budget(tmp_path: 
     "name",
     ["evictor.", "evictor.x.y", "evictor.1.2", "ask.x", "ask.1.me.1.many", "back.1.2.3.4.5", "grant....", "used."],
 )
-def test_a_paper_that_nobody_can_have_written_is_not_read(tmp_path: Path, name: str) -> None:
+def test_a_coordination_blob_that_no_node_can_have_written_is_not_read(tmp_path: Path, name: str) -> None:
     """Whoever wants to write gets credit all the same."""
     clock, blobs = FakeClock(), Files(tmp_path)
     (tmp_path / name[:2]).mkdir()
     (tmp_path / name[:2] / name).touch()
     coordination = CoordinationBlobs(blobs, 6.0)
-    steward = BudgetCoordinator(coordination, 1 << 20, clock)
-    steward.step()
+    coordinator = BudgetCoordinator(coordination, 1 << 20, clock)
+    coordinator.step()
     coordination.create("ask", 1, "me", 1, 1000)
-    steward.step()
-    assert [(paper.who, paper.nbytes) for paper in coordination.find("grant")] == [("me", 1000)]
-    assert steward.statistics().term == 1
+    coordinator.step()
+    assert [(blob.who, blob.nbytes) for blob in coordination.find("grant")] == [("me", 1000)]
+    assert coordinator.statistics().term == 1
