@@ -48,7 +48,7 @@ class TwoWriters(RuleBasedStateMachine):
         self.mortal: set[str] = set()
         """Those that may expire."""
         self.spoilt: set[str] = set()
-        """Those that were broken: whoever finds one removes it."""
+        """Blocks that were damaged: a node that finds one removes it."""
         self.asked: set[str] = set()
         """Those that the last rule has dropped."""
 

@@ -316,7 +316,7 @@ def test_a_group_gives_a_role_and_ones_own_entry_wins(node: Process) -> None:
 
 @root
 def test_refused_administrative_acts_are_in_the_audit_log(node: Process) -> None:
-    """However often somebody tries, he fills neither the log nor the node's time."""
+    """However often a user without a role tries, neither the log nor the node's time is used up."""
 
     def attempt() -> None:
         with Client(node.path) as client:

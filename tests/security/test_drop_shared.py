@@ -1,4 +1,4 @@
-"""What was dropped does not come back through storage that others use too, whoever has it still and writes it when."""
+"""Dropped blocks do not come back through shared storage, whichever node still has them and whenever it writes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Somebody who can write to our storage, and has no keys: what he puts there costs blocks, and nothing else.
+"""An attacker who can write to our storage, and has no keys, can cost us blocks, and nothing else.
 
-In each test he plants one thing in the real folder of a tier. What is asserted is what the others still have: that
-opening ends, which blocks they get, how much memory it takes, that nothing outside the folder was touched, and that
-what is stored afterwards is found again.
+In each test the attacker plants one thing in the real folder of a tier. The tests assert what the other users still
+have: opening ends, which blocks they get, how much memory it takes, nothing outside the folder was touched, and blocks
+that are stored afterwards are found again.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
 def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
     tmp_path: Path, key_ring: KeyRing, forged: str, asked: str
 ) -> None:
-    """The ids of keys stand in the open, so he can name one that there is."""
+    """The ids of keys are not encrypted, so the attacker can use an existing one."""
     root, encryption, names, clock = tmp_path / "root", Encryption(key_ring), keys(10), FakeClock()
     caller = shared(root, encryption, clock)
     places = caller.write(names, WHO)

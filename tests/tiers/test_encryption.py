@@ -409,7 +409,7 @@ def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
 def test_garbage_on_the_disk_is_never_more_than_a_miss(
     tmp_path_factory: pytest.TempPathFactory, rubbish: list[tuple[float, bytes]]
 ) -> None:
-    """Written anywhere, by whoever has the disk but no keys: what is read is right, or is not read."""
+    """Bytes written anywhere, by an attacker with the disk but no keys: a read returns the right bytes, or fails."""
     path = tmp_path_factory.mktemp("garbage")
     caller = opened(path, ring_in(path))
     caller.write(keys(6), FOUR)

@@ -708,7 +708,7 @@ def test_a_power_loss_brings_no_dropped_block_back(path: Path, seed: int, what: 
         caller.tier.evict(names[0], places[0])
     if what == "overwritten":
         assert caller.write(keys(1, start=100), SMALL) == [places[0]]
-    if killed:  # and whoever comes after cannot know what of that is on the medium
+    if killed:  # and the next process cannot know what of that is on the medium
         disk.die()
         caller.close()
         disk.revive()

@@ -174,7 +174,7 @@ class Process:
 
 
 def later(clock: FakeClock, processes: Sequence[Process], seconds: float) -> None:
-    """Let time pass, and everybody take his steps."""
+    """Let time pass, and all processes take their steps."""
     for _ in range(round(seconds)):
         clock.advance(1.0)
         for process in processes:
@@ -423,7 +423,7 @@ def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int
         if len(running) < 3 and random.random() < 0.0015:
             go_on(random.choice([1, LEASE, 3 * LEASE, 6 * LEASE]))
 
-    go_on(1)  # whoever has not looked yet knows of nothing that he could forget
+    go_on(1)  # a process that has not looked yet knows of nothing that it could forget
     for process in processes:
         process.view.stop = maybe_stop
     go_on(60)
