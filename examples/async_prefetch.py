@@ -1,4 +1,4 @@
-"""Asyncio: start reading a prompt from disk while the request still waits in line, then load it at once."""
+"""Asyncio: prefetch a prompt from disk while its request waits in a queue, then load it without delay."""
 
 import asyncio
 import tempfile
@@ -14,8 +14,8 @@ PROMPTS = [np.arange(n, n + 64 * 8, dtype=np.uint32) for n in range(0, 4000, 100
 
 
 async def request(session: kvtide.Session, number: int) -> None:
-    prefetch = session.prefetch(PROMPTS[number])  # the router has just seen the request
-    await asyncio.sleep(0)  # ... it waits for its turn ...
+    prefetch = session.prefetch(PROMPTS[number])  # the request has just arrived
+    await asyncio.sleep(0)  # the request waits in a queue
     await prefetch
     with session.match(PROMPTS[number]) as match:
         loaded = await session.load(match)
@@ -27,7 +27,7 @@ async def main(folder: Path) -> None:
     with kvtide.open(**settings) as store:
         for prompt in PROMPTS:
             store.session(MODEL).store(prompt, [np.random.bytes(LAYOUT.geometry["full"].nbytes)] * 8)
-    with kvtide.open(**settings) as store:  # after a restart everything is on disk
+    with kvtide.open(**settings) as store:  # after a restart all blocks are on disk
         session = store.session(MODEL)
         await asyncio.gather(*(request(session, number) for number in range(len(PROMPTS))))
 

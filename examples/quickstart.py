@@ -1,4 +1,4 @@
-"""Store the KV of a prompt, find it again, read it back."""
+"""Store the KV of a prompt, find it for another prompt with the same beginning, and read it back."""
 
 import numpy as np
 
@@ -11,13 +11,13 @@ def main() -> None:
     model = kvtide.Model(layout, weights="tiny-model@v1")
     with kvtide.open(dram={"budget": "64MiB"}) as store:
         session = store.session(model)
-        prompt = list(range(100, 150))  # token ids: three full blocks and a rest
+        prompt = list(range(100, 150))  # token ids: three full blocks and two more tokens
 
         # The engine has computed the prompt: [layer][K|V][head][token][dim] for each block.
         blocks = [np.random.rand(2, 2, 2, 16, 64).astype(np.float16) for _ in range(3)]
         print("stored:", session.store(prompt, blocks))
 
-        # Another request begins with the same tokens. How much of it need not be computed?
+        # Another request begins with the same tokens: match finds how much of it need not be computed.
         question = [*prompt[:40], 7, 8, 9]
         with session.match(question) as match:
             buffers = [np.empty((2, 2, 2, 16, 64), np.float16) for _ in match.wanted["full"]]

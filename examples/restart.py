@@ -1,4 +1,4 @@
-"""Blocks on NVMe outlive the process: the store is opened twice, and the second time it has what the first one got."""
+"""Blocks on NVMe survive a restart: the store is opened twice, and the second time it has the blocks of the first."""
 
 import tempfile
 from pathlib import Path
@@ -20,16 +20,16 @@ def main() -> None:
     blocks = [np.random.bytes(LAYOUT.geometry["full"].nbytes) for _ in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         with open_store(Path(folder)) as store:
-            print("first life: ", store.session(MODEL).store(PROMPT, blocks))
-        # Here the process could have ended, or the machine.
+            print("first run: ", store.session(MODEL).store(PROMPT, blocks))
+        # Here the process could end, or the machine restart.
         with open_store(Path(folder)) as store:
             session = store.session(MODEL)
             with session.match(PROMPT) as match:
-                print("second life:", match)
-                loaded = session.load(match, deadline=10).wait()  # from disk, every byte verified
+                print("second run:", match)
+                loaded = session.load(match, deadline=10).wait()  # read from disk, with every byte verified
                 assert [bytes(view) for view in loaded.blocks] == blocks
             print("read from disk:", store.statistics().counts["blocks read from nvme"], "blocks")
-            print("dropped for good:", session.drop(PROMPT), "blocks")
+            print("dropped permanently:", session.drop(PROMPT), "blocks")
 
 
 if __name__ == "__main__":

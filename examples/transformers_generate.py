@@ -1,4 +1,4 @@
-"""A Hugging Face model that keeps its KV: a prompt that begins like an earlier one starts at once."""
+"""A Hugging Face model whose KV is kept: of a prompt that begins like an earlier one, only the rest is computed."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +12,7 @@ def main() -> None:
     config = LlamaConfig(
         vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
     )
-    model = LlamaForCausalLM(config).eval()  # or any model by from_pretrained
+    model = LlamaForCausalLM(config).eval()  # or any model from from_pretrained
     document = torch.randint(2, 1000, (1, 1500))
 
     def ask(question: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def main() -> None:
             print(f"question {number}: {cached} of {prompt} tokens came from the store")
         print(attached.statistics())
 
-    assert torch.equal(ask(question), answer)  # the model alone again: the same answer
+    assert torch.equal(ask(question), answer)  # detached, the model gives the same answer
 
 
 if __name__ == "__main__":

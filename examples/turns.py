@@ -1,4 +1,4 @@
-"""A chat that grows by turns: each turn loads what came before it and stores only what is new."""
+"""A conversation of several turns: each turn loads the blocks of the turns before it and stores only its new blocks."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ NBYTES = LAYOUT.geometry["full"].nbytes
 
 
 def compute(count: int) -> list[bytes]:
-    """What an engine would do: the KV of ``count`` blocks."""
+    """Stands for an engine: returns the KV of ``count`` blocks."""
     return [np.random.bytes(NBYTES) for _ in range(count)]
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     numbers = np.random.default_rng(1)
     with kvtide.open(dram={"budget": "64MiB"}) as store:
         session = store.session(kvtide.Model(LAYOUT, weights="tiny-model@v1"))
-        chat = session.chain()  # keeps the names of its blocks: a turn costs only its own tokens
+        chat = session.chain()  # keeps the keys of its blocks: for a turn, only its new tokens are hashed
         for turn in range(1, 6):
             chat.extend(numbers.integers(0, 32_000, 40, dtype=np.uint32))
             with session.match(chat) as match:
@@ -26,7 +26,7 @@ def main() -> None:
             done = session.store(chat, compute(chat.blocks - have), start=have)
             print(f"turn {turn}: {chat.tokens} tokens, {have} blocks reused, {done.stored} new")
 
-        session.pin(chat, stop=2)  # the system prompt, say: it stays whatever else comes
+        session.pin(chat, stop=2)  # the system prompt, for example: it is not evicted
         print(store.statistics().pinned, "blocks pinned")
 
 

@@ -1,4 +1,4 @@
-"""An engine of two workers and a scheduler: each moves its own heads of every block, straight in a node's memory."""
+"""An engine of a scheduler and two workers: each worker copies its own heads of every block, in a node's memory."""
 
 import multiprocessing
 import subprocess
@@ -18,7 +18,7 @@ PROMPT = np.arange(64 * 4, dtype=np.uint32)
 def work(address: str, token: str, rank: int, loads: list[str], stores: list[str]) -> None:
     with kvtide.connect(address) as client, client.join(token, rank) as me, me.step(loads, stores) as step:
         for view in [view for filling in step.stores if filling for view in filling.views]:
-            me.part("full", view)[:] = rank + 1  # what this rank's GPU has computed
+            me.part("full", view)[:] = rank + 1  # stands for what this rank's GPU has computed
         for loaded in filter(None, step.loads):
             right = all((me.part("full", view) == rank + 1).all() for view in loaded.blocks)
             print(f"worker {rank} has its heads of {loaded.tokens} tokens, right in every byte: {right}", flush=True)
@@ -30,10 +30,10 @@ if __name__ == "__main__":
         while not Path(folder, "node.sock").exists():
             time.sleep(0.01)
         with kvtide.connect(address := f"unix:{folder}/node.sock") as client:
-            crew = client.crew(session := client.session(MODEL), ranks=2)
-            ticket = crew.delegate(PROMPT).ticket  # tickets go to the workers over the engine's own channel
-            pool.starmap(work, [(address, crew.token, rank, [], [ticket]) for rank in range(2)])
+            group = client.crew(session := client.session(MODEL), ranks=2)
+            ticket = group.delegate(PROMPT).ticket  # the engine sends tickets to its workers over its own channel
+            pool.starmap(work, [(address, group.token, rank, [], [ticket]) for rank in range(2)])
             with session.match(PROMPT) as match:
-                pool.starmap(work, [(address, crew.token, rank, [crew.ticket(match)], []) for rank in range(2)])
+                pool.starmap(work, [(address, group.token, rank, [group.ticket(match)], []) for rank in range(2)])
         node.terminate()
         node.wait()

@@ -1,4 +1,4 @@
-"""No copies of ours: write blocks straight into the store's memory, and read them there."""
+"""Without copies: write blocks directly into the store's memory, and read them there."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ def main() -> None:
     with kvtide.open(dram={"budget": "64MiB"}) as store:
         session = store.session(kvtide.Model(LAYOUT, weights="tiny-model@v1"))
 
-        # Reserve slots, let the engine fill them, seal. Until then nobody can read the blocks;
-        # if we left the ``with`` without sealing, they would never have been there.
+        # Reserve slots, let the engine write them, then seal the reservation. Before that, the blocks cannot be read;
+        # without ``seal`` the slots are freed at the end of the ``with`` block.
         with session.reserve(prompt) as reservation:
             for number, view in zip(reservation.depths, reservation.views, strict=True):
                 np.frombuffer(view, np.float16).reshape(SHAPE)[:] = number
@@ -22,7 +22,7 @@ def main() -> None:
                 print("while it is written:", match)
             reservation.seal()
 
-        # A view is memory of the store. It stays as it is while the match is held.
+        # A view is the store's memory. It does not change while the match is held.
         with session.match(prompt) as match:
             print("sealed:             ", match)
             for number, view in enumerate(session.load(match).wait().blocks):

@@ -32,7 +32,7 @@ def test_shutting_waits_for_who_is_inside() -> None:
 
 
 def test_many_who_come_and_go_while_it_is_shut() -> None:
-    """Threads change places as often as they can: whoever is let in has left when it is shut."""
+    """Threads change places as often as they can: every call that was admitted has left when the guard is shut."""
     often = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

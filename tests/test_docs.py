@@ -1,6 +1,6 @@
 """The documents are correct: their code runs, their links lead somewhere, their lists are complete.
 
-``python -m tests.test_docs`` writes ``docs/configuration.md`` and the catalogue in ``docs/metrics.md`` anew.
+``python -m tests.test_docs`` regenerates ``docs/configuration.md`` and the catalogue in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -32,19 +32,28 @@ def settings_page() -> str:
     lines = [
         "# Configuration",
         "",
-        "<!-- Generated from kvtide.config: write it anew with `python -m tests.test_docs` -->",
+        "<!-- Generated from kvtide.config: regenerate it with `python -m tests.test_docs` -->",
         "",
-        "Defaults, then `kvtide.toml` (or the file that `$KVTIDE_CONFIG` names), then the environment, then arguments",
-        "of `kvtide.open`: each wins over those before it. An unknown name is an error that names the nearest known",
-        "one. `kvtide config > kvtide.toml` writes a complete file to start from; `kvtide config --explain` shows what",
-        "is in force here, and where each value comes from.",
+        "This page lists all settings of kvtide, with defaults and allowed values, for those who configure a store,",
+        "a node or an engine's connector. Start with a complete file, and check which values apply:",
         "",
-        "A `kvtide.toml` in the working directory that neither `--config` nor `$KVTIDE_CONFIG` names is read only if",
-        "it belongs to root or to the user: one of anybody else is ignored, with a warning. If it is root's or the",
-        "user's own and others may write to it, that is an error (`chmod go-w kvtide.toml`); a group that is his",
-        "private one does not count. It cannot lead to secrets either:",
-        ", ".join(f"`{name}`" for name in sorted(config.SECRETS)),
-        "are an error there, unless they are empty. A file that is named has neither limit.",
+        "```sh",
+        "kvtide config > kvtide.toml    # a complete, commented file to start from",
+        "kvtide config --explain        # the values that apply here, and where each one comes from",
+        "```",
+        "",
+        "Settings come from these sources, and each wins over the ones before it: defaults; `kvtide.toml`, or the file",
+        "that `$KVTIDE_CONFIG` names; the environment; arguments of `kvtide.open`. An unknown name is an error that",
+        "suggests the nearest known name.",
+        "",
+        "A `kvtide.toml` in the working directory is read even if neither `--config` nor `$KVTIDE_CONFIG` names it,",
+        "but with these restrictions, which do not apply to a file that is named:",
+        "",
+        "- It must belong to root or to the current user. A file of another user is ignored, with a warning.",
+        "- It must not be writable by others: that is an error (`chmod go-w kvtide.toml`). The owner's private group",
+        "  may write to it.",
+        "- It must not name files or sources of secrets. These settings are an error there, unless they are empty:",
+        "  " + ", ".join(f"`{name}`" for name in sorted(config.SECRETS)) + ".",
     ]
     section = ""
     for setting in config.explain(env={}):
@@ -75,7 +84,7 @@ def test_the_configuration_page_is_current(monkeypatch: pytest.MonkeyPatch, tmp_
 def metrics_page() -> str:
     """``docs/metrics.md`` with the catalogue as it is in the code."""
     start, mark, _ = (
-        (ROOT / "docs/metrics.md").read_text().partition("write it anew with `python -m tests.test_docs` -->\n")
+        (ROOT / "docs/metrics.md").read_text().partition("regenerate it with `python -m tests.test_docs` -->\n")
     )
     lines = ["", "| metric | kind | labels | what it is |", "|---|---|---|---|"]
     for metric in METRICS:

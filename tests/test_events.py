@@ -1,4 +1,4 @@
-"""Events reach whoever follows, in order, and nobody else's trouble is the store's."""
+"""Events reach all followers, in order, and a follower's failure does not affect the store."""
 
 from __future__ import annotations
 

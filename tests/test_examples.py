@@ -18,10 +18,10 @@ RESULTS = {
         r"32 of 43 tokens came from the store",
     ],
     "restart": [
-        r"first life:  Stored\(stored=8, present=0, dropped=0, pending=0\)",
-        r"second life: <Match 512 of 512 tokens.*>",
+        r"first run:  Stored\(stored=8, present=0, dropped=0, pending=0\)",
+        r"second run: <Match 512 of 512 tokens.*>",
         r"read from disk: 8 blocks",
-        r"dropped for good: 8 blocks",
+        r"dropped permanently: 8 blocks",
     ],
     "transformers_generate": [
         r"question 0: 0 of 1530 tokens came from the store",

@@ -122,7 +122,7 @@ def test_stale_headers_of_evicted_blocks_go_too(tmp_path: Path) -> None:
 def test_what_was_kept_in_the_open_before_encryption_is_no_hit_and_is_forgotten_too(
     tmp_path: Path, files: bool
 ) -> None:
-    """It stays on the disk until its place is taken; so whoever forgets the tenant must reach it, and is told so."""
+    """It stays on the disk until its place is taken; so forgetting the tenant must reach it, and the result says so."""
     with kvtide.open(**settings(tmp_path, encrypt=False)) as home:
         store(home, OTHER)
     how = settings(tmp_path) | ({"files": {"path": str(tmp_path / "shared")}} if files else {})

@@ -141,7 +141,7 @@ def test_what_comes_to_memory_after_a_match_is_not_shown_either(tmp_path: Path) 
 
 
 def test_the_owner_does_not_join_a_strangers_read() -> None:
-    """The stranger's read is under way when the owner asks: he gets his blocks, though that read was for another."""
+    """The owner gets its blocks though another tenant's read of them is under way."""
     with world() as w:
         w.chill(1, 2)
         unknown(w.store)

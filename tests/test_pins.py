@@ -94,10 +94,10 @@ def test_pins_of_a_store(done: list[tuple[str, int, tuple[int, ...]]]) -> None:
     with Store(config.read(env={}, **SETTINGS), clock=clock) as store:
 
         def check() -> None:
-            desks = [session.backend for session in store._sessions]
+            backends = [session.backend for session in store._sessions]
             with store.index.lock:
                 rows = {row for row, count in enumerate(store.index.pins[: store.index.size]) if count}
-                pinned = [backend.pins for backend in desks if isinstance(backend, LocalBackend)]
+                pinned = [backend.pins for backend in backends if isinstance(backend, LocalBackend)]
                 assert set().union(*(pins._counts for pins in pinned)) == rows, "a pin of nobody, or of nothing"
                 for pins in pinned:
                     assert pins.nbytes == sum(pins._sizes.values()) == pins.charge.nbytes >= 0

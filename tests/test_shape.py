@@ -1,6 +1,6 @@
-"""The shape of the house: imports that go one way, a base without torch, no setting without a use.
+"""The structure of the package: imports go one way, the base needs no torch, every setting is used.
 
-These are the things that rot one commit at a time.
+These properties get lost one commit at a time if no test checks them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def name(file: Path) -> str:
 
 
 def part(file: Path) -> str:
-    """The room that a file is in: its folder, or itself."""
+    """The part of the package that a file belongs to: its folder, or the file itself."""
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -78,8 +78,8 @@ def ranked(file: Path) -> int:
     return next(i for i, row in enumerate(RANKS) if part(file) in row)
 
 
-def test_every_room_has_a_rank() -> None:
-    known = {room for row in RANKS for room in row}
+def test_every_part_has_a_rank() -> None:
+    known = {name for row in RANKS for name in row}
     assert {part(f) for f in FILES} == known
 
 
@@ -208,8 +208,8 @@ def attributes() -> set[str]:
 
 @pytest.mark.parametrize("setting", settings())
 def test_every_setting_is_used(setting: str) -> None:
-    """As an attribute, somewhere besides its definition: a setting that nobody reads is a lie."""
-    assert setting.partition(".")[2] in attributes(), f"nobody reads {setting}"
+    """As an attribute, somewhere besides its definition: a setting that no code reads has no effect."""
+    assert setting.partition(".")[2] in attributes(), f"no code reads {setting}"
 
 
 def test_every_public_name_is_there_and_documented() -> None:

@@ -499,7 +499,7 @@ def test_stores_that_store_nothing_remove_nothing_and_a_block_too_large_neither(
         assert dict(store.statistics().tiers["files"].reasons) == {"larger than the budget of the storage": 1}
 
 
-def test_what_the_steward_removes_is_forgotten_and_told(tmp_path: Path) -> None:
+def test_what_the_coordinator_removes_is_forgotten_and_published(tmp_path: Path) -> None:
     """By every store: by the one that wrote it, and by one that only found it."""
     settings: Any = {"budget": "1MiB", "lease": "0.5s"}
     with opened(tmp_path, **settings) as writer, opened(tmp_path, **settings) as reader:
@@ -521,7 +521,7 @@ def test_what_the_steward_removes_is_forgotten_and_told(tmp_path: Path) -> None:
             first: list[int] = []
 
             def known() -> bool:
-                """Blocks that the reader knows of and has not loaded; a busy steward may have been faster."""
+                """Blocks that the reader knows of and has not loaded; a busy coordinator may have been faster."""
                 first[:] = prompt(next(numbers), 2, 3)
                 writing.store(first, data(PLAIN, first))
                 until(lambda: writer.statistics().counts.get("blocks written to files") == 3 * (first[0] + 1))

@@ -48,7 +48,7 @@ class TwoWriters(RuleBasedStateMachine):
         self.mortal: set[str] = set()
         """Those that may expire."""
         self.spoilt: set[str] = set()
-        """Those that were broken: whoever finds one removes it."""
+        """Blocks that were damaged: a node that finds one removes it."""
         self.asked: set[str] = set()
         """Those that the last rule has dropped."""
 
@@ -152,7 +152,7 @@ class TwoWriters(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30))
     def a_file_vanishes(self, which: int) -> None:
-        """As if a steward had removed it, and nobody had heard."""
+        """As if a coordinator had removed it, and no node had read that."""
         if files := self.files():
             files[which % len(files)].unlink()
             self.asked.add(files[which % len(files)].name)

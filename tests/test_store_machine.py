@@ -1,10 +1,10 @@
 """The whole store against a plain model, while its disk fails, lies, dies and loses power.
 
-What a block holds follows from its key, so every byte that the store returns is checked. The model is a dict of the
-blocks that may be returned: whoever was never stored, was dropped, or has expired is not in it. It cannot say what
-*must* be returned, because a store may evict; that is asked only where the answer is certain: after a restart, a kill
-or, with ``durable``, a power loss, of what lay whole on the disk before; and of what was pinned in memory. Whoever
-stores and gets no slot has cost nobody a block.
+The content of a block follows from its key, so every byte that the store returns is checked. The model is a dict of the
+blocks that may be returned: blocks that were never stored, were dropped, or have expired are not in it. It cannot say
+which blocks *must* be returned, because a store may evict. That is asserted only where it is certain: after a restart,
+a kill or, with ``durable``, a power loss, for blocks that were complete on the disk before; and for blocks pinned in
+memory. A store that gets no slot must not have evicted any block.
 
 Which rule runs and with what depends on the drawn values alone, never on the store's answers, so that a failure is
 found again as far as the threads inside allow.
@@ -554,7 +554,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.rights and not self.gates)
     @rule(which=st.integers(0, 2))
     def load_what_is_held(self, which: int) -> None:
-        """Blocks may have been dropped since they were matched; whoever held them may still get them."""
+        """Blocks may have been dropped since they were matched; their holder may still get them."""
         right = self.rights[which % len(self.rights)]
         right.loaded = self.sessions[right.user].load(right.match).wait()
         self.check(right)

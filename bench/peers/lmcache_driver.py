@@ -85,7 +85,7 @@ def target_blocks(sources: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class StoredKeys(L2AdapterListener):
-    """Counts the keys that a disk adapter reports as stored, and wakes up whoever waits."""
+    """Counts the keys that a disk adapter reports as stored, and wakes up the thread that waits."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -120,7 +120,7 @@ class Backlog:
         self._lock = threading.Lock()
 
     def put(self, event: Event) -> bool:
-        """Add an event. Returns True if the backlog was empty: then the receiver must be told to ``take``."""
+        """Add an event. Returns True if the backlog was empty: then the receiver must be notified to ``take``."""
         with self._lock:
             first = not self._events
             if isinstance(event, EventsLost):

@@ -1,4 +1,4 @@
-"""Holds are counted by whoever looks, however they began and ended before."""
+"""Holds are counted when the count is needed, and the count is right however they began and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two rights: given back once, by whoever is first, and of no use afterwards."""
+"""The two rights: given back once, by the first thread that does so, and unusable afterwards."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _ARENA = "/memfd:kvtide"
 
 
 def memory(pids: Iterable[int]) -> dict[int, int]:
-    """The arenas' segments that processes map or have open: inode and bytes, each once, whoever shares it."""
+    """The arenas' segments that processes map or have open: inode and bytes, each once even if shared."""
     found: dict[int, int] = {}
     for pid in pids:
         found |= _mapped(pid)

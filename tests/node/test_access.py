@@ -40,7 +40,7 @@ from tests.node.serving import Process, Served, eventually
 root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
 
 BLUE, READER, GREEN, STRANGER = 60001, 60002, 60003, 60004
-OPERATORS, GUESTS = 61001, 61002
+OPERATORS, VISITORS = 61001, 61002
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def node() -> Iterator[Process]:
     folder.chmod(0o755)
     process = Process(
         folder,
-        KVTIDE_NODE_USERS=f"{BLUE}:blue {READER}:blue:read {GREEN}:green @{OPERATORS}::admin @{GUESTS}::read",
+        KVTIDE_NODE_USERS=f"{BLUE}:blue {READER}:blue:read {GREEN}:green @{OPERATORS}::admin @{VISITORS}::read",
         KVTIDE_SECURITY_AUDIT=str(folder / "audit.jsonl"),
     )
     yield process
@@ -165,13 +165,13 @@ def test_an_engine_of_several_processes_may_only_read_too(node: Process) -> None
 
     def read() -> None:
         with Client(node.path) as client, client.session(MODEL) as session:
-            crew = client.crew(session, 1)
-            with client.join(crew.token, 0) as worker, session.match(prompt(1)) as match:
-                with worker.step(loads=[crew.ticket(match)]) as step:
+            group = client.crew(session, 1)
+            with client.join(group.token, 0) as worker, session.match(prompt(1)) as match:
+                with worker.step(loads=[group.ticket(match)]) as step:
                     (loaded,) = step.loads
                     assert loaded is not None
                     check(PLAIN, loaded, prompt(1))
-                assert crew.delegate(prompt(2)).ticket == "", "there is nothing to fill"
+                assert group.delegate(prompt(2)).ticket == "", "there is nothing to fill"
 
     as_user(BLUE, store)
     as_user(READER, read)
@@ -308,15 +308,15 @@ def test_a_group_gives_a_role_and_ones_own_entry_wins(node: Process) -> None:
 
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(1), data(PLAIN, prompt(1)))
-        as_user(STRANGER, read, GUESTS)
-        as_user(STRANGER, read, 1, GUESTS, OPERATORS + 5)
+        as_user(STRANGER, read, VISITORS)
+        as_user(STRANGER, read, 1, VISITORS, OPERATORS + 5)
         as_user(BLUE, write, OPERATORS)
-        as_user(STRANGER, administer, GUESTS, OPERATORS)
+        as_user(STRANGER, administer, VISITORS, OPERATORS)
 
 
 @root
 def test_refused_administrative_acts_are_in_the_audit_log(node: Process) -> None:
-    """However often somebody tries, he fills neither the log nor the node's time."""
+    """However often a user without a role tries, neither the log nor the node's time is used up."""
 
     def attempt() -> None:
         with Client(node.path) as client:

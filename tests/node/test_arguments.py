@@ -222,7 +222,7 @@ def test_a_layout_has_whole_numbers() -> None:
         Tenant("x", "x" * 32)  # type: ignore[arg-type]
 
 
-def test_what_a_crew_is_given_is_checked_too(world: World) -> None:
+def test_arguments_of_a_worker_group_are_checked_too(world: World) -> None:
     session = world.beside
     for ranks in (2.0, "2", True, None):
         with pytest.raises(ArgumentError):
@@ -230,18 +230,18 @@ def test_what_a_crew_is_given_is_checked_too(world: World) -> None:
     with pytest.raises(LayoutError, match="ranks is 0"):
         world.client.crew(session, 0)
     with world.client.session(MODEL) as apart:
-        crew = world.client.crew(apart, 1)
+        group = world.client.crew(apart, 1)
         with pytest.raises(ArgumentError, match="priority"):
-            crew.delegate(prompt(7), priority=1.5)  # type: ignore[arg-type]
+            group.delegate(prompt(7), priority=1.5)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="rank"):
-            world.client.join(crew.token, 0.0)  # type: ignore[arg-type]
-        with world.client.join(crew.token, np.int64(0)) as worker:  # type: ignore[arg-type]
+            world.client.join(group.token, 0.0)  # type: ignore[arg-type]
+        with world.client.join(group.token, np.int64(0)) as worker:  # type: ignore[arg-type]
             for ticket in ("nonsense", "x/" + "9" * 40):
                 with pytest.raises(RightError, match="no ticket"):
                     worker.step([ticket])
             with pytest.raises(ArgumentError):
                 worker.step([5])  # type: ignore[list-item]
-            many = [crew.delegate(prompt(7)).ticket] * 3000
+            many = [group.delegate(prompt(7)).ticket] * 3000
             with worker.step(stores=many) as step:
                 assert all(step.stores), "more than one message holds, and all are answered"
     world.unharmed()

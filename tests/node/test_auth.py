@@ -170,7 +170,7 @@ def test_tokens_are_renewed_while_the_node_serves(tokens: Reached) -> None:
         file.chmod(0o644)
         file.write_text(f"stranger admin {'s' * 32}\n")
         assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 401, "everybody could have read or made it"
-        assert f"everybody on this host may read or write {file} (mode 0644)" in tokens.log
+        assert f"every user of this host may read or write {file} (mode 0644)" in tokens.log
         assert "s" * 32 not in tokens.log
         file.chmod(0o600)
         assert tokens.ask("/metrics", headers=bearing("s" * 32))[0] == 200, "to put the mode right is enough"
@@ -479,4 +479,4 @@ def test_who_is_known_by_token_and_by_certificate(pki: Pki) -> None:
     several = {"subject": ((("commonName", "a"),),), "subjectAltName": (("URI", "spiffe://house/kvtide"),)}
     assert passes.of("", several) == HttpCaller("spiffe://house/kvtide", Role.WRITE)
     assert passes.of(f"Bearer {ADMIN}", {"subject": ((("organizationName", "b"),),)}) is None
-    assert HttpAuth(Node()).of("", None) == HttpCaller("anybody", Role.READ)
+    assert HttpAuth(Node()).of("", None) == HttpCaller("an unauthenticated caller", Role.READ)

@@ -166,7 +166,7 @@ def test_a_client_holds_its_share_of_dram_and_no_more(node: Thread) -> None:
         some = prompt(*range(5000, 5020))
         assert modest.store(some, data(PLAIN, some)).stored == 20
         assert length(modest, some) == len(some)
-        assert length(hoard, some) < len(some), "a miss for him who has too much"
+        assert length(hoard, some) < len(some), "a miss for a client that holds too much"
         for reservation in got:
             reservation.abort()
         assert length(hoard, some) == len(some)

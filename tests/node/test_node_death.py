@@ -1,5 +1,5 @@
 """The node dies again and again under clients that hold views of its memory: the host never has much more than the
-budget, because what clients still map counts, whoever made it."""
+budget, because memory that clients still map counts, whichever node allocated it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
     "holdings": [],
     "rights": [],
     "names": [],
-    "token": "a token of a crew that nobody has made",
+    "token": "a token of a worker group that does not exist",
     "ttl": None,
     "sealed": True,
     "good": True,

@@ -321,18 +321,18 @@ def test_a_worker_that_misses_gives_up_what_it_was_to_write(
     node: Process, client: Client, other: Client, session: Session, slow: bool
 ) -> None:
     with other.session(MODEL) as scheduler:
-        crew = other.crew(scheduler, 1)
-        with client.join(crew.token, 0) as worker, scheduler.match(prompt(1, 2)) as match:
-            given = crew.delegate(prompt(7, 8))
+        group = other.crew(scheduler, 1)
+        with client.join(group.token, 0) as worker, scheduler.match(prompt(1, 2)) as match:
+            given = group.delegate(prompt(7, 8))
             assert len(given.keys) == 2
             with stopped(node):
                 if slow:
                     make_slow(client, session)
-                with worker.step(loads=[crew.ticket(match)], stores=[given.ticket]) as step:
+                with worker.step(loads=[group.ticket(match)], stores=[given.ticket]) as step:
                     assert (step.loads, step.stores) == ([None], [None])
             eventually(lambda: [c for c in other.status().node.clients if c.reservations] == [])
             eventually(lambda: books(other).visits == 0 and not client.slow)
-            with worker.step(loads=[crew.ticket(match)]) as step:
+            with worker.step(loads=[group.ticket(match)]) as step:
                 assert step.loads[0] is not None
                 assert step.loads[0].tokens == 32
     at_rest(other)
@@ -342,9 +342,9 @@ def test_a_worker_that_wrote_is_believed_though_the_node_was_slow(
     node: Process, client: Client, other: Client, session: Session
 ) -> None:
     with other.session(MODEL) as scheduler:
-        crew = other.crew(scheduler, 1)
-        with client.join(crew.token, 0) as worker:
-            given = crew.delegate(prompt(7, 8))
+        group = other.crew(scheduler, 1)
+        with client.join(group.token, 0) as worker:
+            given = group.delegate(prompt(7, 8))
             with contextlib.ExitStack() as stack:
                 step = worker.step(stores=[given.ticket])
                 assert step.stores[0] is not None
@@ -359,10 +359,10 @@ def test_a_worker_that_wrote_is_believed_though_the_node_was_slow(
 
 def test_who_could_not_join_in_time_can_join_later(node: Process, client: Client, other: Client) -> None:
     with other.session(MODEL) as scheduler:
-        crew = other.crew(scheduler, 1)
+        group = other.crew(scheduler, 1)
         with stopped(node), pytest.raises(TierError, match="no node answers"):
-            client.join(crew.token, 0)
-        client.join(crew.token, 0).close()
+            client.join(group.token, 0)
+        client.join(group.token, 0).close()
 
 
 # -- at any moment ------------------------------------------------------------------------------------------

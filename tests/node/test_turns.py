@@ -297,9 +297,9 @@ def test_a_step_that_is_too_much_for_one_request_is_made_in_several(
     with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
         for tokens in prompts:
             session.store(tokens, data(PLAIN, tokens))
-        crew = client.crew(session, 1)
+        group = client.crew(session, 1)
         matches = [session.match(tokens) for tokens in prompts]
-        with other.join(crew.token, 0) as worker, worker.step([crew.ticket(m) for m in matches]) as step:
+        with other.join(group.token, 0) as worker, worker.step([group.ticket(m) for m in matches]) as step:
             assert [loaded and loaded.tokens for loaded in step.loads] == [len(tokens) for tokens in prompts]
         for match in matches:
             match.release()

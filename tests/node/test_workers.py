@@ -21,7 +21,7 @@ from kvtide.store.session import Session
 from tests.node.serving import Process, eventually
 
 LAYOUT = Layout.attention(layers=3, heads=4, head_dim=8, block_tokens=16)
-MODEL = Model(LAYOUT, "given:crew")
+MODEL = Model(LAYOUT, "given:worker_group")
 TOKENS = np.arange(4 * 16, dtype=np.uint32)
 OTHERS = TOKENS + 100_000
 
@@ -38,12 +38,13 @@ def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session,
     """A scheduler and its workers, each with a connection of its own."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client(node.path))
-        session = stack.enter_context(client.session(Model(layout, "given:crew")))
-        crew = client.crew(session, ranks)
+        session = stack.enter_context(client.session(Model(layout, "given:worker_group")))
+        worker_group = client.crew(session, ranks)
         workers = [
-            stack.enter_context(stack.enter_context(Client(node.path)).join(crew.token, rank)) for rank in range(ranks)
+            stack.enter_context(stack.enter_context(Client(node.path)).join(worker_group.token, rank))
+            for rank in range(ranks)
         ]
-        yield session, crew, workers
+        yield session, worker_group, workers
 
 
 def fill(worker: Worker, ticket: str) -> None:
@@ -84,8 +85,8 @@ MIXED = Layout(
 
 @pytest.mark.parametrize(("layout", "ranks"), [(LAYOUT, 1), (LAYOUT, 2), (LAYOUT, 4), (LAYOUT, 8), (MIXED, 2)])
 def test_each_worker_writes_and_reads_its_heads(node: Process, layout: Layout, ranks: int) -> None:
-    with engine(node, layout, ranks) as (session, crew, workers):
-        while (given := crew.delegate(TOKENS)).again:
+    with engine(node, layout, ranks) as (session, worker_group, workers):
+        while (given := worker_group.delegate(TOKENS)).again:
             given.abort()  # the node is just taking memory
         assert len(given.keys) == 4 * len(layout.groups)
         writers = [w for w in workers if any(w.writes(g.name) for g in layout.groups)]
@@ -95,10 +96,10 @@ def test_each_worker_writes_and_reads_its_heads(node: Process, layout: Layout, r
                 assert match.pending
             fill(worker, given.ticket)
         assert whole(session, TOKENS)
-        assert crew.delegate(TOKENS).ticket == "", "nothing is left to write"
+        assert worker_group.delegate(TOKENS).ticket == "", "nothing is left to write"
         with session.match(TOKENS) as match:
             assert match.ready
-            ticket = crew.ticket(match)
+            ticket = worker_group.ticket(match)
             for worker in workers:
                 with worker.step(loads=[ticket]) as step:
                     (loaded,) = step.loads
@@ -113,10 +114,10 @@ def test_each_worker_writes_and_reads_its_heads(node: Process, layout: Layout, r
 
 
 def test_what_a_worker_reads_stays_though_its_scheduler_lets_go(node: Process) -> None:
-    with engine(node, LAYOUT, 1) as (session, crew, (worker,)), Client(node.path) as client:
-        fill(worker, crew.delegate(TOKENS).ticket)
+    with engine(node, LAYOUT, 1) as (session, worker_group, (worker,)), Client(node.path) as client:
+        fill(worker, worker_group.delegate(TOKENS).ticket)
         match = session.match(TOKENS)
-        ticket = crew.ticket(match)
+        ticket = worker_group.ticket(match)
         with worker.step(loads=[ticket]) as step:
             match.release()
             assert client.statistics().held == 4
@@ -129,7 +130,7 @@ def test_what_a_worker_reads_stays_though_its_scheduler_lets_go(node: Process) -
         with worker.step(loads=[ticket]) as step:
             assert step.loads == [None], "it was released"
         with pytest.raises(RightError, match="released"):
-            crew.ticket(match)
+            worker_group.ticket(match)
 
 
 def test_what_a_worker_reads_stays_on_the_account_of_who_closed_its_session(tmp_path: Path) -> None:
@@ -137,12 +138,12 @@ def test_what_a_worker_reads_stays_on_the_account_of_who_closed_its_session(tmp_
     try:
         with Client(node.path) as client, Client(node.path) as other:
             session = client.session(MODEL)
-            crew = client.crew(session, 1)
-            worker = other.join(crew.token, 0)
+            worker_group = client.crew(session, 1)
+            worker = other.join(worker_group.token, 0)
             others = TOKENS + np.uint32(1000)
             for tokens in (TOKENS, others):
-                fill(worker, crew.delegate(tokens).ticket)
-            with worker.step(loads=[crew.ticket(session.match(TOKENS))]):
+                fill(worker, worker_group.delegate(tokens).ticket)
+            with worker.step(loads=[worker_group.ticket(session.match(TOKENS))]):
                 session.close()
                 with client.session(MODEL) as again, again.match(others) as match:
                     assert match.blocks == 2, "a hundredth of 16 MiB is six blocks, of which it holds four"
@@ -163,13 +164,13 @@ def flood(client: Client) -> None:
 
 
 def test_one_that_fails_spoils_it_for_all(node: Process) -> None:
-    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
-        given = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 2) as (session, worker_group, (first, second)):
+        given = worker_group.delegate(TOKENS)
         fill(first, given.ticket)
         with contextlib.suppress(RuntimeError), second.step(stores=[given.ticket]):
             raise RuntimeError("the GPU has gone away")
         assert not whole(session, TOKENS)
-        again = crew.delegate(TOKENS)
+        again = worker_group.delegate(TOKENS)
         assert len(again.keys) == 4, "the slots are free again"
         for worker in (first, second):
             fill(worker, again.ticket)
@@ -178,14 +179,16 @@ def test_one_that_fails_spoils_it_for_all(node: Process) -> None:
 
 @pytest.mark.parametrize("how", ["resigns", "hangs up", "dies"])
 def test_one_that_has_written_its_part_may_go(node: Process, how: str) -> None:
-    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
-        given = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 2) as (session, worker_group, (first, second)):
+        given = worker_group.delegate(TOKENS)
         if how == "dies":
             client_of(first).close()
-            eventually(lambda: crew.delegate(TOKENS).keys)  # the node has heard of it, and ended what waits for it
-            given = crew.delegate(OTHERS)
+            eventually(
+                lambda: worker_group.delegate(TOKENS).keys
+            )  # the node has heard of it, and ended what waits for it
+            given = worker_group.delegate(OTHERS)
             script = WORKER.replace('print("ready"', 'step.__exit__(None, None, None); print("ready"')
-            command = [sys.executable, "-c", script, str(node.path), crew.token, "0", given.ticket]
+            command = [sys.executable, "-c", script, str(node.path), worker_group.token, "0", given.ticket]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
@@ -208,20 +211,20 @@ def test_one_that_has_written_its_part_may_go(node: Process, how: str) -> None:
 
 
 def test_one_that_goes_ends_what_it_was_still_to_write_and_nothing_else(node: Process) -> None:
-    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
-        written, open_ = crew.delegate(TOKENS), crew.delegate(OTHERS)
+    with engine(node, LAYOUT, 2) as (session, worker_group, (first, second)):
+        written, open_ = worker_group.delegate(TOKENS), worker_group.delegate(OTHERS)
         fill(first, written.ticket)
         first.close()
         with second.step(stores=[open_.ticket]) as step:
             assert step.stores == [None], "it was given up"
         fill(second, written.ticket)
         assert whole(session, TOKENS)
-        assert len(crew.delegate(OTHERS).keys) == 4, "its slots are free again"
+        assert len(worker_group.delegate(OTHERS).keys) == 4, "its slots are free again"
 
 
 def test_one_that_goes_in_the_midst_of_its_writing_ends_it(node: Process) -> None:
-    with engine(node, LAYOUT, 2) as (session, crew, (first, second)):
-        given = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 2) as (session, worker_group, (first, second)):
+        given = worker_group.delegate(TOKENS)
         fill(first, given.ticket)
         again = first.step(stores=[given.ticket])
         first.close()
@@ -250,9 +253,9 @@ while sys.stdin.readline():
 
 
 @contextlib.contextmanager
-def half_written(node: Process, crew: WorkerGroup, ticket: str) -> Iterator[subprocess.Popen[str]]:
+def half_written(node: Process, worker_group: WorkerGroup, ticket: str) -> Iterator[subprocess.Popen[str]]:
     """The second worker, in a process of its own, in the middle of its slices."""
-    command = [sys.executable, "-c", WORKER, str(node.path), crew.token, "1", ticket]
+    command = [sys.executable, "-c", WORKER, str(node.path), worker_group.token, "1", ticket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -262,16 +265,16 @@ def half_written(node: Process, crew: WorkerGroup, ticket: str) -> Iterator[subp
 
 def test_a_worker_that_dies_half_way(node: Process) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
-        crew = client.crew(session, 2)
-        with Client(node.path).join(crew.token, 0) as worker:
-            given = crew.delegate(TOKENS)
-            with half_written(node, crew, given.ticket) as process:
+        worker_group = client.crew(session, 2)
+        with Client(node.path).join(worker_group.token, 0) as worker:
+            given = worker_group.delegate(TOKENS)
+            with half_written(node, worker_group, given.ticket) as process:
                 fill(worker, given.ticket)
                 process.kill()
                 process.wait()
-                again = eventually(lambda: crew.delegate(TOKENS))
+                again = eventually(lambda: worker_group.delegate(TOKENS))
                 while len(again.keys) < 4:  # the node has not heard of it yet
-                    again = eventually(lambda: crew.delegate(TOKENS))
+                    again = eventually(lambda: worker_group.delegate(TOKENS))
                 assert again.ticket != given.ticket
                 with worker.step(stores=[given.ticket]) as step:
                     assert step.stores == [None], "that is over"
@@ -280,9 +283,9 @@ def test_a_worker_that_dies_half_way(node: Process) -> None:
 def test_a_stopped_worker_keeps_its_slots_from_others(node: Process) -> None:
     """It may write when it goes on: nobody must be there then."""
     with Client(node.path) as client, client.session(MODEL) as session:
-        crew = client.crew(session, 2)
-        given = crew.delegate(TOKENS)
-        with half_written(node, crew, given.ticket) as process:
+        worker_group = client.crew(session, 2)
+        given = worker_group.delegate(TOKENS)
+        with half_written(node, worker_group, given.ticket) as process:
             process.send_signal(signal.SIGSTOP)
             given.abort()
             assert client.statistics().held == 4, "in quarantine"
@@ -304,12 +307,12 @@ def test_a_stopped_worker_keeps_its_slots_from_others(node: Process) -> None:
         eventually(lambda: client.statistics().held == 0)
 
 
-def test_the_schedulers_end_is_the_crews(node: Process) -> None:
+def test_a_worker_group_ends_with_its_scheduler(node: Process) -> None:
     with Client(node.path) as client, Client(node.path) as other:
         session = client.session(MODEL)
-        crew = client.crew(session, 1)
-        worker = other.join(crew.token, 0)
-        given = crew.delegate(TOKENS)
+        worker_group = client.crew(session, 1)
+        worker = other.join(worker_group.token, 0)
+        given = worker_group.delegate(TOKENS)
         step = worker.step(stores=[given.ticket])
         session.close()
         assert other.statistics().held == 4, "the worker still has its slots"
@@ -318,33 +321,33 @@ def test_the_schedulers_end_is_the_crews(node: Process) -> None:
         assert other.statistics().held == 0
         assert other.statistics().counts.get("blocks stored", 0) == 0
         with pytest.raises(RightError, match="no session has this token"):
-            other.join(crew.token, 0)
+            other.join(worker_group.token, 0)
 
 
 def test_strangers_and_doubles_are_refused(node: Process) -> None:
-    with engine(node, LAYOUT, 2) as (session, crew, workers), Client(node.path) as client:
+    with engine(node, LAYOUT, 2) as (session, worker_group, workers), Client(node.path) as client:
         with pytest.raises(RightError, match="has joined already"):
-            client.join(crew.token, 1)
+            client.join(worker_group.token, 1)
         with pytest.raises(RightError, match="not one of this session's 2"):
-            client.join(crew.token, 2)
+            client.join(worker_group.token, 2)
         with pytest.raises(RightError, match="no session has this token"):
             client.join("guess" * 8, 0)
         with pytest.raises(RightError, match="is no ticket"):
             workers[0].step(loads=["rubbish"])
         workers[1].close()
-        assert client.join(crew.token, 1).ranks == 2
+        assert client.join(worker_group.token, 1).ranks == 2
         assert whole(session, TOKENS) is False
 
 
-def test_a_crew_goes_on_at_the_next_node(node: Process) -> None:
-    with engine(node, LAYOUT, 1) as (session, crew, (worker,)):
-        old = crew.delegate(TOKENS)
+def test_a_worker_group_continues_at_the_next_node(node: Process) -> None:
+    with engine(node, LAYOUT, 1) as (session, worker_group, (worker,)):
+        old = worker_group.delegate(TOKENS)
         node.kill()
         with worker.step(stores=[old.ticket]) as step:
             assert step.stores == [None]
-        assert crew.delegate(TOKENS).refused == 4
+        assert worker_group.delegate(TOKENS).refused == 4
         node.start()
-        given = eventually(lambda: next((g for g in [crew.delegate(TOKENS)] if g.ticket), None))
+        given = eventually(lambda: next((g for g in [worker_group.delegate(TOKENS)] if g.ticket), None))
         assert given is not None
         eventually(lambda: client_of(worker).connected)
         with worker.step(stores=[old.ticket]) as step:
@@ -364,11 +367,11 @@ def reconnected(client: Client) -> None:
 
 
 def test_a_ticket_of_a_line_that_broke_never_means_another_prompt(node: Process) -> None:
-    with engine(node, LAYOUT, 1) as (session, crew, (worker,)):
-        old = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 1) as (session, worker_group, (worker,)):
+        old = worker_group.delegate(TOKENS)
         reconnected(session._session_host)  # type: ignore[arg-type]
         other = TOKENS + 1000
-        given = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
+        given = eventually(lambda: next((g for g in [worker_group.delegate(other)] if g.ticket), None))
         assert given is not None
         assert given.ticket != old.ticket
         with worker.step(stores=[old.ticket]) as step:
@@ -379,10 +382,10 @@ def test_a_ticket_of_a_line_that_broke_never_means_another_prompt(node: Process)
         assert whole(session, other)
 
 
-def test_a_crew_whose_schedulers_line_breaks_goes_on(node: Process) -> None:
+def test_a_worker_group_continues_when_its_schedulers_connection_breaks(node: Process) -> None:
     """Though it holds a match over the line that broke, and its workers' lines did not."""
-    with engine(node, LAYOUT, 2) as (session, crew, workers):
-        given = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 2) as (session, worker_group, workers):
+        given = worker_group.delegate(TOKENS)
         for worker in workers:
             fill(worker, given.ticket)
         with session.match(TOKENS) as held:
@@ -390,7 +393,7 @@ def test_a_crew_whose_schedulers_line_breaks_goes_on(node: Process) -> None:
             reconnected(session._session_host)  # type: ignore[arg-type]
             assert whole(session, TOKENS)
             other = TOKENS + 1000
-            again = eventually(lambda: next((g for g in [crew.delegate(other)] if g.ticket), None))
+            again = eventually(lambda: next((g for g in [worker_group.delegate(other)] if g.ticket), None))
             assert again is not None
             for worker in workers:
                 fill(worker, again.ticket)
@@ -399,8 +402,8 @@ def test_a_crew_whose_schedulers_line_breaks_goes_on(node: Process) -> None:
 
 
 def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
-    with engine(node, LAYOUT, 1) as (session, crew, (worker,)), Client(node.path) as client:
-        given = crew.delegate(TOKENS)
+    with engine(node, LAYOUT, 1) as (session, worker_group, (worker,)), Client(node.path) as client:
+        given = worker_group.delegate(TOKENS)
         first, second = worker.step(stores=[given.ticket]), worker.step(stores=[given.ticket])
         with second:
             with first:
@@ -413,7 +416,7 @@ def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
                 worker.part(group, view)[:] = content(LAYOUT, group, depth)
         assert whole(session, TOKENS)
         match = session.match(TOKENS)
-        ticket = crew.ticket(match)
+        ticket = worker_group.ticket(match)
         one, two = worker.step(loads=[ticket]), worker.step(loads=[ticket])
         with two:
             with one:
@@ -430,15 +433,15 @@ def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
 def test_a_scheduler_does_not_map_what_its_workers_read(node: Process) -> None:
     """Mapping gigabytes takes tens of milliseconds, in the request that is the first to find them."""
     with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
-        crew = client.crew(session, 1)
-        with other.join(crew.token, 0) as worker:
-            while (given := crew.delegate(TOKENS)).again:
+        worker_group = client.crew(session, 1)
+        with other.join(worker_group.token, 0) as worker:
+            while (given := worker_group.delegate(TOKENS)).again:
                 given.abort()
             fill(worker, given.ticket)
             with session.match(TOKENS) as match:
                 assert match.ready
                 assert match.held_tokens == len(TOKENS)
-                with worker.step(loads=[crew.ticket(match)]) as step:
+                with worker.step(loads=[worker_group.ticket(match)]) as step:
                     assert [loaded and loaded.tokens for loaded in step.loads] == [len(TOKENS)]
                 assert _mapped(client) == 0
                 assert _mapped(other) == 1

@@ -92,21 +92,21 @@ def test_without_hints_kinds_are_those_of_no_hint() -> None:
     forest.ask((1, 2))
     kinds = forest.index.kind[forest.chain((1, 2))]
     forest.expect((1, 2), "tool", None)
-    told = forest.index.kind[forest.chain((1, 2))]
-    assert (kinds < usage._UNTOLD).all()
-    assert (told >= usage._UNTOLD).all()
+    hinted = forest.index.kind[forest.chain((1, 2))]
+    assert (kinds < usage._WITHOUT_HINT).all()
+    assert (hinted >= usage._WITHOUT_HINT).all()
     forest.ask((1, 2))
-    assert (forest.index.kind[forest.chain((1, 2))] < usage._UNTOLD).all(), "a use begins anew"
+    assert (forest.index.kind[forest.chain((1, 2))] < usage._WITHOUT_HINT).all(), "a use begins anew"
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_each_end_of_a_turn_has_kinds_of_its_own(end: int) -> None:
-    kinds = np.arange(usage._UNTOLD, dtype=np.int16)
-    told = usage._told(kinds, end)
-    assert told.min() >= usage._UNTOLD
-    assert told.max() < math.prod(usage._TRAITS)
-    assert ((told // usage._OTHERS - usage._RETURNS) // usage._ENDS == end).all()
-    assert (told % usage._OTHERS == kinds % usage._OTHERS).all()
+    kinds = np.arange(usage._WITHOUT_HINT, dtype=np.int16)
+    hinted = usage._with_hint(kinds, end)
+    assert hinted.min() >= usage._WITHOUT_HINT
+    assert hinted.max() < math.prod(usage._TRAITS)
+    assert ((hinted // usage._OTHERS - usage._RETURNS) // usage._ENDS == end).all()
+    assert (hinted % usage._OTHERS == kinds % usage._OTHERS).all()
 
 
 def test_curves_of_what_is_not_told_yet_are_those_of_what_it_becomes() -> None:
@@ -115,15 +115,15 @@ def test_curves_of_what_is_not_told_yet_are_those_of_what_it_becomes() -> None:
     hits = np.sort(random.random((kinds, 5)), axis=1)
     rates = np.zeros(kinds)
     rates[0] = 1.0
-    tool, end = (int(usage._told(np.zeros(1, np.int16), number)[0]) for number in (0, 1))
+    tool, end = (int(usage._with_hint(np.zeros(1, np.int16), number)[0]) for number in (0, 1))
     rates[tool], rates[end] = 0.25, 0.5
     curves = Curves(hits, hits.copy(), rates)
-    mixed = usage._after_told(curves).hits
+    mixed = usage._after_hint(curves).hits
     assert mixed[0] == pytest.approx(0.25 * hits[0] + 0.25 * hits[tool] + 0.5 * hits[end])
     assert (mixed[1:] == hits[1:]).all()
-    cut = usage._until_told(curves).hits
+    cut = usage._until_hint(curves).hits
     assert cut[0].max() <= 0.95 * 0.75
-    assert (cut[1:] == hits[1:]).all(), "nothing is told of the others"
+    assert (cut[1:] == hits[1:]).all(), "nothing is hinted of the others"
 
 
 def test_a_hint_that_comes_before_the_last_blocks_are_written_is_not_lost() -> None:
@@ -135,7 +135,7 @@ def test_a_hint_that_comes_before_the_last_blocks_are_written_is_not_lost() -> N
         rows = store.index.rows(session.chain(prompt(1, 2, 3)).keys(b"full"))
         assert ((store.index.kind[rows] // usage._OTHERS - usage._RETURNS) // usage._ENDS == 1).all()
         keep(session, 1, 4)
-        assert store.index.kind[store.index.rows(session.chain(prompt(1, 4)).keys(b"full"))[1]] < usage._UNTOLD
+        assert store.index.kind[store.index.rows(session.chain(prompt(1, 4)).keys(b"full"))[1]] < usage._WITHOUT_HINT
 
 
 def tools(rounds: int) -> Iterator[tuple[tuple[int, ...], Turn]]:
@@ -148,13 +148,13 @@ def tools(rounds: int) -> Iterator[tuple[tuple[int, ...], Turn]]:
             yield (0, number - 10, 0, 0), "end"
 
 
-def hits(told: bool) -> int:
+def hits(hinted: bool) -> int:
     forest = Forest(make("reuse"), 100)
     found = 0
     for number, (path, turn) in enumerate(tools(600)):
         here = forest.ask(path)
         forest.store(path)
-        if told:
+        if hinted:
             forest.expect(path, turn, None)
         if not number % 50:
             forest.uses.learn()
@@ -163,23 +163,23 @@ def hits(told: bool) -> int:
 
 
 def test_reuse_learns_which_ends_of_a_turn_come_back() -> None:
-    assert hits(told=True) > 1.3 * max(1, hits(told=False))
+    assert hits(hinted=True) > 1.3 * max(1, hits(hinted=False))
 
 
 def test_the_rate_of_uses_is_that_of_the_last_minute() -> None:
     clock = FakeClock()
-    clockwork = TickClock(clock)
-    assert clockwork.rate(100) == 0, "nobody can tell yet"
+    tick_clock = TickClock(clock)
+    assert tick_clock.rate(100) == 0, "not known yet"
     for second in range(600):
-        clockwork.note(second)
+        tick_clock.note(second)
         clock.advance(1)
-    assert clockwork.rate(600) == pytest.approx(1.0, rel=0.05)
+    assert tick_clock.rate(600) == pytest.approx(1.0, rel=0.05)
     for second in range(60):
-        clockwork.note(600 + 10 * second)
+        tick_clock.note(600 + 10 * second)
         clock.advance(1)
-    assert clockwork.rate(1200) == pytest.approx(10.0, rel=0.1)
+    assert tick_clock.rate(1200) == pytest.approx(10.0, rel=0.1)
     clock.advance(600)
-    assert clockwork.rate(1200) < 1
+    assert tick_clock.rate(1200) < 1
 
 
 @pytest.mark.parametrize("name", ["lru", "reuse", "auto"])

@@ -97,7 +97,7 @@ def test_a_group_of_others_counts_and_a_private_one_does_not() -> None:
 
 @pytest.mark.parametrize("secret", sorted(config.SECRETS))
 def test_no_secret_is_named_by_a_file_that_nobody_named(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository that was cloned belongs to whoever cloned it."""
+    """A repository that was cloned belongs to the user who cloned it."""
     section, _, name = secret.partition(".")
     value = "env:NOT_THERE" if name in ("tokens", "key_source") else "/home/somebody/secret"
     file = planted(f'[{section}]\n{name} = "{value}"\n')

@@ -1,4 +1,4 @@
-"""What was dropped does not come back through storage that others use too, whoever has it still and writes it when."""
+"""Dropped blocks do not come back through shared storage, whichever node still has them and whenever it writes them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_one_that_was_never_told_writes_the_blocks_in_vain(tmp_path: Path) -> No
             assert there(three) == len(TOKENS), "what is stored again replaces it"
 
 
-def test_what_was_written_between_the_page_and_the_hearing_is_deleted_by_its_writer(tmp_path: Path) -> None:
+def test_what_was_written_before_the_page_was_read_is_deleted_by_its_writer(tmp_path: Path) -> None:
     with opened(tmp_path) as a, opened(tmp_path) as b, a.session(MODEL) as one, b.session(MODEL) as two:
         assert one.drop(TOKENS) == 0, "one can drop what others have"
         put(two)

@@ -92,7 +92,7 @@ def test_the_command_fails_if_nobody_knows_the_tenant(tmp_path: Path, monkeypatc
     code, said = run("--tenant", "default", "--socket", str(node.path))
     assert (code, said.startswith(f"{node.path}: done, ")) == (0, True)
     node.close()
-    # Who cannot be asked may have blocks in memory: he hears of it by the key file.
+    # A node that cannot be reached may have blocks in memory: it learns of the destroyed key from the key file.
     code, said = run("--tenant", NOBODY.hex(), "--socket", str(node.path))
     assert (code, entries(tmp_path, NOBODY)) == (1, 1)
 

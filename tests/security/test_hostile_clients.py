@@ -137,7 +137,7 @@ def test_a_flood_of_questions_leaves_others_their_turn(node: Thread, victim: Cli
         sock.settimeout(0.2)
         sent = 0
         flood = p.frame(p.Request(2, [p.Find(session, digests)] * 200)) * 20
-        with contextlib.suppress(OSError):  # the node does not take more from whoever does not read
+        with contextlib.suppress(OSError):  # the node does not accept more from a client that does not read
             while sent < 100:
                 sock.sendall(flood)
                 sent += 1

@@ -96,7 +96,7 @@ def test_revoked_keys_are_gone_at_once(tmp_path: Path) -> None:
         key_ring.of(ONE)
     key_ring.forgotten(ONE, file_in(tmp_path).read())
     key_ring.tend()
-    assert gone == []  # whoever revokes knows
+    assert gone == []  # the process that revokes the key knows
     assert key_ring.of(ONE).id != key.id
 
 

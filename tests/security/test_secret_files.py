@@ -1,4 +1,4 @@
-"""A secret that everybody on the host may read or write is not used: whoever runs kvtide is told, and not a thief."""
+"""A secret that every user of the host may read or write is not used, and an error says so."""
 
 from __future__ import annotations
 

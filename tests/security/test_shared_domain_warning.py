@@ -1,4 +1,4 @@
-"""Users that share a trust domain can read each other's blocks in memory: whoever runs a node is told so."""
+"""Users that share a trust domain can read each other's blocks in memory: a node warns of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody who can read everything on the disk and in shared storage, and has no key: he learns nothing of a prompt."""
+"""An attacker who can read everything on the disk and in shared storage, and has no key, learns nothing of a prompt."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def names(folder: Path, encrypt: bool) -> set[str]:
 
 
 def test_who_has_no_keys_cannot_tell_by_names_which_prompts_are_in_shared_storage(tmp_path: Path) -> None:
-    """He makes the blobs of the prompts that he guesses, in a store with keys of his own and in one without keys."""
+    """The attacker creates the blobs of guessed prompts, in a store with other keys and in one without keys."""
     guesses = [names(tmp_path / "own", True), names(tmp_path / "open", False)]
     found = names(tmp_path / "victim", True)
     assert [len(found), *map(len, guesses)] == [4, 4, 4]

@@ -1,8 +1,8 @@
-"""Somebody who can write to our storage, and has no keys: what he puts there costs blocks, and nothing else.
+"""An attacker who can write to our storage, and has no keys, can cost us blocks, and nothing else.
 
-In each test he plants one thing in the real folder of a tier. What is asserted is what the others still have: that
-opening ends, which blocks they get, how much memory it takes, that nothing outside the folder was touched, and that
-what is stored afterwards is found again.
+In each test the attacker plants one thing in the real folder of a tier. The tests assert what the other users still
+have: opening ends, which blocks they get, how much memory it takes, nothing outside the folder was touched, and blocks
+that are stored afterwards are found again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def good(caller: Caller) -> set[BlockKey]:
     """The blocks that are found, of which each can be read."""
     places = found(caller)
     who = [WHO if caller.finds([k], WHO, [p]) == [True] else OTHER for k, p in places.items()]
-    batch = [caller.wish(k, w, p) for w, (k, p) in zip(who, places.items(), strict=True)]
+    batch = [caller.read_item(k, w, p) for w, (k, p) in zip(who, places.items(), strict=True)]
     assert caller.read(batch) == [True] * len(places)
     return set(places)
 
@@ -452,7 +452,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
 def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
     tmp_path: Path, key_ring: KeyRing, forged: str, asked: str
 ) -> None:
-    """The ids of keys stand in the open, so he can name one that there is."""
+    """The ids of keys are not encrypted, so the attacker can use an existing one."""
     root, encryption, names, clock = tmp_path / "root", Encryption(key_ring), keys(10), FakeClock()
     caller = shared(root, encryption, clock)
     places = caller.write(names, WHO)
@@ -478,19 +478,19 @@ def test_a_blob_that_somebody_without_the_keys_sealed_is_replaced(
 
 def test_what_others_say_was_used_is_read_up_to_a_limit(tmp_path: Path) -> None:
     clock = FakeClock()
-    steward = BudgetCoordinator(CoordinationBlobs(Files(tmp_path), 6.0), 1 << 20, clock)
+    coordinator = BudgetCoordinator(CoordinationBlobs(Files(tmp_path), 6.0), 1 << 20, clock)
     (tmp_path / "us").mkdir()
     (tmp_path / "us" / "used.me.0000000001").touch()
     sparse(tmp_path / "us" / "used.me.0000000001")
     with takes_little():
         for _ in range(3):
-            steward.step()
+            coordinator.step()
             clock.advance(3)
-    assert steward.statistics().term == 1
+    assert coordinator.statistics().term == 1
 
 
-def test_a_paper_that_is_no_file_does_not_decide_who_keeps_the_budget(tmp_path: Path) -> None:
-    """Of many who make a paper one wins: one that nobody made must not have won."""
+def test_a_coordination_blob_that_is_no_file_does_not_decide_the_election(tmp_path: Path) -> None:
+    """Of several nodes that create a blob one wins the election; a blob that no node created must not win it."""
     blobs = Files(tmp_path)
     assert blobs.create("evictor.1", b"mine", 5.0)
     (tmp_path / "ev" / "evictor.1").unlink()
@@ -504,15 +504,15 @@ def test_a_paper_that_is_no_file_does_not_decide_who_keeps_the_budget(tmp_path: 
     "name",
     ["evictor.", "evictor.x.y", "evictor.1.2", "ask.x", "ask.1.me.1.many", "back.1.2.3.4.5", "grant....", "used."],
 )
-def test_a_paper_that_nobody_can_have_written_is_not_read(tmp_path: Path, name: str) -> None:
+def test_a_coordination_blob_that_no_node_can_have_written_is_not_read(tmp_path: Path, name: str) -> None:
     """Whoever wants to write gets credit all the same."""
     clock, blobs = FakeClock(), Files(tmp_path)
     (tmp_path / name[:2]).mkdir()
     (tmp_path / name[:2] / name).touch()
     coordination = CoordinationBlobs(blobs, 6.0)
-    steward = BudgetCoordinator(coordination, 1 << 20, clock)
-    steward.step()
-    coordination.say("ask", 1, "me", 1, 1000)
-    steward.step()
-    assert [(paper.who, paper.nbytes) for paper in coordination.find("grant")] == [("me", 1000)]
-    assert steward.statistics().term == 1
+    coordinator = BudgetCoordinator(coordination, 1 << 20, clock)
+    coordinator.step()
+    coordination.create("ask", 1, "me", 1, 1000)
+    coordinator.step()
+    assert [(blob.who, blob.nbytes) for blob in coordination.find("grant")] == [("me", 1000)]
+    assert coordinator.statistics().term == 1

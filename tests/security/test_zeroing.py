@@ -139,7 +139,9 @@ def test_what_somebody_holds_is_counted_and_zeroed_when_he_lets_go() -> None:
         with session.match(tokens(1, 3)) as match:
             loaded = session.load(match).wait()
             assert home.forget(ANN.tag) == kvtide.Forgotten(8, held=3)
-            assert all((np.frombuffer(view, np.uint8) == 1).all() for view in loaded.blocks), "he has a right to it"
+            assert all((np.frombuffer(view, np.uint8) == 1).all() for view in loaded.blocks), (
+                "the holder has a right to it"
+            )
             assert left(home, 1) == 3 * 16384
             assert left(home, 2) == 0
             del loaded
@@ -420,7 +422,7 @@ def test_a_slot_that_cannot_be_zeroed_is_nobodys_and_nobody_waits_for_it(
         assert has(home, BOB, 3, 128) == 124, "the other slots are used again"
         put(home, BOB, 4, 1)
         assert left(home, 1) == 4 * 16384, "nobody gets those four"
-        assert home.forget(BOB.tag).held == 4, "whoever forgets is told"
+        assert home.forget(BOB.tag).held == 4, "the caller of forget gets the number"
         assert len([record for record in caplog.records if "zeroing" in record.message]) == 1
         broken = False
         put(home, ANN, 5, 1)

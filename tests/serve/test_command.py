@@ -150,7 +150,7 @@ def test_other_hosts_are_not_served_without_a_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     said = complaint(capsys, monkeypatch, "smollm2", "--host", host, "--port", "0")
-    assert f"anybody who reaches {host} could use this model" in said
+    assert f"everyone who can reach {host} could use this model" in said
     assert "--api-key" in said
     assert "loading" not in said
     with listen(host, 0, keyed=True) as at:

@@ -37,7 +37,7 @@ def objects(server: S3Server) -> Objects:
 
 @pytest.fixture(params=["s3", "valkey"])
 def faulty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Server, Blobs]]:
-    """A running server and its blobs. The server is alive again in the end, for whoever is next."""
+    """A running server and its blobs. The server is alive again in the end, for the next test."""
     with ExitStack() as stack:
         if request.param == "s3":
             server: Server = request.getfixturevalue("s3")

@@ -105,7 +105,7 @@ class Limit:
 
     def used(self, names: Sequence[str]) -> None: ...
 
-    def told(self) -> BudgetCoordinatorStatistics:
+    def coordinator_statistics(self) -> BudgetCoordinatorStatistics:
         return BudgetCoordinatorStatistics()
 
 

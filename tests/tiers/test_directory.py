@@ -272,7 +272,7 @@ def test_token_ids_are_in_the_header_area(tmp_path: Path) -> None:
         for i, t in zip(items, tokens, strict=True)
     ]
     assert caller.finds([few, many], who, places) == [True, True]
-    assert caller.read([caller.wish(many, who, places[1], range(1, 3))]) == [True]
+    assert caller.read([caller.read_item(many, who, places[1], range(1, 3))]) == [True]
     caller.close()
     directory = Directory(tmp_path / "tier", Disk())
     found = {}

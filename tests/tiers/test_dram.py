@@ -303,7 +303,7 @@ def test_a_host_that_has_no_more_memory(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_late_writer_is_recognised() -> None:
-    """Generations: whoever still has a slot of before can tell that it is another's now."""
+    """Generations: the holder of a stale slot can detect that it was reassigned."""
     dram = Dram(MIB, segment=MIB)
     size = SMALL.geometry.footprint
     assert dram.grow(size)

@@ -86,7 +86,7 @@ class Record:
         """Whether it is read; what is must be right. ``changed``: what it is after its start was read."""
         geometry = self.who.geometry
         span = aligned((geometry.sections if sections is None else len(sections)) * geometry.stride)
-        wish = Read(self.key, self.who, 0, span, sections)
+        item = Read(self.key, self.who, 0, span, sections)
         start = memoryview(self.bytes)[:ALIGN]
 
         def fetch(into: Sequence[Span], offset: int) -> int:
@@ -102,10 +102,10 @@ class Record:
         if number is None:
             into: Sequence[Span] = [span[: max(0, room - ALIGN) if sections is None else 0]]
         else:
-            into = packer.into(wish, number)
+            into = packer.into(item, number)
         got = fetch([aligned(ALIGN), *into], 0)
         self.bytes = bytearray(changed) or self.bytes
-        packer.unpack(wish, 7, start, got, room, fetch, number)
+        packer.unpack(item, 7, start, got, room, fetch, number)
         return holds(span, geometry, self.data, sections)
 
 
@@ -362,7 +362,7 @@ def test_where_records_are_sealed_one_in_the_open_is_a_miss_and_is_written_anew(
     caller = opened(tmp_path, ring_in(tmp_path))
     places = found(caller)
     for sections in (None, range(1, 2)):
-        batch = [caller.wish(key, FOUR, place, sections) for key, place in places.items()]
+        batch = [caller.read_item(key, FOUR, place, sections) for key, place in places.items()]
         assert not any(caller.read(batch))
     assert set(reasons(caller)) <= {"not sealed"}
     again = caller.write(keys(4), FOUR)
@@ -409,7 +409,7 @@ def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
 def test_garbage_on_the_disk_is_never_more_than_a_miss(
     tmp_path_factory: pytest.TempPathFactory, rubbish: list[tuple[float, bytes]]
 ) -> None:
-    """Written anywhere, by whoever has the disk but no keys: what is read is right, or is not read."""
+    """Bytes written anywhere, by an attacker with the disk but no keys: a read returns the right bytes, or fails."""
     path = tmp_path_factory.mktemp("garbage")
     caller = opened(path, ring_in(path))
     caller.write(keys(6), FOUR)

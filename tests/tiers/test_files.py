@@ -38,7 +38,7 @@ class Until:
 
     def used(self, names: Sequence[str]) -> None: ...
 
-    def told(self) -> BudgetCoordinatorStatistics:
+    def coordinator_statistics(self) -> BudgetCoordinatorStatistics:
         return BudgetCoordinatorStatistics()
 
 

@@ -66,7 +66,7 @@ def test_a_job_that_hangs_with_memory_is_late_and_answered_when_it_ends(jobs: Jo
 
 
 def test_when_one_of_a_batch_hangs_all_of_it_is_late(jobs: Jobs[int]) -> None:
-    """They are answered together: whoever waits for another of them would wait as long."""
+    """They are answered together: otherwise a caller that waits for another of them would wait as long."""
     go, answer = threading.Event(), CallerAnswer[bool](2)
     late: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
 
@@ -106,7 +106,7 @@ def test_closing_does_not_wait_for_what_hangs_nor_answer_it_later() -> None:
     hanging.go.set()
     for thread in jobs._threads:
         thread.join(30)
-    assert answer._calls == [], "whoever asked may be gone"
+    assert answer._calls == [], "the caller may be gone"
 
 
 class Slow:

@@ -233,10 +233,10 @@ def test_a_damaged_section_spoils_no_other(path: Path) -> None:
     (place,) = caller.write([key], SMALL)
     file, start, _ = record_at(path, place)
     flip(file, 8 * (start + ALIGN + 2 * SMALL.geometry.stride) + 5)
-    single = [caller.wish(key, SMALL, place, range(i, i + 1)) for i in range(4)]
+    single = [caller.read_item(key, SMALL, place, range(i, i + 1)) for i in range(4)]
     assert caller.read(single) == [True, True, False, True]
     ranges = [range(2), range(1, 3), range(3, 4)]
-    assert caller.read([caller.wish(key, SMALL, place, r) for r in ranges]) == [True, False, True]
+    assert caller.read([caller.read_item(key, SMALL, place, r) for r in ranges]) == [True, False, True]
     caller.close()
 
 
@@ -279,7 +279,7 @@ def test_a_record_that_was_meant_so_is_refused_too(path: Path, what: str, at: in
         record[320 + 16 : 320 + 32] = xxh3_128_digest(file.read_bytes()[start + ALIGN : start + ALIGN + 4000])
     patch(file, start, reseal(record))
     for sections in (None, range(1), range(3, 4)):
-        assert caller.read([caller.wish(key, SMALL, place, sections)]) == [False]
+        assert caller.read([caller.read_item(key, SMALL, place, sections)]) == [False]
     assert caller.finds([other], SMALL, [other_place]) == [True]
     assert dict(caller.statistics().reasons)[what] == 3
     caller.close()
@@ -708,7 +708,7 @@ def test_a_power_loss_brings_no_dropped_block_back(path: Path, seed: int, what: 
         caller.tier.evict(names[0], places[0])
     if what == "overwritten":
         assert caller.write(keys(1, start=100), SMALL) == [places[0]]
-    if killed:  # and whoever comes after cannot know what of that is on the medium
+    if killed:  # and the next process cannot know what of that is on the medium
         disk.die()
         caller.close()
         disk.revive()

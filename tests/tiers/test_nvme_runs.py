@@ -120,7 +120,7 @@ def test_a_run_that_is_cut_short_gives_what_came(tmp_path: Path, seed: int) -> N
     caller.close()
 
 
-WISHES = st.lists(
+ITEMS = st.lists(
     st.tuples(st.integers(0, COUNT - 1), st.sampled_from([None, range(4), range(1, 3), range(3, 4)])),
     min_size=1,
     max_size=40,
@@ -128,14 +128,14 @@ WISHES = st.lists(
 
 
 @settings(deadline=None)
-@given(options=WISHES, gone=st.sets(st.integers(0, COUNT - 1)))
+@given(items=ITEMS, gone=st.sets(st.integers(0, COUNT - 1)))
 def test_any_batch_is_answered_block_by_block(
-    tmp_path_factory: pytest.TempPathFactory, options: list[tuple[int, range | None]], gone: set[int]
+    tmp_path_factory: pytest.TempPathFactory, items: list[tuple[int, range | None]], gone: set[int]
 ) -> None:
     """In any order, with repetitions, whole or in part, with holes."""
     caller = Caller(Nvme(tmp_path_factory.mktemp("tier"), 4 << 20, segment=1 << 20, threads=1))
     places = caller.write(keys(COUNT), FOUR)
     caller.evict([keys(COUNT)[i] for i in gone], [places[i] for i in gone])
-    batch = [caller.wish(keys(COUNT)[i], FOUR, places[i], sections) for i, sections in options]
-    assert caller.read(batch) == [i not in gone for i, _ in options]
+    batch = [caller.read_item(keys(COUNT)[i], FOUR, places[i], sections) for i, sections in items]
+    assert caller.read(batch) == [i not in gone for i, _ in items]
     caller.close()

@@ -109,12 +109,12 @@ class View:
 
 
 class Process:
-    """A node that writes, reads, and may be steward. What found no credit waits, and is written when some has come."""
+    """A node that writes, reads, and may be coordinator. Blocks without credit wait until it arrives."""
 
     def __init__(self, storage: Storage, budget: int = BUDGET, seed: int = 0) -> None:
         self.view = View(storage)
         coordination = CoordinationBlobs(self.view, LEASE)
-        self.steward = BudgetCoordinator(coordination, budget, storage.clock)
+        self.coordinator = BudgetCoordinator(coordination, budget, storage.clock)
         self.write_credits = WriteCredits(
             coordination,
             budget,
@@ -141,7 +141,7 @@ class Process:
 
     def step(self) -> None:
         self.write_credits.step()
-        self.steward.step()
+        self.coordinator.step()
 
     def write(self, nbytes: int) -> str | None:
         """Write a block now or, where there is no credit, later: then the answer is None."""
@@ -174,7 +174,7 @@ class Process:
 
 
 def later(clock: FakeClock, processes: Sequence[Process], seconds: float) -> None:
-    """Let time pass, and everybody take his steps."""
+    """Let time pass, and all processes take their steps."""
     for _ in range(round(seconds)):
         clock.advance(1.0)
         for process in processes:
@@ -215,7 +215,7 @@ def write_all(clock: FakeClock, processes: Sequence[Process]) -> None:
 
 
 def terms(processes: Sequence[Process]) -> list[int]:
-    return [process.steward.statistics().term for process in processes]
+    return [process.coordinator.statistics().term for process in processes]
 
 
 def test_one_is_elected_and_the_others_write(storage: Storage, clock: FakeClock) -> None:
@@ -225,7 +225,7 @@ def test_one_is_elected_and_the_others_write(storage: Storage, clock: FakeClock)
     write_all(clock, processes)
 
 
-def test_without_a_steward_nothing_is_written(storage: Storage, clock: FakeClock) -> None:
+def test_without_a_coordinator_nothing_is_written(storage: Storage, clock: FakeClock) -> None:
     process = Process(storage)
     assert process.write(1) is None
     process.write_credits.step()
@@ -237,7 +237,7 @@ def test_another_takes_over_within_a_lease(storage: Storage, clock: FakeClock, r
     first, *others = processes = [Process(storage, seed=n) for n in range(3)]
     later(clock, processes, 4)
     if resigns:
-        first.steward.resign()
+        first.coordinator.resign()
     later(clock, others, LEASE if not resigns else 2)
     later(clock, others, 1)
     assert sorted(terms(others)) == [0, 2]
@@ -291,15 +291,15 @@ def test_everybody_knows_how_the_budget_stands(storage: Storage, clock: FakeCloc
     writer, reader = Process(storage), Process(storage, seed=1)
     fill(clock, writer, 150, [reader])
     later(clock, [writer, reader], 10 * LEASE)
-    told = reader.write_credits.told()
+    told = reader.write_credits.coordinator_statistics()
     assert told.who
-    assert (told.term, told.budget, told.blocks) == (1, BUDGET, writer.steward.statistics().blocks)
+    assert (told.term, told.budget, told.blocks) == (1, BUDGET, writer.coordinator.statistics().blocks)
     assert told.blocks_removed == len(storage.removed) > 0
     assert 0 < told.bytes_used + told.bytes_granted <= BUDGET
     assert reader.write_credits.silence < LEASE
-    writer.steward.resign()
+    writer.coordinator.resign()
     later(clock, [reader], 1)
-    assert reader.write_credits.told().who == ""
+    assert reader.write_credits.coordinator_statistics().who == ""
 
 
 def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: FakeClock) -> None:
@@ -307,7 +307,7 @@ def test_rubbish_where_a_beat_should_be_is_no_news(storage: Storage, clock: Fake
     for n, rubbish in enumerate((b"", b"\xff" * 5000, b'{"who": 3}', b"[]")):
         storage.put(f"evictor.0000000001.{n:010d}", rubbish)
         reader.write_credits.step()
-    assert reader.write_credits.told() == BudgetCoordinatorStatistics()
+    assert reader.write_credits.coordinator_statistics() == BudgetCoordinatorStatistics()
 
 
 def test_who_was_away_for_too_long_is_told_so(storage: Storage, clock: FakeClock) -> None:
@@ -331,10 +331,10 @@ def test_a_storage_that_takes_no_page_is_emptied_all_the_same(storage: Storage, 
                 raise OSError(errno.ENOSPC, "full")
             return super().create(name, data, timeout)
 
-    steward = BudgetCoordinator(CoordinationBlobs(Full(storage), LEASE), 300_000, clock)
+    coordinator = BudgetCoordinator(CoordinationBlobs(Full(storage), LEASE), 300_000, clock)
     for _ in range(3):
         clock.advance(1.0)
-        steward.step()
+        coordinator.step()
     assert storage.nbytes <= 300_000
 
 
@@ -350,10 +350,10 @@ def test_slow_deletes_cost_nobody_his_office(storage: Storage, clock: FakeClock)
                 super().delete([name], timeout)
             watcher.step()
 
-    steward = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), 200_000, clock)
+    coordinator = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), 200_000, clock)
     for _ in range(3):
         clock.advance(1.0)
-        steward.step()
+        coordinator.step()
     assert len(storage.removed) > 700
     assert terms([watcher]) == [0]
 
@@ -376,16 +376,16 @@ def test_much_to_read_and_many_who_ask_cost_nobody_his_office(storage: Storage, 
                 watcher.step()
             return super().create(name, data, timeout)
 
-    steward = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), BUDGET, clock)
-    steward.step()
-    steward.step()
+    coordinator = BudgetCoordinator(CoordinationBlobs(Slow(storage), LEASE), BUDGET, clock)
+    coordinator.step()
+    coordinator.step()
     asking = [Process(storage, seed=2 + n) for n in range(100)]
     for _ in range(30):
         clock.advance(1.0)
         for process in asking:
             process.write(100)
             process.write_credits.step()
-        steward.step()
+        coordinator.step()
     assert sum(name.startswith("grant") for name in storage.ever) >= 100
     assert terms([watcher]) == [0]
 
@@ -423,7 +423,7 @@ def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int
         if len(running) < 3 and random.random() < 0.0015:
             go_on(random.choice([1, LEASE, 3 * LEASE, 6 * LEASE]))
 
-    go_on(1)  # whoever has not looked yet knows of nothing that he could forget
+    go_on(1)  # a process that has not looked yet knows of nothing that it could forget
     for process in processes:
         process.view.stop = maybe_stop
     go_on(60)
@@ -434,10 +434,10 @@ def test_the_budget_holds_whoever_is_stopped_in_the_middle_of_whatever(seed: int
     for process in processes:
         assert process.times_missed or storage.removed <= process.heard, "nothing goes untold"
     assert sum(process.written for process in processes) > 20
-    assert sum(process.steward.statistics().terms_served for process in processes) >= 1
+    assert sum(process.coordinator.statistics().terms_served for process in processes) >= 1
 
 
-def test_papers_do_not_pile_up(storage: Storage, clock: FakeClock) -> None:
+def test_coordination_blobs_do_not_pile_up(storage: Storage, clock: FakeClock) -> None:
     processes = [Process(storage, seed=n) for n in range(3)]
     for _ in range(200):
         later(clock, processes, 1)
@@ -482,10 +482,10 @@ def test_nodes_that_have_stored_and_are_idle_remove_nothing(storage: Storage, cl
     later(clock, nodes, 20 * LEASE)
     assert storage.removed == removed
     assert [node.write_credits.credit for node in nodes] == [0] * 8
-    (budget_thread,) = [node for node in nodes if node.steward.statistics().term]
+    (budget_thread,) = [node for node in nodes if node.coordinator.statistics().term]
     budget_thread.write(1)
     later(clock, nodes, 3 * LEASE)
-    assert budget_thread.steward.statistics().bytes_granted <= BATCH
+    assert budget_thread.coordinator.statistics().bytes_granted <= BATCH
 
 
 @pytest.mark.parametrize("writers", [1, 3])
@@ -515,11 +515,11 @@ def test_what_idle_nodes_give_back_is_used_before_anything_is_removed(storage: S
         for _ in range(MEMORY):
             node.write(BATCH // MEMORY)
         node.step()  # it asks
-    nodes[0].steward.step()
+    nodes[0].coordinator.step()
     for node in nodes[:8]:
         node.waiting.clear()  # and does not want it any more
     later(clock, nodes, 1)
-    assert nodes[0].steward.statistics().bytes_granted > 7 * BATCH
+    assert nodes[0].coordinator.statistics().bytes_granted > 7 * BATCH
     fill(clock, nodes[8], 50, nodes[:8])
     assert storage.removed == set()
     assert nodes[8].written == 50
@@ -528,55 +528,55 @@ def test_what_idle_nodes_give_back_is_used_before_anything_is_removed(storage: S
 
 def test_the_credit_of_the_dead_counts_until_it_is_over_and_is_then_used(storage: Storage, clock: FakeClock) -> None:
     full(storage, 0.45)
-    steward, *dying = nodes = [Process(storage, seed=n) for n in range(9)]
+    coordinator, *dying = nodes = [Process(storage, seed=n) for n in range(9)]
     later(clock, nodes, 2)
     for node in dying:
         for _ in range(MEMORY):
             node.write(BATCH // MEMORY)
         node.write_credits.step()
-    steward.step()
-    granted = steward.steward.statistics().bytes_granted
+    coordinator.step()
+    granted = coordinator.coordinator.statistics().bytes_granted
     assert granted > 7 * BATCH
-    later(clock, [steward], LEASE)
-    assert steward.steward.statistics().bytes_granted == granted
-    later(clock, [steward], 2 * LEASE)
-    fill(clock, steward, 50)
+    later(clock, [coordinator], LEASE)
+    assert coordinator.coordinator.statistics().bytes_granted == granted
+    later(clock, [coordinator], 2 * LEASE)
+    fill(clock, coordinator, 50)
     assert storage.removed == set()
     assert storage.most <= BUDGET
 
 
 def test_the_ask_of_a_dead_node_is_forgotten(storage: Storage, clock: FakeClock) -> None:
     full(storage)
-    steward = Process(storage)
-    later(clock, [steward], 2)
-    steward.steward.resign()
-    later(clock, [steward], 2)
-    assert terms([steward]) == [2]
+    coordinator = Process(storage)
+    later(clock, [coordinator], 2)
+    coordinator.coordinator.resign()
+    later(clock, [coordinator], 2)
+    assert terms([coordinator]) == [2]
     dead = Process(storage, seed=1)
     dead.write_credits.step()
     dead.write(BUDGET // 100)
     dead.write_credits.step()
     assert [name for name in storage.held if name.startswith("ask.")]
-    later(clock, [steward], 3 * LEASE)  # it gives nothing for two leases
+    later(clock, [coordinator], 3 * LEASE)  # it gives nothing for two leases
     assert not [name for name in storage.held if name.startswith("ask.")]
     assert storage.removed == set()
 
 
 def test_nodes_that_come_and_go_remove_only_what_they_replace(storage: Storage, clock: FakeClock) -> None:
     full(storage)
-    steward = Process(storage)
-    later(clock, [steward], 2)
+    coordinator = Process(storage)
+    later(clock, [coordinator], 2)
     written = 0
     for n in range(40):
         node = Process(storage, seed=n + 1)
         node.write_credits.step()
         node.write(BUDGET // 1000)
-        later(clock, [steward, node], 3)
+        later(clock, [coordinator, node], 3)
         assert node.written == 1
         written += node.bytes_written
         if n % 2:
             node.write_credits.close()  # the others are killed
-    later(clock, [steward], 3 * LEASE)
+    later(clock, [coordinator], 3 * LEASE)
     assert storage.bytes_removed <= written + BATCH
     assert storage.most <= BUDGET
 
@@ -608,7 +608,7 @@ def test_a_large_block_that_fits_is_written(storage: Storage, clock: FakeClock) 
 
 def test_a_node_whose_writes_fail_does_not_empty_storage(storage: Storage, clock: FakeClock) -> None:
     full(storage)
-    steward, broken = nodes = [Process(storage), Process(storage, seed=1)]
+    coordinator, broken = nodes = [Process(storage), Process(storage, seed=1)]
     later(clock, nodes, 2)
     broken.fails = True
     for _ in range(200):
@@ -616,14 +616,14 @@ def test_a_node_whose_writes_fail_does_not_empty_storage(storage: Storage, clock
         later(clock, nodes, 1)
     assert storage.bytes_removed <= 3 * BATCH
     broken.fails = False
-    fill(clock, broken, 20, [steward])
+    fill(clock, broken, 20, [coordinator])
     assert storage.most <= BUDGET
 
 
 def test_who_wants_nothing_any_more_takes_its_ask_back(storage: Storage, clock: FakeClock) -> None:
     full(storage)
-    steward, node = Process(storage), Process(storage, seed=1)
-    later(clock, [steward, node], 2)
+    coordinator, node = Process(storage), Process(storage, seed=1)
+    later(clock, [coordinator, node], 2)
     node.write(BUDGET // 100)
     node.write_credits.step()
     assert [name for name in storage.held if name.startswith("ask.")]
@@ -631,11 +631,11 @@ def test_who_wants_nothing_any_more_takes_its_ask_back(storage: Storage, clock: 
     clock.advance(3.0)
     node.write_credits.step()
     assert not [name for name in storage.held if name.startswith("ask.")]
-    later(clock, [steward, node], LEASE)
+    later(clock, [coordinator, node], LEASE)
     assert storage.removed == set()
 
 
-def test_a_steward_that_knows_nothing_of_giving_back_is_not_left_with_papers(
+def test_a_coordinator_that_knows_nothing_of_giving_back_is_not_left_with_blobs(
     storage: Storage, clock: FakeClock
 ) -> None:
     class Earlier(BudgetCoordinator):
@@ -643,7 +643,7 @@ def test_a_steward_that_knows_nothing_of_giving_back_is_not_left_with_papers(
             """It did not know."""
 
     node = Process(storage)
-    node.steward = Earlier(CoordinationBlobs(node.view, LEASE), BUDGET, clock)
+    node.coordinator = Earlier(CoordinationBlobs(node.view, LEASE), BUDGET, clock)
     fill(clock, node, 30)
     assert [name for name in storage.ever if name.startswith("back.")]
     later(clock, [node], 4 * LEASE)

@@ -1,7 +1,7 @@
 """A tier that answers when it is told to, and a store that uses it: for tests in which the moment counts.
 
 Nothing here runs by itself: reads and writes wait in ``reads`` and ``writes`` until the test lets them go, in
-whatever order and with whatever result it likes. The bytes are kept for real, so whoever reads them can check them.
+whatever order and with whatever result it likes. The bytes are kept for real, so readers can check them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_tenants_beyond_those_that_can_be_told_apart_are_served_too(monkeypatch:
 
 
 def test_tenants_that_have_gone_take_no_share_from_those_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers for them are few, and are given again: with one for all, whoever stores most would have it all."""
+    """Tenant numbers are few and are reused: with one number for all, the tenant that stores most would have all."""
     monkeypatch.setattr(residents, "_TENANTS", 8)
     monkeypatch.setattr(residents, "_NEWCOMERS", 4)
 

@@ -134,7 +134,7 @@ def test_a_tool_that_does_not_say_when_is_not_looked_at(store: Store, session: S
     assert len(store.returns) == 0, "nor is what is not here"
 
 
-class Desk:
+class FakeBackend:
     """Begins loads that never end."""
 
     def __init__(self, clock: FakeClock) -> None:
@@ -149,8 +149,8 @@ class Desk:
         return self.begun[-1]
 
 
-def made(clock: FakeClock, count: int = 0) -> tuple[Prefetcher, Desk]:
-    found, backend = Prefetcher(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), Desk(clock)
+def made(clock: FakeClock, count: int = 0) -> tuple[Prefetcher, FakeBackend]:
+    found, backend = Prefetcher(clock, Index(tiers=1), Counter(), [Speed(clock)], lambda: None), FakeBackend(clock)
     for number in range(count):
         found.expect(backend, name(number), 1, 10.0 + number)
     return found, backend

@@ -102,7 +102,7 @@ def test_all_orders_of_their_ends(
 
 
 def test_the_first_copy_that_is_sealed_stays(tmp_path: Path) -> None:
-    """What somebody reads is not exchanged under him, and a late writer writes into no slot of others."""
+    """A block is not replaced while it is read, and a late writer does not write into slots of others."""
     with opened() as store, store.session(MODEL) as slow, store.session(MODEL) as quick:
         late = slow.reserve(TOKENS)
         assert quick.store(TOKENS, data(PLAIN, TOKENS)).stored == BLOCKS

@@ -40,7 +40,7 @@ def forget(
 
         [bold]kvtide forget --tenant default --socket /run/kvtide.sock[/bold]
 
-    The guarantee: without its key no encrypted block can be read any more, by anybody. Headers are overwritten and the
+    The guarantee: without its key no encrypted block can be read any more. Headers are overwritten and the
     rest is discarded on the disk; what a medium keeps of that, and backups, cannot be reached. The exit code is 0 if
     all is done, 1 if something ends later, 2 if it was refused, or if none of the nodes has a key or a block of such a
     tenant.

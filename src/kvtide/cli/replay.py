@@ -164,7 +164,7 @@ def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: s
 
     tokens = trace.block_tokens
     if tokens is None:
-        raise ConfigError("--model needs the tokens of a block, which this trace does not tell: give --block-tokens")
+        raise ConfigError("--model needs the tokens of a block, which this trace does not contain: give --block-tokens")
     path = Path(model).expanduser()
     if path.is_file() and path.name != "config.json":
         raise ConfigError(f"--model {model} is a file; give its folder, or a file config.json in Hugging Face's format")
@@ -251,15 +251,16 @@ def _notes(report: ReplayReport) -> list[str]:
     if any(name != report.tiers[0].policy for name in leaders):
         changes = sum(number > report.warming for number, _ in report.in_charge)
         counted = report.requests - report.warming
-        told = ", ".join(
+        leaders_text = ", ".join(
             f"{name} led for {100 * count / counted:.0f} % of the requests" for name, count in leaders.items()
         )
-        notes.append(f"{told}; changed {changes} {'time' if changes == 1 else 'times'}")
+        notes.append(f"{leaders_text}; changed {changes} {'time' if changes == 1 else 'times'}")
     if len(report.tiers) > 1:
         notes.append(f"{report.write_amplification:.2f} bytes written to the colder tier for each byte computed")
     for name, seconds in report.seconds.items():
         notes.append(f"{seconds:,.1f} s {name}")
-    notes.append(f"{report.policy_us:.1f} us of books and {report.learning_us:.1f} us of learning for each block here")
+    bookkeeping, learning = f"{report.policy_us:.1f} us of bookkeeping", f"{report.learning_us:.1f} us of learning"
+    notes.append(f"{bookkeeping} and {learning} for each block here")
     return notes
 
 

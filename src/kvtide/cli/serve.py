@@ -73,7 +73,7 @@ def serve(
         -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
     if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty: anybody could use the server. Give one, or leave --api-key out")
+        raise ConfigError("the API key is empty: everyone could use the server. Give one, or leave --api-key out")
     if store and file:
         raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:

@@ -35,8 +35,8 @@ def check(nvme: Nvme) -> Iterator[Finding]:
         return
     held = sum(file.stat().st_blocks * 512 for file in path.glob("*.segment"))
     free = shutil.disk_usage(base).free + held
-    told = f"nvme.budget is {size(nvme.budget)}, and {path} has room for {size(free)}"
-    yield ok("disk space", told) if nvme.budget <= free else error("disk space", told, "lower it, or free space")
+    text = f"nvme.budget is {size(nvme.budget)}, and {path} has room for {size(free)}"
+    yield ok("disk space", text) if nvme.budget <= free else error("disk space", text, "lower it, or free space")
     kind = _filesystem(base)
     if kind in ("tmpfs", "ramfs"):
         yield warning("disk", f"{path} is on {kind}, which is memory and ends with the host", "give a folder on a disk")

@@ -20,27 +20,27 @@ _WORTH = 1.5
 def check(layout: Layout, disk: float, prefill: float | None) -> Iterator[Finding]:
     """``disk``: bytes read per second; ``prefill``: tokens that the engine computes per second."""
     load = nbytes(layout, _TOKENS) / disk
-    told = f"{_TOKENS:,} tokens are {size(nbytes(layout, _TOKENS))}: {_seconds(load)} from this disk"
+    text = f"{_TOKENS:,} tokens are {size(nbytes(layout, _TOKENS))}: {_seconds(load)} from this disk"
     even = f"{_TOKENS / load:,.0f} tokens a second"
     if prefill is None:
         yield warning(
             "gain",
-            f"{told}; that is faster than an engine that computes fewer than {even}",
+            f"{text}; that is faster than an engine that computes fewer than {even}",
             "give --prefill-tokens-per-second, or --url of an engine that has computed some prompts",
         )
         return
     compute = _TOKENS / prefill
-    told += f" against {_seconds(compute)} computing ({prefill:,.0f} tokens a second; even at {even})"
+    text += f" against {_seconds(compute)} computing ({prefill:,.0f} tokens a second; even at {even})"
     if compute < load:
         yield warning(
             "gain",
-            f"{told}: kvtide will compute instead",
+            f"{text}: kvtide will compute instead",
             "use a faster disk or several, or DRAM alone (nvme.path empty)",
         )
     elif compute < _WORTH * load:
-        yield warning("gain", f"{told}: little is gained", "use a faster disk, or more DRAM (dram.budget)")
+        yield warning("gain", f"{text}: little is gained", "use a faster disk, or more DRAM (dram.budget)")
     else:
-        yield ok("gain", f"{told}: {compute / load:.1f} times as fast")
+        yield ok("gain", f"{text}: {compute / load:.1f} times as fast")
 
 
 def storing(config: Config, layout: Layout, pool: int, dram: int) -> Finding:

@@ -52,7 +52,7 @@ def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layo
     except LayoutError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LayoutError(f"{folder}/config.json does not tell the model's shape ({e!r})") from e
+        raise LayoutError(f"{folder}/config.json does not contain the model's shape ({e!r})") from e
 
 
 def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
@@ -113,12 +113,12 @@ def nbytes(layout: Layout, tokens: int) -> int:
 
 def check(folder: Path, layout: Layout, ranks: int, weights_id: str) -> Iterator[Finding]:
     """Findings about a model that can be served."""
-    told = "; ".join(
+    text = "; ".join(
         f"{g.layers} layers of kind {g.kind.value}, {g.heads} x {g.head_dim} of {g.dtype}" for g in layout.groups
     )
     each = sum(layout.geometry[g.name].footprint for g in layout.groups)
     sizes = f"{size(each / layout.block_tokens)} a token, blocks of {size(each)}"
-    yield ok("layout", f"{told}: {sizes}; named by tokens, so vLLM's hashes and PYTHONHASHSEED do not matter")
+    yield ok("layout", f"{text}: {sizes}; named by tokens, so vLLM's hashes and PYTHONHASHSEED do not matter")
     try:
         for group in layout.groups:
             group.slices(ranks)

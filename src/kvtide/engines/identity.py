@@ -142,7 +142,9 @@ def _look(module: torch.nn.Module) -> tuple[_Look, list[torch.Tensor]]:
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
-            raise LayoutError(f"{name} is not in memory, so the weights cannot be told from others: load all of them")
+            raise LayoutError(
+                f"{name} is not in memory, so the weights cannot be distinguished from others: load all of them"
+            )
         yield name, tensor.detach()
 
 

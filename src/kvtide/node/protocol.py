@@ -464,8 +464,8 @@ class Expect(_Message, tag="expect"):
 
 
 class Flush(_Message, tag="flush"):
-    """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which tells what
-    was not written.
+    """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which reports
+    what was not written.
 
     With ``blocks``, as (group, first, last + 1), of the prompt with these digests: wait until each of these is durable,
     or cannot become durable. ``Cancel`` ends that earlier.
@@ -585,7 +585,7 @@ class Ended(_Message, tag="ended"):
     failed: list[tuple[int, int, str]] = []
     """Blocks that are not durable, as (group, index in the prompt, reason)."""
     announced: bool = False
-    """Of an erase: nothing of the tenant was found, and the other users of the storage were told."""
+    """Of an erase: nothing of the tenant was found, and the other users of the storage were informed."""
 
 
 class Stored(_Message, tag="stored"):

@@ -127,7 +127,7 @@ class Evictor:
         self._hopeless: dict[tuple[int, bool], tuple[int, int, int]] = {}
         """By kind: the index's change count, and how full the tier was, when no segment could be emptied."""
         self.ranked = Coldest(index, number, policy, uses, may_leave)
-        self._ages = Ages(uses.clockwork)
+        self._ages = Ages(uses.tick_clock)
 
     @property
     def tier(self) -> Slotted:

@@ -64,15 +64,15 @@ class Ages:
     """Histogram of the ages of evicted blocks. All calls need the index lock; blocks are counted in batches, which is
     cheaper."""
 
-    def __init__(self, clockwork: TickClock) -> None:
-        self._clockwork = clockwork
+    def __init__(self, tick_clock: TickClock) -> None:
+        self._tick_clock = tick_clock
         self._left: list[tuple[npt.NDArray[np.int64], float]] = []
         """Ticks of evicted blocks, and the time of their eviction."""
         self._histogram = Histogram(_STEPS)
 
     def add(self, ticks: npt.NDArray[np.int64]) -> None:
         """Record the eviction of blocks with these ticks of last use."""
-        self._left.append((ticks, self._clockwork.now()))
+        self._left.append((ticks, self._tick_clock.now()))
         if len(self._left) >= _DOZEN:
             self._count()
 
@@ -80,7 +80,7 @@ class Ages:
         left, self._left = self._left, []
         if left:
             ended = np.repeat([now for _, now in left], [len(ticks) for ticks, _ in left])
-            self._histogram.add(ended - self._clockwork.times(np.concatenate([ticks for ticks, _ in left])))
+            self._histogram.add(ended - self._tick_clock.times(np.concatenate([ticks for ticks, _ in left])))
 
     def statistics(self) -> HistogramStatistics:
         self._count()

@@ -38,15 +38,15 @@ _RETURNS = 7
 _COARSE = np.array([0, 1, 1, 1, 2, 2, 2])
 """A coarser classification, for blocks whose callers said how the turn ended: there are fewer of these, and each kind
 costs time in every learning step."""
-_TOLD: Mapping[Turn, int] = {"tool": 0, "end": 1}
+_HINTS: Mapping[Turn, int] = {"tool": 0, "end": 1}
 _ENDS = 3
 """Classes of returns for each end of a turn."""
-_TRAITS = (_RETURNS + _ENDS * len(_TOLD), 5, 4, 4)
+_TRAITS = (_RETURNS + _ENDS * len(_HINTS), 5, 4, 4)
 """Number of values of each trait of a kind: returns of the block (again for each end of a turn), turn, length of the
 prompt, its new blocks."""
 _OTHERS = 80
 """Number of combinations of the other traits."""
-_UNTOLD = _RETURNS * _OTHERS
+_WITHOUT_HINT = _RETURNS * _OTHERS
 """Kinds from this number on are those whose callers said how the turn ended."""
 _BUCKET = (_OTHERS * np.searchsorted([1, 2, 3, 4, 8, 64], np.arange(MANY + 1), side="right")).astype(np.int16)
 """By number of returns: the first trait's contribution to the number of a kind."""
@@ -81,7 +81,7 @@ class UsageTracker:
 
     def __init__(self, index: Index, clock: Clock | None = None) -> None:
         self._index = index
-        self.clockwork = TickClock(clock or SystemClock())
+        self.tick_clock = TickClock(clock or SystemClock())
         self._policies: list[Policy] = []
         self._students: list[Callable[[Curves], None]] = []
         self._tick = 0
@@ -96,7 +96,7 @@ class UsageTracker:
         """By tier, for the terms of its blocks."""
         self.history = History(_TRAITS, _LASTING)
         self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
-        self._told = False
+        self._hinted = False
         """Whether any caller has said how a turn ended."""
         self._length = 0.0
         """The usual length of a prompt, as a power of two."""
@@ -157,7 +157,7 @@ class UsageTracker:
                 self._index.returns[rows] = returns
             # Other writers may write the last blocks of a prompt, and finish only after the caller's hint.
             last = int(self._index.kind[rows[-1]])
-            if last < _UNTOLD:
+            if last < _WITHOUT_HINT:
                 self._note(rows, returns, len(rows), fresh)
             else:
                 end = (last // _OTHERS - _RETURNS) // _ENDS
@@ -165,7 +165,7 @@ class UsageTracker:
 
     def _order(self, rows: Rows) -> None:
         if len(rows):
-            self.clockwork.note(self._tick)
+            self.tick_clock.note(self._tick)
             tick = self._tick = self._tick + len(rows)
             ticks = np.arange(tick, tick - len(rows), -1)
             if self._ahead.latest > tick - len(rows):  # otherwise no block ranks above the ones used now
@@ -179,7 +179,7 @@ class UsageTracker:
         self._length += (math.log2(length) - self._length) * (0.01 if self._length else 1.0)
         kinds = self._kinds(returns, length)
         if end >= 0:
-            kinds = _told(kinds, end)
+            kinds = _with_hint(kinds, end)
         self._index.kind[rows] = kinds
         self._since(rows, self._time)
         # Terms never decrease: for a prompt that is about to be stored, they are set when all of it is known.
@@ -216,28 +216,28 @@ class UsageTracker:
         """Assign blocks that were just used to the kinds for this end of a turn. Once for each use.
 
         Terms never decrease, and when a prompt is stored, it is unknown how its turn will end. So for the kind that it
-        has until then, the hint counts as a return: that kind is worth keeping until the hint comes (``_until_told``),
+        has until then, the hint counts as a return: that kind is worth keeping until the hint comes (``_until_hint``),
         and what follows counts for the next kind.
         """
         kinds, returns = self._index.kind[rows], np.maximum(self._index.returns[rows], 0)
         unknown = kinds < 0
         if np.count_nonzero(unknown):
             kinds[unknown] = self._kinds(returns, len(rows))[unknown]
-        new = kinds < _UNTOLD
+        new = kinds < _WITHOUT_HINT
         if not np.count_nonzero(new):
             return
-        kinds[new] = _told(kinds[new], _TOLD[turn])
+        kinds[new] = _with_hint(kinds[new], _HINTS[turn])
         self._index.kind[rows] = kinds
         for policy in self._policies:
             policy.used(rows, kinds, self._time)
-        self._told = True
+        self._hinted = True
         every_one = _all(int(np.count_nonzero(new)))
         self._notes.append((self._index.mark[rows[new]], kinds[new], returns[new], every_one, ~every_one, self._time))
 
     def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> bool:
         """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Returns
         whether DRAM keeps some."""
-        ticks = max(1, int(returns_in * self.clockwork.rate(self._tick)))
+        ticks = max(1, int(returns_in * self.tick_clock.rate(self._tick)))
         room, kept = rooms.get(DRAM, 0), rows[:0]
         if ticks <= LONGEST * room:
             kept = self._ahead.keep(self._index.used, rows, self._tick, self._tick + min(ticks, room), room)
@@ -318,7 +318,7 @@ class UsageTracker:
         self.history.lasting = max(_LASTING, 16 * room)
         self._batch = max(_BATCH, min(room // 4, 2 * _BATCH))
         curves = self.history.curves()
-        before, after = (_until_told(curves), _after_told(curves)) if self._told else (curves, curves)
+        before, after = (_until_hint(curves), _after_hint(curves)) if self._hinted else (curves, curves)
         for policy in self._policies:
             policy.learn(before)
         for student in self._students:
@@ -327,7 +327,7 @@ class UsageTracker:
         self._unlearned = 0
 
 
-def _told(kinds: Kinds, end: int) -> Kinds:
+def _with_hint(kinds: Kinds, end: int) -> Kinds:
     """The kinds of such blocks once the caller has said how the turn ended."""
     first, others = np.divmod(kinds, _OTHERS)
     return ((_RETURNS + _ENDS * end + _COARSE[first]) * _OTHERS + others).astype(np.int16)
@@ -339,29 +339,29 @@ def _shares(curves: Curves) -> tuple[Numbers, Numbers]:
     rates = curves.rates.reshape(-1, _OTHERS)
     used = np.zeros((_ENDS, _OTHERS))
     np.add.at(used, _COARSE, rates[:_RETURNS])
-    ends = rates[_RETURNS:].reshape(len(_TOLD), _ENDS, _OTHERS)
+    ends = rates[_RETURNS:].reshape(len(_HINTS), _ENDS, _OTHERS)
     shares = ends / np.maximum(np.maximum(used, ends.sum(axis=0)), 1e-12)
     found = shares[:, _COARSE]
     return found, 1 - found.sum(axis=0)
 
 
-def _until_told(curves: Curves) -> Curves:
+def _until_hint(curves: Curves) -> Curves:
     """Curves for policies: where most blocks of a kind get a hint later, the kind is kept until then and no longer."""
     _, rest = _shares(curves)
-    told = (1 - rest).reshape(-1, 1)
+    hinted = (1 - rest).reshape(-1, 1)
     hits = curves.hits.copy()
-    hits[:_UNTOLD] = np.minimum(hits[:_UNTOLD], np.where(told > _HABIT, _NEARLY * told, 1.0))
+    hits[:_WITHOUT_HINT] = np.minimum(hits[:_WITHOUT_HINT], np.where(hinted > _HABIT, _NEARLY * hinted, 1.0))
     return Curves(hits, curves.time, curves.rates)
 
 
-def _after_told(curves: Curves) -> Curves:
+def _after_hint(curves: Curves) -> Curves:
     """Curves for decisions made once, when a prompt is stored: blocks without a hint are counted as the kinds that they
     become, in proportion, and only the rest as their own kind."""
     shares, rest = _shares(curves)
 
     def mixed(table: Numbers) -> Numbers:
         by_returns = table.reshape(-1, _OTHERS, table.shape[1])
-        ends = by_returns[_RETURNS:].reshape(len(_TOLD), _ENDS, *by_returns.shape[1:])[:, _COARSE]
+        ends = by_returns[_RETURNS:].reshape(len(_HINTS), _ENDS, *by_returns.shape[1:])[:, _COARSE]
         found = by_returns.copy()
         found[:_RETURNS] *= rest[..., np.newaxis]
         found[:_RETURNS] += (shares[..., np.newaxis] * ends).sum(axis=0)

@@ -57,7 +57,7 @@ class SimulatedTier:
         self._read = self._written = self._blocks = self._failed = 0
 
     def __repr__(self) -> str:
-        return f"<Hollow {self._blocks} blocks>"
+        return f"<SimulatedTier {self._blocks} blocks>"
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         self._read += sum(item.identity.geometry.footprint for item in batch)

@@ -58,7 +58,7 @@ def _who() -> str:
     try:
         name = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a user id without a name, as in containers
-        name = "nobody by name"
+        name = "a user without a name"
     return f"{name} ({os.getuid()}) on {socket.gethostname()}"
 
 

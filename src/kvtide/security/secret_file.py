@@ -25,7 +25,7 @@ def read_secret(setting: str, path: str, harm: str, secret: str) -> bytes:
             mode = stat.S_IMODE(os.fstat(f.fileno()).st_mode)
             if mode & (stat.S_IROTH | stat.S_IWOTH):
                 raise ConfigError(
-                    f"{setting}: everybody on this host may read or write {path} (mode {mode:04o}), and so {harm}: "
+                    f"{setting}: every user of this host may read or write {path} (mode {mode:04o}), and so {harm}: "
                     f"chmod 600 {path} (in Kubernetes: defaultMode 0440 of the secret's volume), and take a new "
                     f"{secret} if others have used this host"
                 )

@@ -30,8 +30,8 @@ from kvtide import Client, Store, metrics
 from kvtide.node.host_names import HostNames
 from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.generation_queue import GenerationQueue, Turn
+from kvtide.serve.openai_api import ApiError, ChatRequest, CompletionRequest, parse
 from kvtide.serve.prompts import RequestReader
-from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from kvtide.serve.responses import Answers, ChatAnswers, TextAnswers, event
 from kvtide.store.node_statistics import least
 

@@ -28,7 +28,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtide.serve.protocol import ApiError
+from kvtide.serve.openai_api import ApiError
 
 __all__ = ["Connections", "Limits", "configuration"]
 

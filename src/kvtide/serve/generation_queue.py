@@ -19,7 +19,7 @@ from functools import partial
 
 from kvtide.engines.background import Background
 from kvtide.serve.generation import Answered, Ask, GenerationEngine
-from kvtide.serve.protocol import ApiError
+from kvtide.serve.openai_api import ApiError
 
 __all__ = ["GenerationQueue", "Turn"]
 

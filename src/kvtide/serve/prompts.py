@@ -13,7 +13,7 @@ from kvtide import Tenant
 from kvtide.engines.transformers.loading import LoadedModel
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.serve.generation import Ask, Sampling
-from kvtide.serve.protocol import ONE_KIND, PROMPTS, ApiError, ChatRequest, CompletionRequest, too_many_prompts
+from kvtide.serve.openai_api import ONE_KIND, PROMPTS, ApiError, ChatRequest, CompletionRequest, too_many_prompts
 
 __all__ = ["RequestReader"]
 

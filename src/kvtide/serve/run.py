@@ -39,7 +39,7 @@ def listen(host: str, port: int, keyed: bool = False) -> socket.socket:
     if not keyed and not ipaddress.ip_address(at.getsockname()[0].partition("%")[0]).is_loopback:
         at.close()
         raise ConfigError(
-            f"anybody who reaches {host} could use this model, and tell by its speed what others asked: give "
+            f"everyone who can reach {host} could use this model, and learn from its speed what others asked: give "
             "--api-key, or KVTIDE_API_KEY in the environment; or listen at 127.0.0.1"
         )
     return at

@@ -66,8 +66,8 @@ class Stops:
         return "" if self.met else self._take(len(self._held))
 
     def _take(self, length: int) -> str:
-        told, self._held = self._held[:length], self._held[length:]
-        return told
+        ready, self._held = self._held[:length], self._held[length:]
+        return ready
 
     def _doubtful(self) -> int:
         """How many characters at the end may be the beginning of a stop string."""

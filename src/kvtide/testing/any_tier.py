@@ -79,8 +79,8 @@ class AnyTierContract(ABC):
         count = who.geometry.sections
         ranges = [range(i, i + 1) for i in (*range(min(count, 8)), count - 1)]
         ranges += [range(count), range(1, count), range(count - 1), range(1, 3)]
-        assert caller.read([caller.wish(key, who, place, r) for r in ranges]) == [True] * len(ranges)
-        mixed = [caller.wish(other, who, other_place), caller.wish(key, who, place, range(2, 4))]
+        assert caller.read([caller.read_item(key, who, place, r) for r in ranges]) == [True] * len(ranges)
+        mixed = [caller.read_item(other, who, other_place), caller.read_item(key, who, place, range(2, 4))]
         assert caller.read(mixed) == [True, True]
 
     def test_sections_that_a_block_has_not_are_refused(self, caller: Caller) -> None:
@@ -122,7 +122,7 @@ class AnyTierContract(ABC):
         batch[2] = caller.block(names[2], huge)
         places = caller.start_write(batch).wait()
         assert [p == NOWHERE for p in places] == [False, False, True, False]
-        options = [caller.wish(k, who, p) for k, p in zip(names, places, strict=True)]
+        options = [caller.read_item(k, who, p) for k, p in zip(names, places, strict=True)]
         assert caller.read(options) == [True, True, False, True]
         assert caller.drop((names[0], places[0]), (names[2], NOWHERE), (names[3], places[3])) == [True] * 3
         assert caller.finds(names, who, places) == [False, True, False, False]
@@ -142,7 +142,7 @@ class AnyTierContract(ABC):
             caller.tier.write([caller.block(second, who)], lambda more: then_read(places[0], more[0]))
 
         def then_read(place: int, more: int) -> None:
-            caller.tier.read([caller.wish(second, who, more)], lambda found: then_drop(place, bool(found[0])))
+            caller.tier.read([caller.read_item(second, who, more)], lambda found: then_drop(place, bool(found[0])))
 
         def then_drop(place: int, found: bool) -> None:
             assert found
@@ -158,7 +158,7 @@ class AnyTierContract(ABC):
         caller = self.open(where)
         held = caller.write(names[:4], who)
         writes = [caller.start_write([caller.block(k, who) for k in names[i : i + 4]]) for i in range(4, 16, 4)]
-        reads = caller.start_read([caller.wish(k, who, p) for k, p in zip(names, held, strict=False)])
+        reads = caller.start_read([caller.read_item(k, who, p) for k, p in zip(names, held, strict=False)])
         caller.close()
         assert reads.wait() == [True] * 4
         places = held + [p for w in writes for p in w.wait()]
@@ -187,7 +187,7 @@ class AnyTierContract(ABC):
         caller.tier.evict(names[0], places[0])
         assert caller.drop((names[1], places[1])) == [True]
         assert caller.finds(names, who, places) == [False, False, True, True]
-        single = [caller.wish(k, who, p, range(1, 2)) for k, p in zip(names, places, strict=True)]
+        single = [caller.read_item(k, who, p, range(1, 2)) for k, p in zip(names, places, strict=True)]
         assert caller.read(single) == [False, False, True, True]
         # Dropping a block that is already gone is not an error, with its old place or without.
         assert caller.drop((names[0], NOWHERE), (names[1], NOWHERE), (names[1], places[1])) == [True] * 3
@@ -212,7 +212,7 @@ class AnyTierContract(ABC):
             replace(who, geometry=Geometry(1, geometry.nbytes)),
         ]
         for sections in (None, range(1)):
-            results = caller.results([caller.wish(key, w, place, sections) for w in wrong])
+            results = caller.results([caller.read_item(key, w, place, sections) for w in wrong])
             # A different identity says nothing about the record: False would drop it for all readers.
             assert results[:3] == [Miss.REFUSED] * 3
             assert not any(results)
@@ -224,7 +224,7 @@ class AnyTierContract(ABC):
         who, names = GEOMETRIES["one page"], keys(3)
         places = caller.write(names, who)
         large = shaped(1, self.budget)
-        assert caller.read([caller.wish(k, large, p) for k, p in zip(names, places, strict=True)]) == [False] * 3
+        assert caller.read([caller.read_item(k, large, p) for k, p in zip(names, places, strict=True)]) == [False] * 3
         assert caller.finds(names, who, places) == [True] * 3
 
     # -- threads ------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class AnyTierContract(ABC):
                 places = caller.write(names, who)
                 assert NOWHERE not in places
                 held |= dict(zip(names, places, strict=True))
-                batch = [caller.wish(k, who, p) for k, p in held.items()]
-                batch += [caller.wish(k, who, p, range(who.geometry.sections // 2 + 1)) for k, p in held.items()]
+                batch = [caller.read_item(k, who, p) for k, p in held.items()]
+                batch += [caller.read_item(k, who, p, range(who.geometry.sections // 2 + 1)) for k, p in held.items()]
                 assert all(caller.read(batch))
                 caller.statistics()
                 out = random.sample(sorted(held), len(held) - 2)
@@ -270,7 +270,9 @@ class AnyTierContract(ABC):
             found = 0
             while not (stop.is_set() and found):  # the last written block stays, so in the end a read must find it
                 key, place = state[0]
-                found += sum(caller.read([caller.wish(key, who, place), caller.wish(key, who, place, range(7, 8))]))
+                found += sum(
+                    caller.read([caller.read_item(key, who, place), caller.read_item(key, who, place, range(7, 8))])
+                )
             return found
 
         with ThreadPoolExecutor(3) as pool:

@@ -112,7 +112,7 @@ class Caller:
         """Write blocks as one batch; returns their places."""
         return self.start_write([self.block(k, who) for k in names]).wait()
 
-    def wish(self, key: BlockKey, who: Identity, place: int, sections: range | None = None) -> Read:
+    def read_item(self, key: BlockKey, who: Identity, place: int, sections: range | None = None) -> Read:
         """The read of a block, or of some sections."""
         count = who.geometry.sections if sections is None else len(sections)
         return Read(key, who, place, aligned(count * who.geometry.stride), sections)
@@ -133,7 +133,7 @@ class Caller:
 
     def finds(self, names: Sequence[BlockKey], who: Identity, places: Sequence[int]) -> list[bool]:
         """Which blocks can be read, with all bytes checked."""
-        return self.read([self.wish(k, who, p) for k, p in zip(names, places, strict=True)])
+        return self.read([self.read_item(k, who, p) for k, p in zip(names, places, strict=True)])
 
     def drop(self, *items: tuple[BlockKey, int]) -> list[bool]:
         return self.start_drop(items).wait()

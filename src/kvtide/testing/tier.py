@@ -87,7 +87,7 @@ class TierContract(AnyTierContract):
         caller.finds(names, who, places)
         whole = caller.statistics().bytes_read
         assert whole > 0
-        caller.read([caller.wish(names[0], who, places[0], range(2))])
+        caller.read([caller.read_item(names[0], who, places[0], range(2))])
         part = caller.statistics().bytes_read - whole
         assert 0 < part < whole / 6
         caller.evict(names[:2], places[:2])

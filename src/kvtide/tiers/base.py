@@ -54,8 +54,8 @@ _FAILED = 10
 
 def fingerprint(namespace: bytes, tenant: bytes, layout: bytes, group: bytes) -> int:
     """A number for the owner and layout that a record names: the same in every process and after a restart, never 0."""
-    told = b"".join(len(part).to_bytes(2, "little") + part for part in (namespace, tenant, layout, group))
-    return int.from_bytes(blake3(told, derive_key_context="kvtide 1 identity").digest(8), "little", signed=True) or 1
+    fields = b"".join(len(part).to_bytes(2, "little") + part for part in (namespace, tenant, layout, group))
+    return int.from_bytes(blake3(fields, derive_key_context="kvtide 1 identity").digest(8), "little", signed=True) or 1
 
 
 @dataclass(frozen=True, slots=True)

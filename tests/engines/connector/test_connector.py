@@ -1,5 +1,6 @@
-"""Both halves of a connector over a real node: what is loaded, what is stored, and for whom. The toy engine compares
-every byte that a request has with what it should be."""
+"""The scheduler and the workers of a connector over a real node: what is loaded, what is stored, and for whom.
+
+The toy engine compares every byte that a request has with what it should be."""
 
 from __future__ import annotations
 
@@ -300,7 +301,7 @@ def test_tenants_that_are_not_in_use_make_room(
     node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "_TENANTS", 2)
-    monkeypatch.setattr(worker, "_CREWS", 2)
+    monkeypatch.setattr(worker, "_GROUPS", 2)
     toy = engines(pages=200)
     for turn in range(2):
         for i in range(5):
@@ -330,7 +331,7 @@ def test_tenants_with_pins_make_room_at_last(
     assert caplog.text.count("unpins the blocks of the least recently used tenant") == 2
 
 
-# -- wishes ---------------------------------------------------------------------------------------------------
+# -- options of requests ---------------------------------------------------------------------------------------
 
 
 def test_a_request_may_ask_to_leave_no_trace_or_to_be_computed(engines: Engines) -> None:

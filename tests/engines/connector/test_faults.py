@@ -1,4 +1,4 @@
-"""Nodes that die, hang or lose blocks while both halves of a connector use them: every request ends, with the right
+"""Nodes that die, hang or lose blocks while a connector uses them: every request ends, with the right
 bytes, no loop of an engine waits, and hits come back."""
 
 from __future__ import annotations

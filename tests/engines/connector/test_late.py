@@ -27,7 +27,7 @@ def node(tmp_path: Path) -> Iterator[Thread]:
 @pytest.fixture
 def toy(node: Thread) -> Iterator[Toy]:
     running = Toy(lambda: Client(node.path))
-    running.run(Request("first", [9] * 200))  # from now on the halves know each other
+    running.run(Request("first", [9] * 200))  # from now on scheduler and workers know each other
     yield running
     running.close()
     assert node.store.statistics().held == 0

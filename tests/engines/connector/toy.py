@@ -1,4 +1,4 @@
-"""A paged engine of one scheduler and some workers that drives both halves, call for call as vLLM does.
+"""A paged engine of one scheduler and some workers that drives a connector, call for call as vLLM does.
 
 It computes no attention: what it writes into its pages follows from the tokens before, so that every byte that a
 request ends with can be checked. Pages are handed out at random. Without a prefix cache they are overwritten as soon as
@@ -404,7 +404,7 @@ class Toy:
         self.step()  # an engine makes one more when a request has ended
 
     def flush(self) -> None:
-        """Wait until both halves' threads have done what they were given."""
+        """Wait until the threads of scheduler and workers have done their work."""
         for node_thread in [w._node_thread for w in self.workers] + [self.scheduler._node_thread]:
             node_thread.ask(lambda: None, None).result()
 

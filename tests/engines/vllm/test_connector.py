@@ -199,25 +199,25 @@ def test_salts_share_nothing(plain: Engine, first: Engine, client: Client) -> No
     same(hit(first, tokens, cache_salt="a"), true.warm)
 
 
-def test_what_a_request_may_wish(plain: Engine, first: Engine, client: Client) -> None:
+def test_the_options_of_a_request(plain: Engine, first: Engine, client: Client) -> None:
     tokens = prompt(7, 300)
     true = reference(plain, tokens)
 
-    def wish(**options: Any) -> Answer:
+    def request_with(**options: Any) -> Answer:
         return ask(first, tokens, kv_transfer_params=options)
 
-    same(wish(no_store=True), true.cold)
-    same(wish(no_store=True), true.cold)
+    same(request_with(no_store=True), true.cold)
+    same(request_with(no_store=True), true.cold)
     for refused in ({"tenant": "blue"}, {"no_stor": True}, {"ttl": -1}):
-        found = wish(**refused)
+        found = request_with(**refused)
         same(found, true.cold)
         assert next(iter(refused)) in found.body["kv_transfer_params"]["kvtide"]["refused"]
-    wish(ttl=0.001)
-    eventually(lambda: wish(no_store=True).cached == 0)
-    same(wish(ttl=3600, priority=5, pin=True), true.cold)
+    request_with(ttl=0.001)
+    eventually(lambda: request_with(no_store=True).cached == 0)
+    same(request_with(ttl=3600, priority=5, pin=True), true.cold)
     assert eventually(lambda: client.statistics().pinned) == 1
-    same(wish(no_load=True), true.cold)
-    same(wish(), true.warm)
+    same(request_with(no_load=True), true.cold)
+    same(request_with(), true.warm)
 
 
 def test_who_follows_the_engines_events_knows_what_is_kept(

@@ -33,7 +33,7 @@ from kvtide.engines.identity import settings
 from kvtide.engines.paged import Copy, HostMover, packing
 from kvtide.engines.vllm import layout as under_test
 from kvtide.engines.vllm.identity import identity
-from kvtide.engines.vllm.layout import Layouts, halves, latents, layouts, pages
+from kvtide.engines.vllm.layout import Layouts, attention_pages, latents, layouts, pages
 from kvtide.errors import ConfigError, LayoutError
 from tests.engines.vllm.checkpoints import random_llama
 
@@ -261,7 +261,7 @@ def test_keys_and_values_of_a_gpu_are_neighbours(order: tuple[int, ...]) -> None
     layout = Layout.attention(layers=1, heads=2, head_dim=4, dtype="float32", block_tokens=32)
     plain = numbered(5, 2, 16, 8)
     tensor = plain.permute(order).contiguous().permute(order)
-    found = stored(halves(layout, "full", [tensor], Slice(0, 0, 2), apart=False), [3, 1])
+    found = stored(attention_pages(layout, "full", [tensor], Slice(0, 0, 2), apart=False), [3, 1])
     whole = torch.cat((plain[3], plain[1]), 1)
     assert torch.equal(found[0], whole[..., :4])
     assert torch.equal(found[1], whole[..., 4:])
@@ -270,7 +270,7 @@ def test_keys_and_values_of_a_gpu_are_neighbours(order: tuple[int, ...]) -> None
 def test_keys_and_values_of_a_cpu_lie_apart() -> None:
     layout = Layout.attention(layers=2, heads=2, head_dim=4, dtype="float32", block_tokens=32)
     tensors = [numbered(5, 2, 16, 8), -numbered(5, 2, 16, 8)]
-    found = stored(halves(layout, "full", tensors, Slice(0, 0, 2), apart=True), [3, 1])
+    found = stored(attention_pages(layout, "full", tensors, Slice(0, 0, 2), apart=True), [3, 1])
     for layer, tensor in enumerate(tensors):
         flat = tensor.reshape(5, 2, 2, 16, 4)  # page, head, K or V, token, dim
         for value in (0, 1):

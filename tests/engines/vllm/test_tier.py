@@ -132,10 +132,10 @@ def test_chunks_of_other_weights_or_another_vllm_are_misses(
 @pytest.mark.parametrize("portable", ["is_parallelism_agnostic", "replicated_layout"])
 def test_what_vllm_says_is_the_same_for_all_ranks_is_shared(node: Process, portable: str) -> None:
     copies = 1 if portable == "replicated_layout" else 2
-    halves = {"tp_size": 2, "world_size": 2, "worker_kv_bytes_per_block": ROW // copies}
+    split = {"tp_size": 2, "world_size": 2, "worker_kv_bytes_per_block": ROW // copies}
     with (
         Scheduler(configured(at(node), **{portable: True})) as one,
-        Scheduler(configured(at(node), **{portable: True}, **halves)) as two,
+        Scheduler(configured(at(node), **{portable: True}, **split)) as two,
     ):
         one.keep(keys(2))
         one.settle()

@@ -32,7 +32,7 @@ class Offer:
     """The leased prefix that the store has of a prompt."""
 
     match: Match
-    crew: str
+    group_token: str
     ticket: str
     """Sent to the workers: the token of the worker group and the ticket of the match."""
     load: Load | None
@@ -71,7 +71,7 @@ class RequestState:
     settled: bool = False
     """Whether nothing more is to be loaded for the request."""
     have: int = 0
-    """Tokens that the engine had cached when it was last told a number."""
+    """Tokens that the engine had cached when it last got a number."""
     reused: int = 0
     """Tokens that the engine reused from other requests."""
     stored: int = 0

@@ -227,7 +227,7 @@ class Scheduler:
         r.heard = self._now()
         chain, tenant_sessions = r.named(self._session_pool, *unnamed)
         first, r.matched = not r.matched, True
-        match, crew = tenant_sessions.longest(chain, r.extras, have, prefill, record=first)
+        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first)
         r.pending = match.pending
         if not have < match.tokens <= self._loadable(r):
             match.release()
@@ -238,8 +238,8 @@ class Scheduler:
         cold, until = match.held_tokens < match.tokens, self._now() + wait
         # Optional groups, such as a draft model's, may be in a colder tier although all required blocks are leased.
         load = None if match.holding.ready else match.session.load(match, deadline=wait)
-        own = crew is tenant_sessions.own.crew
-        return Offer(match, crew.token, crew.ticket(match), load, match.held_tokens, cold, own, until)
+        own = worker_group is tenant_sessions.own.worker_group
+        return Offer(match, worker_group.token, worker_group.ticket(match), load, match.held_tokens, cold, own, until)
 
     def _is_here(self, offer: Offer) -> bool:
         """Whether all of an offer is in DRAM. At its deadline the offer is reduced to the tokens leased by then."""
@@ -295,7 +295,7 @@ class Scheduler:
         r.source = TokenSource(disk=count) if offer.cold else TokenSource(dram=count)
         left = max(1.0, offer.deadline - self._now())
         mine = self._page_geometry.tokens(pages, have, have + count)
-        self._loads.append(Loading(request, offer.crew, offer.ticket, have, have + count, mine, left))
+        self._loads.append(Loading(request, offer.group_token, offer.ticket, have, have + count, mine, left))
         return r.loading if offer.own else ()
 
     def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:

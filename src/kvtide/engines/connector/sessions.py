@@ -41,7 +41,7 @@ class _LayoutSession:
     """A session and the worker group through which workers join it."""
 
     session: Session
-    crew: WorkerGroup
+    worker_group: WorkerGroup
 
 
 @dataclass(slots=True)
@@ -71,7 +71,8 @@ class TenantSessions:
         """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``again``: it
         is not counted as a use. ``record``: whether this is the first lookup for the request."""
         own = self.own
-        best, crew = own.session.match(chain, have=have, prefill=prefill, again=again, record=record), own.crew
+        best = own.session.match(chain, have=have, prefill=prefill, again=again, record=record)
+        worker_group = own.worker_group
         for layout_session in self.layout_sessions[1:]:
             if best.blocks == chain.blocks:
                 break
@@ -83,9 +84,9 @@ class TenantSessions:
                 best.release()
                 raise
             if other.tokens > best.tokens:
-                best, other, crew = other, best, layout_session.crew
+                best, other, worker_group = other, best, layout_session.worker_group
             other.release()
-        return best, crew
+        return best, worker_group
 
     def close(self) -> None:
         for layout_session in self.layout_sessions:

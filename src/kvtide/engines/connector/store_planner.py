@@ -57,7 +57,7 @@ class _Wanted(NamedTuple):
 class _Given(NamedTuple):
     """Reserved space for blocks, and the worker group that may fill it."""
 
-    crew: str
+    group_token: str
     ticket: str
     """Empty if no block has space yet."""
     abort: Callable[[], None]
@@ -74,7 +74,7 @@ class _Kept:
     pages: int
     until: float
     closing: bool = False
-    """Whether the workers were told that no further store follows."""
+    """Whether the workers were informed that no further store follows."""
 
 
 class StorePlanner:
@@ -188,7 +188,9 @@ class StorePlanner:
                     for group, some in self._page_geometry.blocks(pages, start, stop).items()
                     if group in groups
                 }
-                stores.append(Storing(r.prompt.id, given.crew, given.ticket, start, mine, self._page_geometry.lasting))
+                stores.append(
+                    Storing(r.prompt.id, given.group_token, given.ticket, start, mine, self._page_geometry.lasting)
+                )
         for r, start in again:
             r.stored = min(r.stored, start)  # other groups may be further ahead
         while len(self._open) > _OPEN:
@@ -295,7 +297,7 @@ class StorePlanner:
         asked = [(i, one) for i, w in enumerate(wanted) if (one := attempt(partial(self._named, w), None)) is not None]
         for (i, one), made in zip(asked, delegate([one for _, one in asked]), strict=True):
             if made.ticket or made.again:
-                found[i] = _Given(one.crew.token, made.ticket, made.abort, made.again)
+                found[i] = _Given(one.worker_group.token, made.ticket, made.abort, made.again)
         return found
 
     def _named(self, wanted: _Wanted) -> Wanted:
@@ -303,7 +305,7 @@ class StorePlanner:
         chain, tenant_sessions = r.named(self._session_pool, *tokens)
         options, layout = r.prompt.options, tenant_sessions.own.session.layout
         some = [layout.group(name) for name in groups]
-        return Wanted(tenant_sessions.own.crew, chain, some, start, stop, options.ttl, options.priority)
+        return Wanted(tenant_sessions.own.worker_group, chain, some, start, stop, options.ttl, options.priority)
 
 
 def _abort(answer: Future[list[_Given | None]]) -> None:

@@ -51,8 +51,8 @@ _ANSWER = 1.0
 """Seconds that a finished request's pages are kept for an answer of the node."""
 _CLOSING = 3.0
 """Seconds that closing waits for the thread that waits for copies."""
-_CREWS = 256
-"""Maximum number of worker groups that a worker is a member of. A worker is not told when a group is no longer used."""
+_GROUPS = 256
+"""Maximum number of worker groups of a worker, which gets no notice when a group is no longer used."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Visited:
 class _Visit:
     """Orders for one worker group that are under way: a load, or stores."""
 
-    crew: str
+    group_token: str
     requests: set[str]
     loads: Sequence[Loading]
     stores: Sequence[Storing]
@@ -98,7 +98,7 @@ class _Visit:
     """Duration of the copies, once they have ended."""
     error: Exception | None = None
     sealed: bool = False
-    """Whether the copies have ended and the node was told."""
+    """Whether the copies have ended and the node was informed."""
 
 
 class ConnectorWorker:
@@ -159,25 +159,25 @@ class ConnectorWorker:
                     move.join()
             except Exception:
                 log.debug("a store failed", exc_info=True)
-        by_crew: dict[str, list[Storing]] = {}
+        by_group: dict[str, list[Storing]] = {}
         for store in orders.stores:
-            by_crew.setdefault(store.crew, []).append(store)
-        for crew, stores in by_crew.items():
-            self._ask(crew, {s.request for s in stores}, [], stores)
+            by_group.setdefault(store.crew, []).append(store)
+        for group_token, stores in by_group.items():
+            self._ask(group_token, {s.request for s in stores}, [], stores)
 
-    def _ask(self, crew: str, requests: set[str], loads: Sequence[Loading], stores: Sequence[Storing]) -> None:
+    def _ask(self, group_token: str, requests: set[str], loads: Sequence[Loading], stores: Sequence[Storing]) -> None:
         tickets = [o.ticket for o in loads], [o.ticket for o in stores]
-        busy = {crew, *(v.crew for v in self._visits)}
-        answer = self._node_thread.ask(partial(self._visit, crew, busy, *tickets), None)
+        busy = {group_token, *(v.group_token for v in self._visits)}
+        answer = self._node_thread.ask(partial(self._visit, group_token, busy, *tickets), None)
         lasting = bool(stores) and all(store.lasting for store in stores)
         until = math.inf if lasting else self._now() + max((load.seconds for load in loads), default=0)
-        self._visits.append(_Visit(crew, requests, loads, stores, answer, until))
+        self._visits.append(_Visit(group_token, requests, loads, stores, answer, until))
 
-    def _visit(self, crew: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
+    def _visit(self, group_token: str, busy: set[str], loads: Sequence[str], stores: Sequence[str]) -> _Visited:
         """Ask the node for the blocks' addresses. Runs on the node thread."""
         lost = list(stores)
         try:
-            worker = self._worker(crew, busy)
+            worker = self._worker(group_token, busy)
             if worker.layout.digest not in self._views:
                 self._views[worker.layout.digest] = self._see(worker.layout)
             if stores and not any(worker.writes(g.name) for g in worker.layout.groups):
@@ -196,16 +196,16 @@ class ConnectorWorker:
         lost, self._lost = self._lost, []
         return set(lost)
 
-    def _worker(self, crew: str, busy: set[str]) -> Worker:
+    def _worker(self, group_token: str, busy: set[str]) -> Worker:
         """Join a worker group. Groups that are ``busy`` are not left: the node would reuse the memory of their
         blocks."""
-        if crew not in self._workers:
-            self._workers[crew] = self._connector.client().join(crew, self._rank)
+        if group_token not in self._workers:
+            self._workers[group_token] = self._connector.client().join(group_token, self._rank)
             idle = [c for c in self._workers if c not in busy]
-            for one in idle[: max(0, len(self._workers) - _CREWS)]:
+            for one in idle[: max(0, len(self._workers) - _GROUPS)]:
                 self._workers.pop(one).close()
-        self._workers.move_to_end(crew)
-        return self._workers[crew]
+        self._workers.move_to_end(group_token)
+        return self._workers[group_token]
 
     def finish(self) -> None:
         """After the engine has computed: make the copies that the orders ask for."""

@@ -284,12 +284,12 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None or self._requests.pop(request.request_id, None) is None:
             return False, None
         source, refused = self._scheduler.source(request.request_id), self._refused.pop(request.request_id, None)
-        told = None
+        params = None
         if request.kv_transfer_params:
             tokens = {"dram_tokens": source.dram, "disk_tokens": source.disk}
-            told = {"kvtide": tokens | ({"refused": refused} if refused else {})}
+            params = {"kvtide": tokens | ({"refused": refused} if refused else {})}
         pages = _there(block_ids) if self._has_room() else ()
-        return self._scheduler.finished(request.request_id, pages), told
+        return self._scheduler.finished(request.request_id, pages), params
 
     def _has_room(self) -> bool:
         """Whether vLLM can spare a few pages: else it would preempt a running request and compute all of it again. An

@@ -53,7 +53,7 @@ class _Block:
     extras: Mapping[int, list[Any] | None]
     """By tokens per page: for each page what vLLM mixes into its hash besides the tokens."""
     now: set[Place] = field(default_factory=set)
-    told: set[Place] = field(default_factory=set)
+    published: set[Place] = field(default_factory=set)
 
 
 class EventPublisher:
@@ -124,7 +124,7 @@ class EventPublisher:
 
     def _forget(self, name: bytes, block: _Block) -> None:
         block.now.clear()
-        if block.told:
+        if block.published:
             self._changed[name] = block
         else:
             self._changed.pop(name, None)
@@ -138,16 +138,16 @@ class EventPublisher:
             changed, self._changed = self._changed, {}
             for block in changed.values():
                 found += self._differences(block)
-                block.told = set(block.now)
+                block.published = set(block.now)
         return found
 
     def _differences(self, block: _Block) -> Iterator[KVCacheEvent]:
-        for group, medium in sorted(block.now ^ block.told):
+        for group, medium in sorted(block.now ^ block.published):
             page, spec = self._pages[group], self._specs[group]
             n = page // self._hashed
             hashes = [maybe_convert_block_hash(h) for h in block.hashes[n - 1 :: n]]
             about = {"medium": medium, "group_idx": group, "locality": "LOCAL", "ownership": "kvtide"}
-            if (group, medium) in block.told:
+            if (group, medium) in block.published:
                 yield BlockRemoved(block_hashes=hashes, **about)
                 continue
             yield BlockStored(

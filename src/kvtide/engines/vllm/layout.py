@@ -35,7 +35,7 @@ from kvtide.engines.paged import packing
 from kvtide.engines.paged.pages import Pages
 from kvtide.errors import LayoutError
 
-__all__ = ["Layouts", "halves", "latents", "layouts", "pages"]
+__all__ = ["Layouts", "attention_pages", "latents", "layouts", "pages"]
 
 _PLAIN_PAGE = 16
 """Plain bytes are the same for every page size; all engines declare this one, so that they share one name."""
@@ -107,7 +107,7 @@ def layouts(vllm_config: Any, kv_cache_config: Any, block_tokens: int = BLOCK_TO
 def pages(found: Layouts, vllm_config: Any, kv_caches: Mapping[str, torch.Tensor], rank: int) -> dict[str, Pages]:
     """A worker's tensors as pages, by group name. ``rank`` is the tensor-parallel rank.
 
-    If an attention kernel has smaller pages than the scheduler, these are the kernel's: ``found.pages`` tells how many
+    If an attention kernel has smaller pages than the scheduler, these are the kernel's: ``found.pages`` is how many
     of them, which are consecutive, form one of the scheduler's. Raises LayoutError if the tensors do not match the
     scheduler's layout.
     """
@@ -124,11 +124,11 @@ def pages(found: Layouts, vllm_config: Any, kv_caches: Mapping[str, torch.Tensor
         if group.kind is Kind.MLA:
             known[name] = latents(found.own, name, tensors, share)
         else:
-            known[name] = halves(found.own, name, tensors, share, apart=current_platform.is_cpu())
+            known[name] = attention_pages(found.own, name, tensors, share, apart=current_platform.is_cpu())
     return known
 
 
-def halves(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: Slice, *, apart: bool) -> Pages:
+def attention_pages(layout: Layout, group: str, tensors: Sequence[torch.Tensor], share: Slice, *, apart: bool) -> Pages:
     """Tensors ``[page, head, token, K and V]``, one per layer. ``apart``: each head of a page has first all of K and
     then all of V, whatever the shape says, as on CPUs. Otherwise K and V of a token are adjacent."""
     sections: list[torch.Tensor] = []

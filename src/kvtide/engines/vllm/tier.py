@@ -203,7 +203,7 @@ class _Store:
     def __init__(self, config: Config, deployment: OffloadingConfig, row: int) -> None:
         if not config.engine.weights_id and not Path(deployment.model.name).exists():
             raise ConfigError(
-                f"vLLM does not tell a tier which weights {deployment.model.name!r} are: name them and their revision, "
+                f"vLLM does not say which weights {deployment.model.name!r} are: name them and their revision, "
                 'for example with "engine": {"weights_id": "llama-8b@2026-05"} beside "type" in secondary_tiers'
             )
         self._config = config

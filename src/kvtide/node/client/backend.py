@@ -81,8 +81,8 @@ class RemotePrefixLease(PrefixLease):
     def held(self) -> int:
         if self.link is not None and self.slots is None and not self.link.alive:
             return min(self.have, self.plan.blocks)  # without the node, the places of the other blocks are unknown
-        told = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
-        return max([self._matched, *told])
+        reported = [load.report.held for load in self._loads if isinstance(load.report, p.Ended)]
+        return max([self._matched, *reported])
 
     def loaded_by(self, transfer: Transfer) -> None:
         """Follow a load: at its end the node reports how many blocks are in memory."""
@@ -107,7 +107,7 @@ class RemotePrefixLease(PrefixLease):
 
 
 class _RemoteReservation(Reservation):
-    """A reservation at the node, known by its number; ``link`` is None when the node need not be told of its end."""
+    """A reservation at the node, by its number; ``link`` is None when its end need not be reported."""
 
     __slots__ = ("link", "number")
 
@@ -315,7 +315,7 @@ class RemoteBackend:
             if last is not None:  # it is written, and counts as stored
                 if late.sent and wanted.after is not None:
                     link.disown(last.number)
-                    last.link = None  # the node seals it with this request or is told to: see late_answers.py
+                    last.link = None  # sealed by this request, or by the Finish that late_answers.py sends
                 last.seal()
             raise
         except AccessError:  # a client that may only read continues without storing, as without a node
@@ -391,11 +391,11 @@ class RemoteBackend:
             transfer.cancel()
 
         def result() -> Persisted:
-            told, failed = transfer.report, dict[tuple[int, int], Unwritten]()
+            report, failed = transfer.report, dict[tuple[int, int], Unwritten]()
             for_all = refused
-            if refused is None and isinstance(told, p.Ended):
-                failed = {(group, number): Unwritten.of(why) for group, number, why in told.failed}
-                for_all = None if told.written >= 0 else Unwritten.UNKNOWN
+            if refused is None and isinstance(report, p.Ended):
+                failed = {(group, number): Unwritten.of(why) for group, number, why in report.failed}
+                for_all = None if report.written >= 0 else Unwritten.UNKNOWN
             elif refused is None and transfer.ended:
                 for_all = Unwritten.CANCELLED if link.alive else Unwritten.NODE_GONE
             elif refused is None:

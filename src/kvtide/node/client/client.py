@@ -379,9 +379,9 @@ class Client(SessionHost):
         self.copier.close()
 
 
-def _reasons(told: dict[str, int]) -> dict[Unwritten, int]:
+def _reasons(counts: dict[str, int]) -> dict[Unwritten, int]:
     found = Counter[Unwritten]()
-    for value, count in told.items():
+    for value, count in counts.items():
         found[Unwritten.of(value)] += count
     return dict(found)
 

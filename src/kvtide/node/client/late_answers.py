@@ -7,8 +7,8 @@ answer arrives at last, everything that it grants is given back:
 - a session, a prefix lease, a reservation, a membership in a worker group, a worker's use of a right: closed, released,
   aborted, resigned, left. A reservation for workers is aborted in the same way.
 - the notice of the end of a load or a flush: cancelled, because the caller has cancelled its own operation. Drops,
-  expiries and the forgetting of a tenant are still executed. Their callers were told that they may or may not be.
-- pins: unpinned, because the caller was told that nothing was pinned.
+  expiries and the forgetting of a tenant are still executed. Their callers got the result that this is unknown.
+- pins: unpinned, because the caller got the result that nothing was pinned.
 
 Answers that grant nothing (``Found``, ``Collected`` of a lease, statistics) are ignored. Operations that give back or
 set something (``Release``, ``Finish``, ``Close``, ``Leave``, ``Resign``, ``Cancel``, ``Forget``, ``Unmapped``,

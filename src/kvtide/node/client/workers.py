@@ -3,11 +3,11 @@
 The scheduler's process has a session and makes a ``WorkerGroup`` of it; each worker's process joins with the group's
 token and its rank. Only tickets are passed between them, over the engine's own channel::
 
-    crew = client.crew(session, ranks=2)          worker = client.join(token, rank)
+    group = client.crew(session, ranks=2)         worker = client.join(token, rank)
     match = session.match(tokens)
-    ticket = crew.ticket(match)           --->    with worker.step(loads=[ticket]) as step: ...
+    ticket = group.ticket(match)          --->    with worker.step(loads=[ticket]) as step: ...
     match.release()                       <---    (all have loaded)
-    given = crew.delegate(tokens)
+    given = group.delegate(tokens)
     given.ticket                          --->    with worker.step(stores=[ticket]) as step: ...
                                                   (sealed when every writer has finished)
 
@@ -138,7 +138,7 @@ class WorkerGroup:
 class Wanted(NamedTuple):
     """Blocks of a prompt that the workers of a group are to store."""
 
-    crew: WorkerGroup
+    worker_group: WorkerGroup
     chain: Chain
     groups: Sequence[Group]
     start: int
@@ -156,7 +156,7 @@ def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
     asked: list[tuple[int, NodeLink, p.Reserve]] = []
     for i, w in enumerate(wanted):
         try:
-            asked.append((i, *w.crew.ask(w)))
+            asked.append((i, *w.worker_group.ask(w)))
         except NodeUnavailable:
             pass
         except KvtideError as e:  # the other prompts are still stored
@@ -177,7 +177,7 @@ def delegate(wanted: Sequence[Wanted]) -> list[Delegated]:
         for (i, _, operation), made in zip(some, answers, strict=True):
             if isinstance(made, p.Reserved):
                 with contextlib.suppress(NodeUnavailable):
-                    found[i] = wanted[i].crew.given(wanted[i], link, operation, made)
+                    found[i] = wanted[i].worker_group.given(wanted[i], link, operation, made)
             elif isinstance(made, p.Failure) and made.kind == "LayoutError" and len(some) > 1:
                 # All of them together were too much work for one request: this one is sent in a request of its own.
                 (found[i],) = delegate([wanted[i]])

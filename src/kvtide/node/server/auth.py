@@ -96,7 +96,7 @@ class HttpAuth:
     def of(self, authorization: str, certificate: Mapping[str, Any] | None) -> HttpCaller | None:
         """The caller with this header and certificate; None if it is unknown."""
         if not self.needed:
-            return HttpCaller("anybody", Role.READ)
+            return HttpCaller("an unauthenticated caller", Role.READ)
         if self._names:
             return max((self._names[n] for n in _named(certificate or {}) if n in self._names), key=_role, default=None)
         scheme, _, token = authorization.partition(" ")

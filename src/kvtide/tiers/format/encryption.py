@@ -135,7 +135,7 @@ class RecordCipher:
         """The id of its key and its salt: the arguments of ``Encryption.old``."""
         return self._key.id + self._salt
 
-    def paper(self) -> FileCipher:
+    def file_cipher(self) -> FileCipher:
         """The cipher for a file of the store itself, such as the journal."""
         return FileCipher(_derive(self._key, self._salt, b"kvtide 1 paper"))
 

@@ -168,7 +168,7 @@ class InspectionReport:
     path: str
     version: int
     holder: int | None
-    """The process that has the directory open, as far as this system tells."""
+    """The process that has the directory open, as far as the system reports it."""
     journal: JournalState
     segments: list[SegmentState]
     kinds: list[SlotKind]

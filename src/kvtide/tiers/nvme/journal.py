@@ -139,7 +139,7 @@ def replay(path: Path, boot: bytes, encryption: Encryption = OPEN, most: int | N
         return np.zeros(0, RECORD), "too long" if e.errno == errno.EFBIG else f"unreadable: {e.strerror}"
     parts: list[Records] = []
     closed, writer, at = False, b"", 0
-    paper: FileCipher | None = None
+    cipher: FileCipher | None = None
     view = memoryview(data)
     while at < len(data):
         if at + _FRAME.size > len(data):
@@ -153,14 +153,14 @@ def replay(path: Path, boot: bytes, encryption: Encryption = OPEN, most: int | N
             writer = bytes(body)
         elif kind == _SEALED and size == 48:
             try:
-                paper = encryption.old(bytes(body[:16]), bytes(body[16:])).paper()
+                cipher = encryption.old(bytes(body[:16]), bytes(body[16:])).file_cipher()
             except Rejected as e:
                 return np.zeros(0, RECORD), f"sealed, and {e}"
         elif kind == _RECORDS:
-            if paper is None and not encryption.accepts_open:
+            if cipher is None and not encryption.accepts_open:
                 return np.zeros(0, RECORD), "not sealed"
             try:
-                plain = body if paper is None else paper.open(at, body)
+                plain = body if cipher is None else cipher.open(at, body)
                 parts.append(np.frombuffer(plain, RECORD))
             except ValueError:
                 return np.zeros(0, RECORD), "foreign"
@@ -195,7 +195,7 @@ class Journal:
     def __init__(self, path: Path, disk: Disk, boot: bytes, encryption: Encryption = OPEN) -> None:
         self._path = path
         self._encryption = encryption
-        self._paper: FileCipher | None = None
+        self._cipher: FileCipher | None = None
         """The cipher for the records of the current file."""
         self._disk = disk
         self.boot = boot
@@ -239,7 +239,7 @@ class Journal:
             self._size = 0
             self._put(_OPENED, self.boot)
             seal = self._encryption.new(OWN)
-            self._paper = None if seal is None else seal.paper()
+            self._cipher = None if seal is None else seal.file_cipher()
             if seal is not None:
                 self._put(_SEALED, seal.name)
             for i in range(0, len(records), step):
@@ -269,8 +269,8 @@ class Journal:
             self._fail(e)
 
     def _put(self, kind: bytes, body: bytes) -> None:
-        if kind == _RECORDS and self._paper is not None:
-            body = self._paper.close(self._size, body)
+        if kind == _RECORDS and self._cipher is not None:
+            body = self._cipher.close(self._size, body)
         frame = _frame(kind, body)
         if self._disk.append(self._fd, frame) != len(frame):
             raise OSError("short write")

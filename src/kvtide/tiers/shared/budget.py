@@ -55,7 +55,7 @@ import msgspec
 from kvtide.clock import Clock, SystemClock
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.shared.blobs import Blobs
-from kvtide.tiers.shared.eviction_log import PAGE, PAGE_BYTES, PAGES, names_in, tell
+from kvtide.tiers.shared.eviction_log import PAGE, PAGE_BYTES, PAGES, names_in, publish
 
 __all__ = [
     "LOGS",
@@ -64,10 +64,10 @@ __all__ = [
     "BudgetCoordinatorStatistics",
     "CoordinationBlob",
     "CoordinationBlobs",
+    "coordination_reserve",
     "is_block",
     "largest_block",
     "largest_credit",
-    "paper_reserve",
 ]
 
 log = logging.getLogger("kvtide.steward")
@@ -90,7 +90,7 @@ _TOGETHER = 32
 RESIGNED = 9_999_999_999
 """The beat of a coordinator that resigns."""
 _BEATS = "evictor."
-_TOLD = 4096
+_STATISTICS_BYTES = 4096
 """The maximum size of a beat, in bytes."""
 _DIGEST = 64
 """Characters in the name of a block."""
@@ -106,7 +106,7 @@ def largest_credit(budget: int) -> int:
     return budget // _PART
 
 
-def paper_reserve(budget: int) -> int:
+def coordination_reserve(budget: int) -> int:
     """The bytes of a budget that are kept for coordination blobs."""
     return budget // _RESERVE
 
@@ -114,7 +114,7 @@ def paper_reserve(budget: int) -> int:
 def largest_block(budget: int) -> int:
     """The largest block, in bytes, that can be written at all."""
     # A page and a beat must fit before anything is removed.
-    return budget - paper_reserve(budget) - PAGE_BYTES - _TOLD
+    return budget - coordination_reserve(budget) - PAGE_BYTES - _STATISTICS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,9 @@ class CoordinationBlobs:
     def forget_beats(self, beats: list[tuple[int, int]]) -> None:
         self.blobs.delete([_beat(*beat) for beat in beats], self.timeout)
 
-    def told(self, term: int, beat: int) -> BudgetCoordinatorStatistics | None:
+    def read_statistics(self, term: int, beat: int) -> BudgetCoordinatorStatistics | None:
         """The statistics in a coordinator's beat; None if it is gone, invalid, or cannot be read now."""
-        data = Scratch().get(_TOLD)
+        data = Scratch().get(_STATISTICS_BYTES)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             got = self.blobs.read_part(_beat(term, beat), data, 0, self.timeout)
             return msgspec.json.decode(bytes(data[: max(0, got)]), type=BudgetCoordinatorStatistics)
@@ -223,14 +223,14 @@ class CoordinationBlobs:
                     found.append(CoordinationBlob(name, int(of), whose, int(number), int(nbytes)))
         return found
 
-    def say(self, kind: str, term: int, who: str, number: int, nbytes: int) -> CoordinationBlob:
+    def create(self, kind: str, term: int, who: str, number: int, nbytes: int) -> CoordinationBlob:
         name = f"{kind}.{term:010d}.{who}.{number:010d}.{nbytes}"
         self.blobs.create(name, b"", self.timeout)
         return CoordinationBlob(name, term, who, number, nbytes)
 
-    def burn(self, coordination: list[CoordinationBlob]) -> None:
+    def delete(self, coordination: list[CoordinationBlob]) -> None:
         if coordination:
-            self.blobs.delete([paper.name for paper in coordination], self.timeout)
+            self.blobs.delete([blob.name for blob in coordination], self.timeout)
 
 
 class BudgetCoordinator:
@@ -358,15 +358,15 @@ class BudgetCoordinator:
             twice = sum(grant.nbytes for grant in self._grants.values() if grant.made < self._listed)
             self._remove(sum(ask.nbytes for ask in served) - self._free - max(0, twice - most))
         # Credits may be in the listing already, so without an ask only the bytes certainly in storage count.
-        self._remove(self._bytes + PAGE_BYTES + _TOLD - self._budget)
+        self._remove(self._bytes + PAGE_BYTES + _STATISTICS_BYTES - self._budget)
         for n, ask in enumerate(served):
             nbytes = ask.nbytes if ask.nbytes <= self._free else 0
             if ask.nbytes <= most:
                 nbytes = min(ask.nbytes, self._free // (len(served) - n))
             if nbytes > 0:
                 self._grants[ask.who, ask.number] = _Grant(self._clock.monotonic(), nbytes)
-                self._coordination.say("grant", self._term, ask.who, ask.number, nbytes)
-                self._coordination.burn([ask])
+                self._coordination.create("grant", self._term, ask.who, ask.number, nbytes)
+                self._coordination.delete([ask])
             self._live()
 
     def _asks(self) -> list[CoordinationBlob]:
@@ -386,18 +386,18 @@ class BudgetCoordinator:
                 continue  # for a successor that this process has not seen yet
             fine = self._asked.get(ask.name, 0.0) >= since and 0 < ask.nbytes <= largest and ask.term == self._term
             (good if fine else bad).append(ask)
-        self._coordination.burn(bad)
+        self._coordination.delete(bad)
         return good
 
     def _take_back(self) -> None:
         """Count as free what nodes have not used of their credits."""
-        coordination = [paper for paper in self._coordination.find("back") if paper.term <= self._term]
-        for paper in coordination:
-            grant = self._grants.get((paper.who, paper.number))
-            if paper.term == self._term and grant is not None and grant.given_back is None:
-                grant.nbytes = max(0, grant.nbytes - paper.nbytes)
+        coordination = [blob for blob in self._coordination.find("back") if blob.term <= self._term]
+        for blob in coordination:
+            grant = self._grants.get((blob.who, blob.number))
+            if blob.term == self._term and grant is not None and grant.given_back is None:
+                grant.nbytes = max(0, grant.nbytes - blob.nbytes)
                 grant.given_back = self._clock.monotonic()
-        self._coordination.burn(coordination)
+        self._coordination.delete(coordination)
 
     def _listing_age(self, now: float, short: bool) -> float:
         """Seconds that must pass after the last listing before the next."""
@@ -440,8 +440,8 @@ class BudgetCoordinator:
         self._grants = {whose: grant for whose, grant in self._grants.items() if not self._over(grant, self._listed)}
         self._order = []
         # Nodes delete the grant blobs they received, except nodes that died.
-        grants = [paper for paper in self._coordination.find("grant") if paper.term <= self._term]
-        self._coordination.burn([p for p in grants if p.term < self._term or (p.who, p.number) not in self._grants])
+        grants = [blob for blob in self._coordination.find("grant") if blob.term <= self._term]
+        self._coordination.delete([p for p in grants if p.term < self._term or (p.who, p.number) not in self._grants])
         self._used = {name: when for name, when in self._used.items() if name in blocks}
 
     def _remove(self, nbytes: int) -> None:
@@ -479,7 +479,7 @@ class BudgetCoordinator:
     def _delete(self, names: Sequence[str]) -> None:
         with contextlib.suppress(OSError):  # full storage takes no page, but must be emptied all the same
             self._pages += 1
-            self._bytes += tell(self._blobs, self._term, self._pages, names, self._coordination.timeout)
+            self._bytes += publish(self._blobs, self._term, self._pages, names, self._coordination.timeout)
         for i in range(0, len(names), _TOGETHER):
             some = names[i : i + _TOGETHER]
             self._blobs.delete(some, _PATIENCE)

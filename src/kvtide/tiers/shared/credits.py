@@ -35,9 +35,9 @@ from kvtide.tiers.shared.budget import (
     BudgetCoordinatorStatistics,
     CoordinationBlob,
     CoordinationBlobs,
+    coordination_reserve,
     largest_block,
     largest_credit,
-    paper_reserve,
 )
 from kvtide.tiers.shared.eviction_log import EvictionLogReader, packed
 from kvtide.tiers.shared.tier import Permit
@@ -124,7 +124,7 @@ class WriteCredits:
         """Whether the coordinator has written a beat since this process started: the first beat found may be of one
         that died."""
         self._used: dict[str, None] = {}
-        self._told = BudgetCoordinatorStatistics()
+        self._coordinator_statistics = BudgetCoordinatorStatistics()
         self._beat: tuple[int, int] = (0, 0)
         self._beat_at = self._clock.monotonic()
         self.low = threading.Event()
@@ -133,7 +133,7 @@ class WriteCredits:
     @property
     def largest(self) -> int:
         """The largest block in bytes."""
-        return largest_block(self._told.budget or self._budget)
+        return largest_block(self._coordinator_statistics.budget or self._budget)
 
     def take(self, name: str, nbytes: int) -> Permit | None:
         # A write must end before its credit does.
@@ -176,14 +176,14 @@ class WriteCredits:
                 self._lost.append((permit.until + self._coordination.lifetime / 2, permit.nbytes))
 
     def used(self, names: Sequence[str]) -> None:
-        most = min(_REMEMBERED, max(_FEWEST, paper_reserve(self._budget) // LOGS // _NAME))
+        most = min(_REMEMBERED, max(_FEWEST, coordination_reserve(self._budget) // LOGS // _NAME))
         with self._lock:
             if len(self._used) < most:
                 self._used.update(dict.fromkeys(names))
 
-    def told(self) -> BudgetCoordinatorStatistics:
+    def coordinator_statistics(self) -> BudgetCoordinatorStatistics:
         """The latest statistics of the current coordinator."""
-        return self._told
+        return self._coordinator_statistics
 
     @property
     def silence(self) -> float:
@@ -209,27 +209,27 @@ class WriteCredits:
         """
         looked = self._clock.monotonic()
         beats, pages = self._coordination.beats_and_pages()
-        removed = self._eviction_log.hear(pages)
+        removed = self._eviction_log.read_new(pages)
         if removed != []:
             self._removed(removed)
         last = beats[-1] if beats else (0, 0)
         if last != self._beat:
             self._alive = self._looked
             self._beat, self._beat_at = last, looked
-            self._told = self._coordination.told(*last) or self._told
+            self._coordinator_statistics = self._coordination.read_statistics(*last) or self._coordinator_statistics
         self._looked = True
         self._served = bool(last[0]) and last[1] != RESIGNED and looked - self._beat_at <= self._coordination.lease
         if not self._served:
             return  # there is no coordinator to answer
         self._collect(last[0])
-        self._tell()
+        self._report_used()
         self._give_back(last[0])
         self._ask(last[0], looked)
 
     def close(self) -> None:
         """Give everything back: nothing is written any more. Raises OSError if storage fails."""
         asked, self._asked = self._asked, {}
-        self._coordination.burn([paper for _, paper in asked.values()])
+        self._coordination.delete([blob for _, blob in asked.values()])
         with self._lock:
             self._wanted.clear()
             for credit in self._credits:
@@ -248,12 +248,12 @@ class WriteCredits:
                     self._credits.append(_Credit(term, grant.number, grant.nbytes, until))
                     self._credits.sort(key=lambda credit: credit.until)
                     self._active = self._clock.monotonic()
-            self._coordination.burn([grant])
+            self._coordination.delete([grant])
         over = self._clock.monotonic() - self._coordination.lifetime / 2
-        stale = [number for number, (when, paper) in self._asked.items() if when < over or paper.term != term]
-        self._coordination.burn([self._asked.pop(number)[1] for number in stale])
+        stale = [number for number, (when, blob) in self._asked.items() if when < over or blob.term != term]
+        self._coordination.delete([self._asked.pop(number)[1] for number in stale])
 
-    def _tell(self) -> None:
+    def _report_used(self) -> None:
         with self._lock:
             used, self._used = self._used, {}
         if used:
@@ -276,10 +276,12 @@ class WriteCredits:
                     ended.append(credit)
             self._credits = kept
         for credit in ended:
-            self._given_back.append((now, self._coordination.say("back", term, self._me, credit.number, credit.left)))
+            self._given_back.append(
+                (now, self._coordination.create("back", term, self._me, credit.number, credit.left))
+            )
         # A coordinator of an earlier version does not read these blobs, and leaves them.
-        old = [paper for when, paper in self._given_back if when < now - self._coordination.lifetime]
-        self._coordination.burn(old)
+        old = [blob for when, blob in self._given_back if when < now - self._coordination.lifetime]
+        self._coordination.delete(old)
         del self._given_back[: len(old)]
 
     def _ask(self, term: int, looked: float) -> None:
@@ -304,9 +306,9 @@ class WriteCredits:
         if self._asked:
             if not need and quiet >= self._coordination.lease / 3:
                 asked, self._asked = self._asked, {}
-                self._coordination.burn([paper for _, paper in asked.values()])
+                self._coordination.delete([blob for _, blob in asked.values()])
             return
-        budget = self._told.budget or self._budget
+        budget = self._coordinator_statistics.budget or self._budget
         ahead = min(spent, budget // _AHEAD)
         if lost > budget // _AHEAD or (need <= left and left >= ahead / 2):
             return
@@ -315,7 +317,7 @@ class WriteCredits:
         nbytes = max(large, min(need + ahead, most)) - left
         if nbytes > 0:
             number = next(self._numbers)
-            self._asked[number] = looked, self._coordination.say("ask", term, self._me, number, nbytes)
+            self._asked[number] = looked, self._coordination.create("ask", term, self._me, number, nbytes)
 
     def _forget(self, names: Iterable[str]) -> None:
         with self._lock:
@@ -341,26 +343,29 @@ class BudgetThread:
     """The thread that runs the steps of a budget coordinator and, where there are some, of write credits."""
 
     def __init__(
-        self, coordination: CoordinationBlobs, steward: BudgetCoordinator, write_credits: WriteCredits | None = None
+        self, coordination: CoordinationBlobs, coordinator: BudgetCoordinator, write_credits: WriteCredits | None = None
     ) -> None:
         self._period = coordination.lease / 6
-        self.steward = steward
+        self.coordinator = coordinator
         self._write_credits = write_credits
         self._wake = write_credits.low if write_credits is not None else threading.Event()
         self._stepped = threading.Condition()
         self._over = False
         self._failed = False
-        self._thread = threading.Thread(target=self.run, name="kvtide-keeper", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="kvtide-budget", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def statistics(self) -> BudgetStatistics:
-        own, write_credits = self.steward.statistics(), self._write_credits
+        own, write_credits = self.coordinator.statistics(), self._write_credits
         if write_credits is None:
             return BudgetStatistics(own, bool(own.term), 0.0, 0)
         return BudgetStatistics(
-            own if own.term else write_credits.told(), bool(own.term), write_credits.silence, write_credits.credit
+            own if own.term else write_credits.coordinator_statistics(),
+            bool(own.term),
+            write_credits.silence,
+            write_credits.credit,
         )
 
     def run(self) -> None:
@@ -369,7 +374,7 @@ class BudgetThread:
             try:
                 if self._write_credits is not None:
                     self._write_credits.step()
-                self.steward.step()
+                self.coordinator.step()
                 self._failed = False
             except Exception as e:  # noqa: BLE001 - a foreign blob among ours, for example; the thread must go on
                 if not self._failed:
@@ -388,7 +393,7 @@ class BudgetThread:
             with contextlib.suppress(OSError):
                 self._write_credits.close()
         with contextlib.suppress(OSError):
-            self.steward.resign()
+            self.coordinator.resign()
 
     def wait_for_credit(self, timeout: float | None = None) -> None:
         """Wait while blocks wait for credit that may come: half a lease, in which a coordinator answers, or 3

@@ -257,7 +257,7 @@ class DropLog:
         seal, body = self._encryption.new(OWN), number.to_bytes(8, "little") + what
         if seal is None:
             return _MAGIC + bytes(_SEAL) + body
-        return _MAGIC + seal.name + seal.paper().close(0, body)
+        return _MAGIC + seal.name + seal.file_cipher().close(0, body)
 
     def _opened(self, number: int, data: memoryview) -> bytes:
         """The decrypted content of a page, starting with its kind; empty if it is not one of ours. Raises Rejected if
@@ -267,7 +267,7 @@ class DropLog:
             return b""
         if any(named):
             try:
-                clear = self._encryption.old(named[:16], named[16:]).paper().open(0, body)
+                clear = self._encryption.old(named[:16], named[16:]).file_cipher().open(0, body)
             except ValueError:
                 return b""
             except Rejected as e:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.shared.blobs import Blobs
 
-__all__ = ["PAGE", "PAGES", "PAGE_BYTES", "EvictionLogReader", "names_in", "packed", "tell"]
+__all__ = ["PAGE", "PAGES", "PAGE_BYTES", "EvictionLogReader", "names_in", "packed", "publish"]
 
 PAGE = 256
 """Blocks of one page, and so of one removal."""
@@ -51,7 +51,7 @@ def names_in(blobs: Blobs, name: str, nbytes: int, timeout: float) -> list[str] 
     return None if got < 0 else [data[i : i + _DIGEST].hex() for i in range(0, got - _DIGEST + 1, _DIGEST)]
 
 
-def tell(blobs: Blobs, term: int, number: int, names: Sequence[str], timeout: float) -> int:
+def publish(blobs: Blobs, term: int, number: int, names: Sequence[str], timeout: float) -> int:
     """Write a page, and remove the oldest; returns the bytes of the new one."""
     page = packed(names)
     blobs.create(f"{PAGES}{term:010d}.{number:010d}", page, timeout)
@@ -67,22 +67,22 @@ class EvictionLogReader:
     def __init__(self, blobs: Blobs, timeout: float) -> None:
         self._blobs = blobs
         self._timeout = timeout
-        self._heard: set[str] | None = None
+        self._seen: set[str] | None = None
         """Pages that were read; None before the first call, when nothing is known that could be forgotten."""
 
-    def hear(self, pages: Sequence[str]) -> list[str] | None:
+    def read_new(self, pages: Sequence[str]) -> list[str] | None:
         """The blocks of the new pages among ``pages``, which are all existing ones; None: some were missed."""
-        heard, self._heard = self._heard, set(pages)
-        if heard is None:
+        seen, self._seen = self._seen, set(pages)
+        if seen is None:
             return []
-        if len(pages) >= _KEPT and heard.isdisjoint(pages):
+        if len(pages) >= _KEPT and seen.isdisjoint(pages):
             return None
         removed: list[str] = []
-        for page in self._heard - heard:
+        for page in self._seen - seen:
             try:
                 names = names_in(self._blobs, page, PAGE_BYTES, self._timeout)
             except OSError:
-                self._heard.discard(page)  # retried next time
+                self._seen.discard(page)  # retried next time
                 continue
             if names is None:  # it was removed before it was read
                 return None

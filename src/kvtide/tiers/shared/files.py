@@ -85,7 +85,7 @@ class Files:
             self._disk.close(fd)
 
     def _warn(self, e: Irregular, name: str) -> None:
-        """Warn about a foreign entry, only once: whoever created it could otherwise fill the log."""
+        """Warn about a foreign entry, only once: otherwise its creator could fill the log."""
         if not self._warned:
             self._warned = True
             log.warning(
@@ -114,8 +114,8 @@ class Files:
     def _there(self, name: str, path: str) -> bool:
         """Whether there is such a blob. Raises Rejected if there cannot be one, because its folder is a link.
 
-        An attacker who creates a link there after this check gets one of kvtide's files elsewhere, under a name that he
-        cannot choose. No existing file is read, replaced or removed by that.
+        An attacker who creates a link there after this check gets one of kvtide's files elsewhere, under a name that
+        the attacker cannot choose. No existing file is read, replaced or removed by that.
         """
         try:
             return self._disk.exists(path)

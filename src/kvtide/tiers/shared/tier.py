@@ -94,7 +94,7 @@ class Credit(Protocol):
     def used(self, names: Sequence[str]) -> None:
         """These blobs were read or written."""
 
-    def told(self) -> BudgetCoordinatorStatistics:
+    def coordinator_statistics(self) -> BudgetCoordinatorStatistics:
         """The last known statistics of the storage."""
 
 
@@ -238,7 +238,13 @@ class Shared:
                 if not deleted:
                     self._undead.update(page.keys)
             self._leaving.difference_update(keys)
-            done([told and deleted for page, (told, deleted) in zip(pages, results, strict=True) for _ in page.keys])
+            done(
+                [
+                    announced and deleted
+                    for page, (announced, deleted) in zip(pages, results, strict=True)
+                    for _ in page.keys
+                ]
+            )
 
         self._leaving.update(keys)
         self._jobs.submit(Batch("drop", pages, self._withdraw, (False, False), gone), 1)
@@ -266,7 +272,7 @@ class Shared:
     def statistics(self) -> TierStatistics:
         counters = self._counters
         there = (
-            BudgetCoordinatorStatistics() if self._credit is None else self._credit.told()
+            BudgetCoordinatorStatistics() if self._credit is None else self._credit.coordinator_statistics()
         )  # without a budget, blocks are not counted
         with counters.lock:
             return TierStatistics(
@@ -458,7 +464,7 @@ class Shared:
                     self._credit.end(one.permit, failed=failed)
 
     def _withdraw(self, run: Sequence[_Page], _: Packer) -> list[tuple[bool, bool]]:
-        """For each page of blocks: whether the other nodes were told, and whether the blobs were deleted."""
+        """For each page of blocks: whether the other nodes were informed, and whether the blobs were deleted."""
         results = []
         for page in run:
             try:
@@ -471,18 +477,18 @@ class Shared:
             if not keys:
                 results.append((True, True))
                 continue
-            told = self._tell(self.drops.announce, keys)
+            announced = self._announce(self.drops.announce, keys)
             deleted = self._delete(keys)[0]
             # Storage may have had no space for the page before the blobs were deleted.
-            results.append((told or (deleted and self._tell(self.drops.announce, keys)), deleted))
+            results.append((announced or (deleted and self._announce(self.drops.announce, keys)), deleted))
         return results
 
     def _forget(self, run: Sequence[bytes], _: Packer) -> list[bool]:
-        return [self._tell(self.drops.forget, tenant) for tenant in run]
+        return [self._announce(self.drops.forget, tenant) for tenant in run]
 
-    def _tell(self, tell: Callable[[T], None], what: T) -> bool:
+    def _announce(self, announce: Callable[[T], None], what: T) -> bool:
         try:
-            tell(what)
+            announce(what)
         except Exception as e:  # noqa: BLE001 - see TierCounters
             self._failed("drop", e)
             return False

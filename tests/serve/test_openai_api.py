@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from kvtide.serve.openai_api import ApiError, ChatRequest, CompletionRequest, parse
 
 TALK = [{"role": "user", "content": "hi"}]
 
