@@ -1,6 +1,7 @@
 """Measure the store beside its peers, and write records, plots and docs/benchmarks.md.
 
-The figures are those of ``kvtide bench store``, and ``codec`` is ``kvtide bench codec``. Records go to
+The figures are those of ``kvtide bench store``; ``codec``, which is ``kvtide bench codec``; and what only
+kvtide's own bars need: the index at scale, opening a tier, the pipeline and the connector's scheduler. Records go to
 ``bench/results``; a figure that is not measured this time keeps its last one.
 """
 
@@ -14,14 +15,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench import bookkeeping
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
+from bench.scheduler import scheduler
 from kvtide.benchmarks import FIGURES, STORAGES, run
 from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
@@ -29,6 +32,13 @@ from kvtide.benchmarks.record import BenchRecord, Contestant, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings
 from kvtide.testing.servers import S3Server, ValkeyServer
 
+OWN: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
+    "scale": bookkeeping.scale,
+    "opening": bookkeeping.opening,
+    "pipeline": bookkeeping.pipeline,
+    "scheduler": scheduler,
+}
+"""Figures that only kvtide's own bars need."""
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")
 """Its best ways to a disk; those through the page cache end before the bytes are on it."""
 LMCACHE_SERVER = ("handle", "shm")
@@ -163,7 +173,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    known = [*FIGURES, "codec"]
+    known = [*FIGURES, *OWN, "codec"]
     parser = argparse.ArgumentParser("python -m bench", description=__doc__.partition("\n")[0])
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(known)}; by default all")
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the limits alone")
@@ -190,6 +200,9 @@ def _records(settings: Settings, names: Sequence[str]) -> Iterator[BenchRecord]:
     if stores := [n for n in names if n in FIGURES]:
         with _servers([n for n in stores if n in STORAGES], settings.folder):
             yield from run(settings, stores)
+    for name in names:
+        if name in OWN:
+            yield from OWN[name](settings)
     if "codec" in names:
         yield from codec(settings)
 

@@ -128,7 +128,10 @@ def page(records: Sequence[BenchRecord]) -> str:
         "Written by `make bench` from the records in `bench/results`; do not edit. Contestants take turns within one",
         "run; ours is the median of the rounds, the ratio the median of the rounds' ratios. Peers: LMCache 0.5.6 in",
         "process (`mp` is its StorageManager, `legacy` its older backends) and vLLM 0.32.0's `fs` tier, each in an",
-        "environment of its own. For a look at your own machine, without peers: `kvtide bench store --quick`.",
+        "environment of its own. For a look at your own machine, without peers: `kvtide bench store --quick`. A record",
+        "keeps the command with which it was measured; `scale`, `opening`, `pipeline` and `scheduler`, once figures of",
+        "`kvtide bench store`, are now measured by `python -m bench NAME`, and the connector on a GPU by",
+        "`python -m bench.connector`.",
         "",
     ]
     if records:

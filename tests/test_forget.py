@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import kvtide
 from kvtide import Layout, Model, Tenant, cli
 from kvtide.errors import ConfigError, HeldError, LayoutError, TierError
+from kvtide.index.index import SEALED
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.security.audit import verify
 from kvtide.security.key_admin import destroy, hold
@@ -110,10 +111,8 @@ def test_stale_headers_of_evicted_blocks_go_too(tmp_path: Path) -> None:
         tier = home.colds[0].tier
         assert isinstance(tier, Nvme)
         with home.index.lock:
-            for place in tier.segments.places()[:3]:
-                row = int(np.flatnonzero(home.index.place[NVME][: home.index.size] == place)[0])
-                home.index.remove(row, NVME)
-                tier.evict(home.index.key(row), place)
+            for row in np.flatnonzero(home.index.state[NVME][: home.index.size] == SEALED)[:3].tolist():
+                tier.evict(home.index.key(row), home.index.remove(row, NVME))
         home.forget(OTHER.tag)
     assert traces(tmp_path, OTHER) == 0
 

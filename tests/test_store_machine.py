@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from hypothesis.stateful import (
 )
 
 from kvtide import Unwritten, config
-from kvtide.block import BlockKey, Found, Group, Kind, Layout, Span
+from kvtide.block import BlockKey, Group, Kind, Layout, Span
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
 from kvtide.index import slices
@@ -303,8 +303,14 @@ class Machine(RuleBasedStateMachine):
             self.fetch(user, path, len(path) - 1).match.release()
         with self.store.index.lock:
             everything = [k for user, path in self.prompts for k in self.keys(user, path)]
-            for key, found in zip(everything, self.store.index.find(everything, self.clock.time()), strict=True):
-                assert found is not Found.HIT or self.allowed(key), "the index has a block that was dropped"
+            for key, found in zip(everything, self.present(everything), strict=True):
+                assert not found or self.allowed(key), "the index has a block that was dropped"
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of these blocks is complete in some tier, and not expired."""
+        index = self.store.index
+        found: list[bool] = index.usable(index.rows(keys), self.clock.time()).tolist()
+        return found
 
     def calm(self) -> None:
         """No faults, no late answers."""
@@ -350,8 +356,8 @@ class Machine(RuleBasedStateMachine):
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
         pinned = sorted(key for key in self.pinned if self.allowed(key))
-        found = self.store.index.find(pinned, self.clock.time())
-        assert all(f is Found.HIT for f in found), "a pinned block has left memory"
+        found = self.present(pinned)
+        assert all(found), "a pinned block has left memory"
         assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
 
     @contextmanager
@@ -499,8 +505,8 @@ class Machine(RuleBasedStateMachine):
                     blocks.fill(view, geometry, content(key, geometry.nbytes))
                 else:
                     view[: int(part * len(view))] = bytes(int(part * len(view)))
-            found = self.store.index.find(reservation.keys, self.clock.time())
-            assert Found.HIT not in found, "a block can be read before it is sealed"
+            found = self.present(reservation.keys)
+            assert not any(found), "a block can be read before it is sealed"
             if seal:
                 self.expect(user, path, 0, ttl)
                 reservation.seal()
@@ -646,8 +652,8 @@ class Machine(RuleBasedStateMachine):
                 self.known.pop(key, None)
             elif key in self.known:
                 self.hidden.add(key)
-        found = self.store.index.find(keys, self.clock.time())
-        assert Found.HIT not in found, "a dropped block is still served"
+        found = self.present(keys)
+        assert not any(found), "a dropped block is still served"
 
     @precondition(lambda self: not self.gates)
     @rule(prompt=prompts, start=st.integers(0, 2), ttl=st.sampled_from([3.0, 30.0]))
@@ -777,8 +783,8 @@ class Machine(RuleBasedStateMachine):
         self.end(how, journal)
         self.open()
         if not self.spoilt:
-            found = self.store.index.find(sorted(certain), self.clock.time())
-            assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(certain)} blocks are lost"
+            found = self.present(sorted(certain))
+            assert all(found), f"{found.count(False)} of {len(certain)} blocks are lost"
 
     def end(self, how: str, journal: str) -> None:
         """The end of a life, and what becomes of the disk before the next."""
@@ -824,8 +830,8 @@ class Machine(RuleBasedStateMachine):
     def still_there(self, keys: set[BlockKey]) -> None:
         """Every one of these blocks is found and can be read."""
         self.seen["blocks that had to be there"] += len(keys)
-        found = self.store.index.find(sorted(keys), self.clock.time())
-        assert all(f is Found.HIT for f in found), f"{found.count(Found.MISS)} of {len(keys)} blocks are lost"
+        found = self.present(sorted(keys))
+        assert all(found), f"{found.count(False)} of {len(keys)} blocks are lost"
         for user, path in self.prefixes():
             depth = len(path) - 1
             if keys.issuperset(self.keys(user, path, depth)):

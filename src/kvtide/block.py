@@ -33,7 +33,6 @@ __all__ = [
     "DTYPES",
     "LOSSY",
     "BlockKey",
-    "Found",
     "Geometry",
     "Group",
     "Kind",
@@ -87,17 +86,6 @@ def run_of(head_dim: int) -> int:
 def padded(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGN``."""
     return -(-nbytes // ALIGN) * ALIGN
-
-
-class Found(enum.Enum):
-    """The state of a key in the index."""
-
-    HIT = enum.auto()
-    """Complete, in some tier."""
-    PENDING = enum.auto()
-    """Being written: try again."""
-    MISS = enum.auto()
-    """Not present."""
 
 
 class Kind(enum.Enum):

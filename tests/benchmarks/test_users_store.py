@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 import kvtide
+from bench import bookkeeping, connector, scheduler
 from kvtide import benchmarks
-from kvtide.benchmarks import bookkeeping
 from kvtide.benchmarks.disk import Below
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.settings import MIB, NoPeers, Settings, configured, environment
 from tests.node.serving import Thread, eventually
 
-ROOT = Path(benchmarks.__file__).parent
+FILES = [
+    *Path(benchmarks.__file__).parent.glob("*.py"),
+    *(Path(str(m.__file__)) for m in (bookkeeping, connector, scheduler)),
+]
 TOKENS = np.arange(64, dtype=np.uint32)
 MODEL = kvtide.Model(kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16), "the user's")
 
@@ -67,7 +70,8 @@ def test_figures_are_measured_beside_it(mine: Mine, tmp_path: Path) -> None:
     settings = Settings(True, tmp_path / "work", "test", lambda _: None, NoPeers())
     node = Thread(tmp_path / "node.sock", dram={"budget": "64MiB"}, nvme={"path": ""}, files={"path": ""})
     with contextlib.closing(node):
-        found = {record.name for record in benchmarks.run(settings, ["match", "pipeline", "probe"])}
+        found = {record.name for record in benchmarks.run(settings, ["match", "probe"])}
+        found |= {record.name for record in bookkeeping.pipeline(settings)}
         used = node.store.statistics().counts
     assert {"match-list", "pipeline-load-key", "probe-node-files-own"} <= found
     assert not used.get("blocks stored"), "the user's node was used"
@@ -94,7 +98,7 @@ def test_settings_are_those_of_the_benchmark_alone(mine: Mine) -> None:
     assert {name for name in environment(KVTIDE_A="b", C="d") if name.startswith("KVTIDE_")} == {"KVTIDE_A"}
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(FILES), ids=lambda file: file.stem)
 def test_no_benchmark_opens_a_store_in_another_way(file: Path) -> None:
     """Only settings.py makes a store; only storage.py asks where the storage is that it was told to measure."""
     calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)}

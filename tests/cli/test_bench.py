@@ -22,7 +22,7 @@ from kvtide.tiers.nvme.tier import Nvme
 
 
 def test_quick_figures_come_as_records(tmp_path: Path) -> None:
-    command = ["bench", "store", "match", "pipeline", "--quick", "--json", "-", "--path", str(tmp_path)]
+    command = ["bench", "store", "match", "--quick", "--json", "-", "--path", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", "from kvtide.cli import main; main()", *command],
         capture_output=True,
@@ -31,11 +31,11 @@ def test_quick_figures_come_as_records(tmp_path: Path) -> None:
     )
     records = msgspec.json.decode(done.stdout, type=list[BenchRecord])
     names = {r.name for r in records}
-    assert {"match-list", "match-buffer", "pipeline-tier-batch", "pipeline-load-key"} <= names
+    assert names == {"match-list", "match-buffer"}
     for record in records:
         assert record.ours > 0
         assert record.spread[0] <= record.ours <= record.spread[1]
-        assert record.command == "kvtide bench store match pipeline --quick"
+        assert record.command == "kvtide bench store match --quick"
         assert "cores" in record.machine
 
 

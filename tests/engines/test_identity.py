@@ -8,8 +8,8 @@ import torch
 from kvtide import canonical
 from kvtide.engines.identity import Weights, adapters, settings
 from kvtide.errors import LayoutError
-from kvtide.index.weights import from_parameters
 from tests.engines.models import tiny
+from tests.weights import from_parameters
 
 
 def test_the_name_is_that_of_the_same_arrays_in_any_process() -> None:

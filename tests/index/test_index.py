@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide import Group, Kind, Layout
-from kvtide.block import BlockKey, Found
+from kvtide.block import BlockKey
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.testing import blocks
@@ -28,39 +28,39 @@ def add(index: Index, key: BlockKey, *states: int) -> int:
     return row
 
 
-# -- find ---------------------------------------------------------------------------------------------------
+# -- usable -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("states", "found"),
+    ("states", "usable"),
     [
-        ((SEALED, ABSENT), Found.HIT),
-        ((ABSENT, SEALED), Found.HIT),
-        ((SEALED, PENDING), Found.HIT),  # on its way down: read from DRAM
-        ((PENDING, SEALED), Found.HIT),  # on its way up
-        ((PENDING, ABSENT), Found.PENDING),
-        ((ABSENT, PENDING), Found.PENDING),
-        ((ABSENT, ABSENT), Found.MISS),
+        ((SEALED, ABSENT), True),
+        ((ABSENT, SEALED), True),
+        ((SEALED, PENDING), True),  # on its way down: read from DRAM
+        ((PENDING, SEALED), True),  # on its way up
+        ((PENDING, ABSENT), False),
+        ((ABSENT, PENDING), False),
+        ((ABSENT, ABSENT), False),
     ],
 )
-def test_find_answers_for_each_state(states: tuple[int, int], found: Found) -> None:
+def test_a_block_is_usable_once_it_is_complete_in_some_tier(states: tuple[int, int], usable: bool) -> None:
     index = Index(tiers=2)
     known, other = blocks.keys(2)
     add(index, known, *states)
-    assert index.find([other, known, other], now=0.0) == [Found.MISS, found, Found.MISS]
+    assert index.usable(index.rows([other, known, other]), now=0.0).tolist() == [False, usable, False]
 
 
-def test_what_has_expired_is_a_miss_from_that_moment_on() -> None:
+def test_what_has_expired_is_not_usable_from_that_moment_on() -> None:
     index = Index(tiers=1)
     (key,) = blocks.keys(1)
-    index.expire_at([add(index, key, SEALED)], 10.0)
-    assert index.find([key], now=9.999) == [Found.HIT]
-    assert index.find([key], now=10.0) == [Found.MISS]
+    row = add(index, key, SEALED)
+    index.expire_at([row], 10.0)
+    assert index.usable(np.array([row]), now=9.999).tolist() == [True]
+    assert index.usable(np.array([row]), now=10.0).tolist() == [False]
 
 
 def test_an_empty_question_has_an_empty_answer() -> None:
     index = Index(tiers=2)
-    assert index.find([], now=0.0) == []
     assert index.usable(index.rows([]), 0.0).tolist() == []
 
 
@@ -152,7 +152,6 @@ def test_a_retired_row_is_used_again_and_remembers_nothing() -> None:
     assert index.retire(row)
     assert not index.retire(row), "only once"
     assert (len(index), index.row(one)) == (0, 0)
-    assert index.next_row == row
     again = index.add(two, b"\x01" * 32, 9)
     assert again == row
     assert index.key(again) == two
@@ -204,7 +203,7 @@ def test_a_detached_row_is_found_by_nobody_and_its_key_may_come_again() -> None:
     (key,) = blocks.keys(1)
     old = add(index, key, SEALED)
     index.hold(np.array([old]))
-    index.detach(old)
+    index.detach_many(np.array([old]))
     assert index.row(key) == 0
     new = add(index, key, SEALED)
     assert new != old
@@ -237,7 +236,7 @@ def test_the_table_grows_and_keeps_every_fact() -> None:
     assert index.expiry[rows].tolist() == [100.0 + i for i in range(3000)]
     assert all(index.parent(r) == k[:32] for r, k in zip(rows.tolist(), keys, strict=True))
     assert index.place[0][rows].tolist() == [i if i % 2 == 0 else NOWHERE for i in range(3000)]
-    assert index.find(keys, 0.0) == [Found.HIT] * 3000
+    assert index.usable(rows, 0.0).all()
     row = index.add(blocks.keys(1, start=3000)[0], ROOT, 0)
     assert (index.place[1][row], index.expiry[row], index.holds[row]) == (NOWHERE, np.inf, 0)
 
@@ -311,7 +310,7 @@ def test_the_pins_of_a_detached_row_end_though_it_is_held() -> None:
     row = np.array([add(index, BlockKey(b"a" * 36), SEALED)])
     index.hold(row)
     index.pin(row, owner, 100)
-    index.detach(int(row[0]))
+    index.detach_many(row)
     assert (owner.nbytes, index.statistics().pinned, index.unpin(row, owner)) == (0, 0, 0)
     again = np.array([add(index, BlockKey(b"a" * 36), SEALED)])
     index.pin(again, owner, 100)

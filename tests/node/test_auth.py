@@ -22,11 +22,11 @@ import pytest
 from kvtide.config import Node
 from kvtide.errors import ConfigError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.admin.auth import HttpAuth, HttpCaller
+from kvtide.node.admin.http import PAGES
 from kvtide.node.client.admin import HttpAdminClient
 from kvtide.node.client.client import Client
 from kvtide.node.roles import Role
-from kvtide.node.server.auth import HttpAuth, HttpCaller
-from kvtide.node.server.http import PAGES
 from kvtide.node.tls import client_tls
 from kvtide.security.audit import verify
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt

@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtide import Store, config
+from kvtide.node.admin.auth import HttpAuth
+from kvtide.node.admin.http import Http
 from kvtide.node.client.client import Client
-from kvtide.node.server.auth import HttpAuth
-from kvtide.node.server.http import Http
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.server import Node
 from kvtide.testing.faults import Fault, FaultyDisk

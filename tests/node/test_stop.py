@@ -25,7 +25,7 @@ HANGING = """
 import sys, threading
 from pathlib import Path
 from kvtide import config
-from kvtide.node.server import run
+from kvtide.node import run
 from kvtide.store.store import Store
 from kvtide.tiers.disk import Disk
 

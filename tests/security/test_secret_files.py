@@ -11,8 +11,8 @@ import pytest
 import kvtide
 from kvtide.config import Node
 from kvtide.errors import ConfigError
+from kvtide.node.admin.auth import HttpAuth
 from kvtide.node.roles import Role
-from kvtide.node.server.auth import HttpAuth
 from kvtide.security.wrapping import LocalWrapper, wrapper
 from kvtide.tiers.shared.valkey import Valkey
 

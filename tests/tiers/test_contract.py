@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.noop import Noop
 from kvtide.testing.any_tier import AnyTierContract
 from kvtide.testing.blocks import Bytes, floats
 from kvtide.testing.keys import ring_in
-from kvtide.testing.noop import Noop
 from kvtide.testing.servers import S3Server, ValkeyServer
 from kvtide.testing.tier import TierContract
 from kvtide.tiers.base import Tier

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bench.noop import Noop
 from kvtide.testing.blocks import aligned, keys
-from kvtide.testing.noop import Noop
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import Read
 

@@ -1,19 +1,18 @@
-"""Benchmarks of the store: compared with memory, the disk and, if available, other systems."""
+"""Benchmarks that a user runs on his own machine, compared with memory and the disk. Those that serve only the
+development of kvtide are in ``bench/``, beside the other systems that it is compared with."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtide.benchmarks.bookkeeping import opening, pipeline, scale
 from kvtide.benchmarks.disk import nvme
+from kvtide.benchmarks.encryption import encryption
 from kvtide.benchmarks.files import files
 from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
 from kvtide.benchmarks.probe import probe
 from kvtide.benchmarks.record import BenchRecord
-from kvtide.benchmarks.scheduler import scheduler
-from kvtide.benchmarks.sealed import sealed
 from kvtide.benchmarks.settings import MIB, Settings, chosen
 from kvtide.benchmarks.storage import objects, valkey
 from kvtide.errors import ConfigError
@@ -25,13 +24,9 @@ FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "dram": dram,
     "nvme": nvme,
     "files": files,
-    "sealed": sealed,
-    "scale": scale,
-    "opening": opening,
-    "pipeline": pipeline,
+    "sealed": encryption,
     "node": node,
     "probe": probe,
-    "scheduler": scheduler,
     "objects": objects,
     "valkey": valkey,
 }

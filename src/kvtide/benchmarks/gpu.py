@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvtide.benchmarks.connector import connector
 from kvtide.benchmarks.decode import decode
 from kvtide.benchmarks.first_token import first_token, first_token_nvme
 from kvtide.benchmarks.pages import pages
@@ -21,7 +20,6 @@ GPU_FIGURES: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "decode": decode,
     "first-token": first_token,
     "first-token-nvme": first_token_nvme,
-    "connector": connector,
 }
 
 

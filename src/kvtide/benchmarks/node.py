@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 import kvtide
+from kvtide.benchmarks.client_processes import ClientProcesses
 from kvtide.benchmarks.copies import Copies, Memcpy, Moment, memcpy, moment, records, through, together
-from kvtide.benchmarks.crowd import Crowd
 from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, figure
 from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, environment
 from kvtide.block import BLOCK_TOKENS
@@ -147,12 +147,12 @@ def _copies(settings: Settings, clients: int, nbytes: int, count: int) -> Iterat
             store = stack.enter_context(kvtide.connect(f"unix:{path}"))
             ours, limit = through(Copies(store, nbytes, count), total), memcpy(nbytes, count)
         else:
-            crowd = stack.enter_context(Crowd(clients, _copying_client, str(path), nbytes, count))
-            copiers = stack.enter_context(Crowd(clients, _copying, nbytes, count))
+            group = stack.enter_context(ClientProcesses(clients, _copying_client, str(path), nbytes, count))
+            copiers = stack.enter_context(ClientProcesses(clients, _copying, nbytes, count))
 
             def ours() -> Mapping[str, Sample]:
-                samples = {task: together(crowd.do(task), total) for task in ("store", "load")}
-                crowd.do("end")
+                samples = {task: together(group.do(task), total) for task in ("store", "load")}
+                group.do("end")
                 return samples
 
             def limit() -> Mapping[str, Sample]:
@@ -257,12 +257,12 @@ def _steps(settings: Settings, clients: int) -> Iterator[BenchRecord]:
             path, pid = stack.enter_context(running(64 * MIB))
             echo = f"{path}.echo"
             stack.enter_context(_echoing(echo))
-            crowd = stack.enter_context(Crowd(clients, _stepping, str(path), echo, repeats))
+            group = stack.enter_context(ClientProcesses(clients, _stepping, str(path), echo, repeats))
             for i in range(4):
                 settings.progress(f"steps through the node, {clients} clients, processes {life + 1}, round {i}")
                 for who, mine in times.items():
                     before = _cpu(pid)
-                    answers = crowd.do(who)
+                    answers = group.do(who)
                     used = _cpu(pid) - before + sum(seconds for _, seconds in answers)
                     if i == 0:
                         continue

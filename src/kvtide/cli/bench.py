@@ -51,15 +51,13 @@ def bench() -> None:
 def store(
     only: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="match, dram, nvme, sealed, files, scale, opening, pipeline, node, probe, scheduler, objects, valkey."
-        ),
+        typer.Argument(help="match, dram, nvme, files, sealed (encrypted blocks), node, probe, objects, valkey."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less data and fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
     path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
 ) -> None:
-    """The store: match, DRAM, NVMe, shared files, the index at scale, opening, the pipeline, the node, and storage.
+    """The store: match, DRAM, NVMe, shared files, encrypted blocks, the node, what tenants can learn, and storage.
 
     Contestants take turns; figures are medians, with the lowest and highest round. Speeds are compared with a plain
     memcpy, raw direct I/O and plain clients in the same run. Separate temporary stores are used: the store that you

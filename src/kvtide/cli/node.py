@@ -62,7 +62,7 @@ def node(
     To watch the node: [bold]kvtide status[/bold]
     """
     from kvtide.cpu_binding import bind
-    from kvtide.node.server import run
+    from kvtide.node import run
 
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

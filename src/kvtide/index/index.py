@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import DIGEST, BlockKey, Found, Group, Layout
+from kvtide.block import DIGEST, BlockKey, Group, Layout
 from kvtide.index.columns import column
 from kvtide.index.holds import Holds, Rows
 from kvtide.index.pins import Pins
@@ -296,17 +296,8 @@ class Index:
         self.mark[first:stop] = marks(keys)
         return np.arange(first, stop), above
 
-    @property
-    def next_row(self) -> int:
-        """The row that the next ``add`` will return."""
-        return self._free[-1] if self._free else len(self._keys)
-
-    def detach(self, row: int) -> None:
-        """Remove the key of ``row``, so that lookups miss it, though it may still be held. Its pins end."""
-        self.detach_many(np.array([row]))
-
     def detach_many(self, rows: Rows) -> None:
-        """``detach`` distinct rows."""
+        """Remove the keys of distinct rows, so that lookups miss them though they may still be held. Their pins end."""
         for row in rows.tolist():
             if self._rows.get(key := self.key(row)) == row:
                 del self._rows[key]
@@ -624,18 +615,6 @@ class Index:
         if self.mortal:
             whole &= self.expiry[rows] > now
         return whole
-
-    def find(self, keys: Sequence[BlockKey], now: float) -> list[Found]:
-        """HIT, PENDING or MISS for each key."""
-        rows = self.rows(keys)
-        hits = self.usable(rows, now)
-        pending = np.zeros(len(rows), np.bool_)
-        for state in self.state:
-            pending |= state[rows] == PENDING
-        return [
-            Found.HIT if hit else Found.PENDING if wait else Found.MISS
-            for hit, wait in zip(hits.tolist(), pending.tolist(), strict=True)
-        ]
 
     def lengths(self, layout: Layout, rows: dict[str, Rows], whole: dict[str, Mask]) -> Mask:
         """For each length in blocks, 0 to all, whether a prefix of it is usable by the rules of all required groups.

@@ -4,7 +4,7 @@
 - ``hub:COMMIT``: a snapshot folder of huggingface_hub, whose path has the commit. Used only while its shards are links
   into ``blobs/``, so that a file put in their place is read instead. A blob edited in place is not noticed.
 - ``files:HEX``: BLAKE3 over the names and contents of the shard files.
-- ``memory:HEX``: samples of parameters that exist only in memory; see ``from_parameters``.
+- ``memory:HEX``: samples of parameters that exist only in memory; see ``from_samples``.
 
 Reading every shard takes a while, so digests of files are remembered in a cache file by path, size, mtime, inode and
 ctime. The ctime detects a file that was rewritten in place and had its mtime restored: only the kernel sets it. The
@@ -30,7 +30,7 @@ from blake3 import blake3
 
 from kvtide.errors import ConfigError, LayoutError
 
-__all__ = ["SAMPLES", "SHARDS", "WeightsId", "from_parameters", "from_samples", "identify", "places"]
+__all__ = ["SAMPLES", "SHARDS", "WeightsId", "from_samples", "identify", "places"]
 
 WeightsId = NewType("WeightsId", str)
 SHARDS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -65,22 +65,15 @@ def identify(path: str | Path | None = None, weights_id: str | None = None, cach
         raise ConfigError(f"weights at {path} cannot be read: {error}") from error
 
 
-def from_parameters(parameters: Iterable[tuple[str, npt.ArrayLike]]) -> WeightsId:
-    """The identity of parameters in memory: names with arrays or buffers, in any order.
+def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.generic]]]) -> WeightsId:
+    """The identity of parameters in memory, in any order: the name and shape of each, and its elements at ``places``.
 
     It depends on each one's name, dtype, shape and up to ``SAMPLES`` elements: the first, the last and one from each of
     as many equal strides. So training, merging and quantizing are noticed: a change scattered over a share ``f`` of one
     tensor is missed with probability ``(1 - f)**SAMPLES``. A change to few elements of a large tensor (a row of an
     embedding) is likely missed; give such weights a ``weights_id``. Give whole tensors: shards depend on the
-    tensor-parallel size. If numpy lacks the dtype (bfloat16, float8), view it as integers of the same width, in torch
-    by ``tensor.detach().cpu().view(torch.int16).numpy()``.
+    tensor-parallel size.
     """
-    return from_samples((name, *_sampled(name, parameter)) for name, parameter in parameters)
-
-
-def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.generic]]]) -> WeightsId:
-    """As ``from_parameters``, for parameters that are not in this host's memory: names with shapes and the elements at
-    ``places``."""
     digests: dict[bytes, bytes] = {}
     for name, shape, sampled in samples:
         if name.encode() in digests:
@@ -91,18 +84,6 @@ def from_samples(samples: Iterable[tuple[str, tuple[int, ...], npt.NDArray[np.ge
         raise LayoutError("no parameters were given to identify the weights: give them, or a weights_id")
     total = blake3(b"".join(_framed(*item) for item in sorted(digests.items())))
     return WeightsId(f"memory:{total.hexdigest()}")
-
-
-def _sampled(name: str, parameter: npt.ArrayLike) -> tuple[tuple[int, ...], npt.NDArray[np.generic]]:
-    # numpy would make one string of bytes, but an array of their memoryview.
-    raw = memoryview(parameter) if isinstance(parameter, bytes | bytearray) else parameter
-    try:
-        array = np.asarray(raw)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise LayoutError(f"parameter {name!r} cannot be read as an array: {error}") from error
-    if array.dtype.hasobject:
-        raise LayoutError(f"parameter {name!r} holds Python objects; give an array of numbers")
-    return array.shape, array.flat[places(array.size)]
 
 
 def places(size: int) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from kvtide.engines.background import Background
+from kvtide.engines.bounded_executor import BoundedExecutor
 from kvtide.serve.generation import Answered, Ask, GenerationEngine
 from kvtide.serve.openai_api import ApiError
 
@@ -97,7 +97,7 @@ class GenerationQueue:
     def __init__(self, engine: GenerationEngine, waiting: int) -> None:
         """``waiting`` requests may wait while one is generated."""
         self._engine = engine
-        self._thread = Background("kvtide-serve", waiting + 1)
+        self._thread = BoundedExecutor("kvtide-serve", waiting + 1)
         self.preparing = ThreadPoolExecutor(1, "kvtide-prepare")
         self._lock = threading.Lock()
         self._free = waiting + 1

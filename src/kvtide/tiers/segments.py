@@ -243,10 +243,6 @@ class Segments:
         segment = self._all.get(segment_of(place))
         return segment is not None and slot_of(place) < segment.slots and bool(segment.owner[slot_of(place)] != EMPTY)
 
-    def places(self) -> list[int]:
-        """All slots in use."""
-        return [place_of(s.number, i) for s in self for i in np.flatnonzero(s.owner != EMPTY).tolist()]
-
     def fit(self, kind: int) -> int:
         """The number of slots of a segment that could be added for ``kind`` now; 0 if there is no space."""
         if self.least and len(self._all) >= 2 * _MOST:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from kvtide.cpu_binding import unbind_thread
 from kvtide.errors import KvtideError
 from kvtide.node.client.link import NodeUnavailable
-from kvtide.tiers.callback_thread import CallbackThread
+from kvtide.serial_executor import SerialExecutor
 
 __all__ = ["NodeThread", "attempt"]
 
@@ -39,7 +39,7 @@ class NodeThread:
     """Runs calls one after the other. ``ask`` may be called from any thread, ``soon`` only from the engine's."""
 
     def __init__(self, name: str) -> None:
-        self._calls = CallbackThread(name)
+        self._calls = SerialExecutor(name)
         self._calls.put(unbind_thread)
         self._late: Future[Any] | None = None
         """A call whose answer did not arrive in time. Until it is done, the loop does not wait for other answers."""

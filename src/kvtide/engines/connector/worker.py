@@ -38,8 +38,8 @@ from kvtide.engines.paged.pages import Copy, Pages
 from kvtide.errors import KvtideError
 from kvtide.node.client.client import Client
 from kvtide.node.client.workers import Filling, Step, Worker
+from kvtide.serial_executor import SerialExecutor
 from kvtide.store.match import Loaded
-from kvtide.tiers.callback_thread import CallbackThread
 
 __all__ = ["ConnectorWorker", "Moved"]
 
@@ -123,7 +123,7 @@ class ConnectorWorker:
         self._tokens = tokens
         self._mover = mover
         self._node_thread = NodeThread("kvtide-worker")
-        self._copied = CallbackThread("kvtide-copied")
+        self._copied = SerialExecutor("kvtide-copied")
         """Waits for the copies of stores."""
         self._begun = self._now()
         self._closing: dict[str, float] = {}

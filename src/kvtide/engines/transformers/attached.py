@@ -50,7 +50,7 @@ import kvtide
 from kvtide import forks
 from kvtide.block import BLOCK_TOKENS, LOSSY
 from kvtide.call_guard import CallGuard
-from kvtide.engines.background import Background
+from kvtide.engines.bounded_executor import BoundedExecutor
 from kvtide.engines.identity import Moment, Weights, adapters, settings
 from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.mover import Mover
@@ -157,7 +157,7 @@ class Attached:
         self._lock = threading.Lock()
         self._statistics = AttachedStatistics()
         self.prefill = Prefill()
-        self._background = Background("kvtide-transformers", _WAITING)
+        self._background = BoundedExecutor("kvtide-transformers", _WAITING)
         self._original = cast(Callable[..., Any], model.generate)
         self._shadowed = vars(model).get("generate")
         vars(model)["generate"] = self._generate

@@ -52,7 +52,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvtide import canonical, connect
 from kvtide import config as configuration
 from kvtide.config import Config
-from kvtide.engines.background import Background
+from kvtide.engines.bounded_executor import BoundedExecutor
 from kvtide.engines.chunks import Chunks, Row, model_of
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.index.weights import identify
@@ -100,8 +100,8 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._loading: dict[int, Sequence[OffloadKey]] = {}
         """The keys of loads under way, by job number."""
-        self._loader = Background("kvtide-vllm-load", _WAITING)
-        self._storer = Background("kvtide-vllm-store", _WAITING)
+        self._loader = BoundedExecutor("kvtide-vllm-load", _WAITING)
+        self._storer = BoundedExecutor("kvtide-vllm-store", _WAITING)
         self._lookup_manager = _Lookups(self._store, tier_type)
 
     # -- lookups ------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._loading[job_metadata.job_id] = list(job_metadata.keys)
         self._submit(self._loader, job_metadata, partial(Chunks.load, since=job_metadata.submit_time))
 
-    def _submit(self, thread: Background, job: TransferJob, move: _Move) -> None:
+    def _submit(self, thread: BoundedExecutor, job: TransferJob, move: _Move) -> None:
         if thread.put(partial(self._run, job, move)) is None:
             self._tell(job, [], 0.0)
 

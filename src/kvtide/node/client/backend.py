@@ -23,8 +23,8 @@ from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage import Turn
+from kvtide.serial_executor import SerialExecutor
 from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
-from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted, Unwritten
 
@@ -43,7 +43,7 @@ class LinkOwner(Protocol):
 
     clock: Clock
     deadline: float
-    calls: CallbackThread
+    calls: SerialExecutor
 
     @property
     def link(self) -> NodeLink:

@@ -42,12 +42,12 @@ from kvtide.node.client.deferred_sender import DeferredSender
 from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
 from kvtide.node.client.mappings import Mappings
 from kvtide.node.client.workers import Worker, WorkerGroup
+from kvtide.serial_executor import SerialExecutor
 from kvtide.store.backend import Backend
 from kvtide.store.forget import Forgotten
 from kvtide.store.node_statistics import NodeStatistics, Status
 from kvtide.store.session import Session, SessionHost
 from kvtide.store.store import Statistics
-from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.tiers.dram.copy import Copier
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Flushed, Unwritten
@@ -102,7 +102,7 @@ class Client(SessionHost):
             self.deadline = link.welcome.deadline
             self.dram = link.welcome.dram
             """Bytes of DRAM that the blocks of the current node, or of the last one, may use."""
-            self.calls = CallbackThread("kvtide-client-calls")
+            self.calls = SerialExecutor("kvtide-client-calls")
             undo.callback(self.calls.close, _CLOSING)
             self._deferred_sender = DeferredSender()
             undo.callback(self._deferred_sender.close)

@@ -32,8 +32,8 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
+from kvtide.serial_executor import SerialExecutor
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.callback_thread import CallbackThread
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, header_of
@@ -173,7 +173,7 @@ class Shared:
         self._undead: set[BlockKey] = set()
         """Dropped, but storage failed to delete them: they must not be served any more."""
         self.drops = DropLog(blobs, timeout, encryption, self._delete_stale, log_bytes, patience, self._clock)
-        self._calls = CallbackThread("kvtide-shared-start")
+        self._calls = SerialExecutor("kvtide-shared-start")
         self.call_soon = self._calls.put
         """Run a function on a thread that storage cannot block."""
         try:

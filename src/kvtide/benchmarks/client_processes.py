@@ -1,4 +1,4 @@
-"""Several processes that do the same task at the same time."""
+"""Several client processes that do the same task at the same time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Crowd", "Member"]
+__all__ = ["ClientMain", "ClientProcesses"]
 
-Member = Callable[..., AbstractContextManager[Mapping[str, Callable[[], Any]]]]
-"""Called with its number and the crowd's arguments; its context yields the tasks that it can do, by name."""
+ClientMain = Callable[..., AbstractContextManager[Mapping[str, Callable[[], Any]]]]
+"""Called with its number and the group's arguments; its context yields the tasks that it can do, by name."""
 
 
-class Crowd:
-    """``count`` processes, each running ``member`` (a module-level function, so that it can be imported there)."""
+class ClientProcesses:
+    """``count`` processes, each running ``client`` (a module-level function, so that it can be imported there)."""
 
-    def __init__(self, count: int, member: Member, *arguments: Any) -> None:
+    def __init__(self, count: int, client: ClientMain, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, member, number, *arguments), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, client, number, *arguments), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -62,8 +62,8 @@ class Crowd:
         self.close()
 
 
-def _serve(pipe: Connection, member: Member, number: int, *arguments: Any) -> None:
-    with member(number, *arguments) as tasks:
+def _serve(pipe: Connection, client: ClientMain, number: int, *arguments: Any) -> None:
+    with client(number, *arguments) as tasks:
         pipe.send("ready")
         while True:
             try:

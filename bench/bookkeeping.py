@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvtide
+from bench.noop import Noop
 from kvtide.benchmarks.record import BenchRecord, figure, timed
 from kvtide.benchmarks.settings import MIB, TINY, Settings, into, own_store
 from kvtide.clock import SystemClock
@@ -23,7 +24,6 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.admit import Through
 from kvtide.plan.policy import Lru
 from kvtide.plan.usage import UsageTracker
-from kvtide.testing.noop import Noop
 from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.dram.tier import Dram
 from kvtide.tiers.format.scratch import Scratch

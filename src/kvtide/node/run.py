@@ -1,4 +1,4 @@
-"""Runs a node until it is stopped by a signal or has been idle."""
+"""Runs a node, its server and its administration over HTTP, until it is stopped by a signal or has been idle."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from kvtide.config import Config
 from kvtide.errors import ConfigError, KvtideError
 from kvtide.forks import LockFile
-from kvtide.node.server.auth import HttpAuth
-from kvtide.node.server.http import Http
+from kvtide.node.admin.auth import HttpAuth
+from kvtide.node.admin.http import Http
 from kvtide.node.server.ledger import Ledger, beside
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.server import Node

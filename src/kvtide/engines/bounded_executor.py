@@ -1,4 +1,8 @@
-"""A background thread that runs a few jobs in order, and refuses more when too many wait."""
+"""A background thread that runs a few jobs in order, and refuses more when too many wait.
+
+It has the standard library's pool of one thread, not a ``SerialExecutor``, because its callers wait for single jobs and
+cancel them, and because a process that exits first finishes the queued jobs: they store what was computed.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-__all__ = ["Background"]
+__all__ = ["BoundedExecutor"]
 
 log = logging.getLogger("kvtide.engines")
 
 
-class Background:
+class BoundedExecutor:
     """Runs jobs one after the other. Thread-safe.
 
     A job keeps the memory that it works on (KV on the GPU, say), so at most ``limit`` jobs may be queued or running.

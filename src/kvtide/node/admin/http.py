@@ -29,10 +29,10 @@ import msgspec
 
 from kvtide import metrics
 from kvtide.errors import ConfigError
+from kvtide.node.admin.auth import HttpAuth, HttpCaller
 from kvtide.node.host_names import HostNames
 from kvtide.node.protocol import NO_TENANT
 from kvtide.node.roles import Role
-from kvtide.node.server.auth import HttpAuth, HttpCaller
 from kvtide.node.server.context import NodeContext
 from kvtide.node.server.forget import erase
 from kvtide.store.forget import Forgotten

@@ -14,13 +14,13 @@ from kvtide.benchmarks.disk import THREADS, Below, RawDisk, rehearsed
 from kvtide.benchmarks.record import BenchRecord, compare, figure
 from kvtide.benchmarks.settings import MIB, Settings, size_name
 
-__all__ = ["sealed"]
+__all__ = ["encryption"]
 
 _BAR = 1 / 1.3
 """Target relative to the unencrypted speed: 1.3 times the time."""
 
 
-def sealed(settings: Settings) -> Iterator[BenchRecord]:
+def encryption(settings: Settings) -> Iterator[BenchRecord]:
     """Store and load with a key for the tenant, verified by authentication tags."""
     for nbytes in (32 * MIB, 2 * MIB):
         count = settings.rounds(1024, 256) * MIB // nbytes

@@ -2,15 +2,20 @@
 
 A prompt is computed in one step, and its blocks are stored; then it is requested again and loaded into other pages. The
 time is measured from the orders of a step until the worker reports them done, including the communication with a node
-in a process of its own.
+in a process of its own. Needs a GPU; ``python -m bench.connector`` prints the records as JSON, as the files in
+``bench/results/elsewhere`` have them.
 """
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,7 +23,7 @@ import kvtide
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.pages import bus
 from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure
-from kvtide.benchmarks.settings import Settings
+from kvtide.benchmarks.settings import NoPeers, Settings
 from kvtide.block import BLOCK_TOKENS, Layout
 from kvtide.engines.connector.orders import Orders
 from kvtide.engines.connector.request import PageGeometry, Prompt, Work
@@ -30,8 +35,6 @@ from kvtide.engines.paged.choose_mover import mover
 from kvtide.engines.paged.pages import Pages
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node.client.client import Client
-
-__all__ = ["connector"]
 
 _PAGE = 16
 _BLOCKS = 32
@@ -165,3 +168,15 @@ def connector(settings: Settings) -> Iterator[BenchRecord]:
             note=f"Llama-3-8B, 8,192 tokens {verb} by the worker's half, from a step's orders to its report, through a "
             f"node; {torch.cuda.get_device_name()}; limit: large copies of pinned memory",
         )
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("this machine has no GPU that torch can use")
+    folder = Path(tempfile.gettempdir())
+    settings = Settings(False, folder, "python -m bench.connector", lambda _: None, NoPeers())
+    print(msgspec.json.format(msgspec.json.encode(list(connector(settings))), indent=2).decode())
+
+
+if __name__ == "__main__":
+    main()
