@@ -16,7 +16,7 @@ import pytest
 from kvtide import Layout, Model, Session, Store, Tenant, config, connect
 from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.store.match import Stored
-from kvtide.store.store import NVME
+from kvtide.store.partition import NVME
 from kvtide.testing import blocks
 from kvtide.tiers.dram import tier
 from kvtide.tiers.segments import segment_of
@@ -80,7 +80,7 @@ def evicted(store: Store, tier: str = "dram") -> int:
 
 
 def rows_of(session: Session, *path: int) -> Rows:
-    index = session.backend.store.index  # type: ignore[attr-defined]
+    index = session.backend.partition.index  # type: ignore[attr-defined]
     rows: Rows = index.rows(session.chain(prompt(*path)).keys(b"full"))
     return rows
 

@@ -126,7 +126,6 @@ LONG_FUNCTIONS = {
     "benchmarks/overlap.py:measure",
     "cli/forget.py:forget",
     "cli/replay.py:replay",
-    "store/store.py:__init__",
     "tiers/nvme/volume.py:__init__",
 }
 MANY_ARGUMENTS = {

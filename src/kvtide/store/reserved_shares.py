@@ -1,9 +1,9 @@
 """Divides a store between tenants: reserved shares for some, the remainder for the others.
 
-A tenant with a *reserved share* uses it alone. The share is a separate store with its own index, memory, threads and
-folder on the disk, opened from the settings made here. So other tenants cannot change what it finds, nor can it affect
-them: they have nothing in common that one could fill and the other notice, except the speed of the machine. For the
-same reason it uses no shared storage, where evictions depend on all users.
+A tenant with a *reserved share* uses it alone. The share is a partition (``kvtide.store.partition``) with its own
+index, memory, threads and folder on the disk, opened from the settings made here. So other tenants cannot change what
+it finds, nor can it affect them: they have nothing in common that one could fill and the other notice, except the speed
+of the machine. For the same reason it uses no shared storage, where evictions depend on all users.
 
 All other tenants share the remainder, with fair shares under pressure (``kvtide.plan.evict``), and none beyond its
 *quota* (``kvtide.plan.quota``). In shared storage a node can limit only its own writes, because names there do not
@@ -34,7 +34,7 @@ _LEAST = {"dram": MiB, "nvme": 16 * MiB}
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Settings for each part of a store."""
+    """Settings for each partition of a store."""
 
     rest: Config
     """For all tenants without a reserved share."""
