@@ -22,7 +22,7 @@ SOURCE = Path(kvtide.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
-    ["errors", "canonical", "clock", "histogram", "interrupts", "formatting", "version"],
+    ["errors", "canonical", "clock", "counts", "histogram", "interrupts", "formatting", "version"],
     ["arguments", "forks", "units"],
     ["block", "call_guard", "capacity", "config", "cpu_binding"],
     ["security"],

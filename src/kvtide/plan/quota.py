@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvtide.counts import TierCount
 from kvtide.index.index import Index, Rows
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.coldest import Coldest, Queue
@@ -81,11 +82,9 @@ class Quota:
         rows = rows[self._coldest.leaving(rows)]
         return self._coldest.queue(rows, max(64, len(rows) // 64))
 
-    def refuse(self, tenant: int, what: str, blocks: int, everybody: Counter[str]) -> None:
+    def refuse(self, tenant: int, blocks: int, everybody: Counter[str], *, load: bool = False) -> None:
         """Count blocks of a tenant that were not stored, or not loaded: for the tenant, and in the totals
         ``everybody``."""
-        for counts in (everybody, self.account.refused[tenant]):
-            if what == "load":
-                counts["loads dropped: a tenant's quota of dram is used up"] += blocks
-            else:
-                counts[f"stores dropped: a tenant's quota of {self._name} is used up"] += blocks
+        name = (TierCount.LOAD_QUOTA if load else TierCount.STORE_QUOTA).of(self._name)
+        everybody[name] += blocks
+        self.account.refused[tenant][name] += blocks

@@ -540,7 +540,7 @@ class Partition:
         with self.index.lock:
             index = self.index.statistics()
             planner = self.planner.statistics()
-            counts = {k: v for k, v in sorted(self.pipeline.counts.items()) if v}
+            counts = {str(name): n for name, n in sorted(self.pipeline.counts.items()) if n}
         return Statistics(
             index.blocks,
             index.held,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvtide.block import BlockKey
+from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
 from kvtide.interrupts import to_the_end
@@ -82,7 +83,7 @@ class Demotion:
         """Start writing rows of DRAM to ``cold``, as far as its lane has space; the rest is dropped. Call with the lock
         held."""
         if len(rows) and len(refused := self._submit(cold, rows)):
-            self._counts[f"stores dropped: the queue of {cold.name} is full"] += len(refused)
+            self._counts[TierCount.STORE_QUEUE_FULL.of(cold.name)] += len(refused)
             if not cold.admission.keeps_leaving:  # otherwise the write is retried before they leave
                 self._residents.note_unwritten(refused.tolist(), cold.number, Unwritten.QUEUE_FULL)
 
@@ -144,7 +145,7 @@ class Demotion:
 
     def _over_budget(self, cold: ColdTier, rows: Rows) -> Rows:
         """Record that a tier's write budget does not allow these rows; returns no rows. Call with the lock held."""
-        self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
+        self._counts[TierCount.STORE_WRITE_BUDGET.of(cold.name)] += len(rows)
         self._residents.refused.update(rows.tolist())
         self._residents.note_unwritten(rows.tolist(), cold.number, Unwritten.WRITE_BUDGET)
         self._index.changes += 1  # they may leave DRAM now
@@ -173,7 +174,7 @@ class Demotion:
             if not allowed:
                 full.add(tenant)
                 good[i] = False
-                quota.refuse(tenant, "store", 1, self._counts)
+                quota.refuse(tenant, 1, self._counts)
                 self._residents.refused.add(row)
                 self._residents.note_unwritten([row], cold.number, Unwritten.QUOTA)
             else:
@@ -189,7 +190,7 @@ class Demotion:
             cold.tier.evict(key, self._index.remove(row, cold.number))
             self._index.retire(row)
         if rows:
-            self._counts[f"blocks evicted from {cold.name}"] += len(rows)
+            self._counts[TierCount.BLOCKS_EVICTED.of(cold.name)] += len(rows)
         return bool(rows)
 
     def _written(self, cold: ColdTier, items: Sequence[Write], places: Sequence[int]) -> None:
@@ -224,7 +225,7 @@ class Demotion:
                     kept.append(item)
                     if item.expiry > expiry:
                         shorter.append((item.key, place, expiry))
-            self._counts[f"blocks written to {cold.name}"] += len(kept)
+            self._counts[TierCount.BLOCKS_WRITTEN.of(cold.name)] += len(kept)
             residents.unhold(rows)
             events, self._unsaid = self._unsaid, []
             if self._watchers or self._under_way[number]:

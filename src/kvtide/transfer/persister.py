@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvtide.block import BlockKey
 from kvtide.clock import Clock
+from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, Event, Feed
 from kvtide.index.index import DRAM, PENDING, SEALED, Index
 from kvtide.index.lease import Lease
@@ -388,7 +389,7 @@ class Persister:
                 else:
                     ended.setdefault((request, Unwritten.WRITE_FAILED), []).append(block)
             if False in results:
-                self._counts[f"blocks not synced in {cold.name}"] += list(results).count(False)
+                self._counts[TierCount.BLOCKS_NOT_SYNCED.of(cold.name)] += list(results).count(False)
         self._sync(cold, [])
         self._feed.publish(events)
         for (request, reason), blocks in ended.items():

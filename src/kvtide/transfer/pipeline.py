@@ -35,6 +35,7 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
@@ -237,7 +238,7 @@ class Pipeline:
         held."""
         if self._residents.intact(row):
             return True
-        self.counts["blocks changed in DRAM after they were sealed"] += 1
+        self.counts[Count.BLOCKS_CHANGED] += 1
         return False
 
     def stored(self, rows: Rows) -> None:
@@ -249,7 +250,7 @@ class Pipeline:
                 worth = cold.admission.on_store(rows)
                 self._demotion.write(cold, rows[worth])
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
-                self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
+                self.counts[TierCount.STORE_NOT_ADMITTED.of(cold.name)] += int(absent)
 
     def keep(self, rows: Rows, most: int = sys.maxsize) -> Lease:
         """Hold the blocks of one chain, first block first, that only DRAM has, because they are about to get children.
@@ -274,11 +275,11 @@ class Pipeline:
         if returns_in is not None:
             self.keep_expected(rows, returns_in)
         if turn == "tool":
-            self.counts["hints: the turn ended in a tool"] += 1
+            self.counts[Count.HINT_TOOL] += 1
         elif turn == "end":
-            self.counts["hints: the turn ended"] += 1
+            self.counts[Count.HINT_END] += 1
         if returns_in is not None:
-            self.counts["hints: expected back"] += 1
+            self.counts[Count.HINT_EXPECTED_BACK] += 1
 
     def keep_expected(self, rows: Sequence[Rows], seconds: float) -> bool:
         """Record that a prompt's blocks (each group's first block first) are expected back in ``seconds``. Returns
@@ -341,7 +342,7 @@ class Pipeline:
         index.repair()
         for number, account in index.accounts.items():
             account.repair(number)
-        self.counts["interrupted calls"] += 1
+        self.counts[Count.INTERRUPTED_CALLS] += 1
 
     def reclaim(self) -> None:
         """End the leases and reservations that no caller can release. Call with the lock held, then ``call_ready``
@@ -449,7 +450,7 @@ class Pipeline:
                     granted.later += len(write_request.keys) - done
                     return False
                 if not grown:
-                    self.counts["stores dropped: no room in DRAM"] += len(write_request.keys) - done
+                    self.counts[Count.STORE_NO_ROOM] += len(write_request.keys) - done
                     return False
         return True
 
@@ -503,7 +504,7 @@ class Pipeline:
         granted.spans += self._dram.spans(places, size)
         if len(places) < len(wanted):
             return wanted[len(places)]
-        self._room.refuse(write_request.identity, "store", over)
+        self._room.refuse(write_request.identity, over)
         return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
@@ -540,7 +541,7 @@ class Pipeline:
         self._promotion.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._demotion.write(cold, kept[cold.admission.on_store(kept)])
-        self.counts["blocks stored"] += len(kept)
+        self.counts[Count.BLOCKS_STORED] += len(kept)
         if self._feed.followed and len(kept):
             events.append(BlockStored("dram", index.keys(kept), index.identities(kept)))
         self._residents.unhold(rows)
@@ -568,7 +569,7 @@ class Pipeline:
                     overtaken.append(first)
                 elif first and any(state[first] for state in index.state):
                     good[i] = False  # the other copy was sealed first
-                    self.counts["blocks written twice"] += 1
+                    self.counts[Count.BLOCKS_WRITTEN_TWICE] += 1
                 else:
                     index.take_key(row)
             elif not good[i] and index.row(key) == row and key in self._hidden:
@@ -612,7 +613,7 @@ class Pipeline:
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             self._promotion.land_later(rows.tolist(), [False] * len(rows))
             self._detach_many(rows, "unreadable", events)
-            self.counts[f"blocks late from {cold}"] += len(rows)
+            self.counts[TierCount.BLOCKS_LATE.of(cold)] += len(rows)
         self._feed.publish(events)
         self._promotion.call_ready()
 
@@ -674,7 +675,7 @@ class Pipeline:
                     self.repair()
                     self._detach_all(keys)
                     raise
-                self.counts["blocks dropped"] += len(found)
+                self.counts[Count.BLOCKS_DROPPED] += len(found)
         finally:
             if self.ready:
                 self.call_ready()
@@ -814,7 +815,7 @@ class Pipeline:
         except BaseException:
             self.repair()
             raise
-        self.counts["blocks expired"] += len(rows)
+        self.counts[Count.BLOCKS_EXPIRED] += len(rows)
         return events
 
     # -- expiry -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey
+from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.histogram import Histogram, HistogramStatistics
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
@@ -184,7 +185,7 @@ class Promotion:
             if grown is None:
                 return left
             if not grown:
-                self._counts["loads dropped: no room in DRAM"] += len(left)
+                self._counts[Count.LOAD_NO_ROOM] += len(left)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
         return _NONE
@@ -238,7 +239,7 @@ class Promotion:
             mine, away = _part(away, index.state[cold.number], SEALED)
             allowed = self._room.allow(identity, len(mine), events)
             if allowed < len(mine):
-                self._room.refuse(identity, "load", len(mine) - allowed)
+                self._room.refuse(identity, len(mine) - allowed, load=True)
                 mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
             places = self._room.take(identity, len(mine), events, mine)
             if len(places) < len(mine):
@@ -246,7 +247,7 @@ class Promotion:
                 if self._room.growable(identity):
                     left = np.concatenate([left, rest])
                 else:
-                    self._counts["loads dropped: no room in DRAM"] += len(rest)
+                    self._counts[Count.LOAD_NO_ROOM] += len(rest)
                     away = np.concatenate([away, rest])
             if len(mine):
                 self._fly(cold, mine, places, identity, transfer)
@@ -260,7 +261,7 @@ class Promotion:
         others = self._index.others(rows, identity.fingerprint)
         refused = _NONE
         if others is not None:
-            self._counts["loads dropped: the block in dram is not the asker's"] += int(np.count_nonzero(others))
+            self._counts[TierCount.LOAD_OTHERS_BLOCK.of("dram")] += int(np.count_nonzero(others))
             rows, refused = rows[~others], rows[others]
         coming = self._residents.coming_to_others(rows, identity)
         if coming is not None:
@@ -385,10 +386,10 @@ class Promotion:
         events: list[Event] = []
         if self._feed.followed and len(arrived):
             events.append(BlockStored("dram", index.keys(arrived), index.identities(arrived)))
-        self._counts[f"blocks read from {cold.name}"] += len(arrived)
+        self._counts[TierCount.BLOCKS_READ.of(cold.name)] += len(arrived)
         self._residents.unhold(rows)
         if bad:
-            self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
+            self._counts[TierCount.BLOCKS_UNREADABLE.of(cold.name)] += len(bad)
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable", tuple(whose)))
             if cold.shared:
                 bad = []  # others may be able to read it; the tier removes what none can
@@ -410,14 +411,14 @@ class Promotion:
     def _lost(self, cold: ColdTier, key: BlockKey, result: ReadResult) -> bool:
         """Whether a block that could not be read from a tier must be dropped there. Call with the lock held."""
         if result is Miss.REFUSED:
-            self._counts[f"loads dropped: the block in {cold.name} is not the asker's"] += 1
+            self._counts[TierCount.LOAD_OTHERS_BLOCK.of(cold.name)] += 1
             return False
         if result is Miss.FAILED:
             if len(self._failures) >= _REMEMBERED:
                 self._failures.clear()
             tries = self._failures[cold.number, key] = self._failures.get((cold.number, key), 0) + 1
             if tries < _TRIES:
-                self._counts[f"loads dropped: a read from {cold.name} failed"] += 1
+                self._counts[TierCount.LOAD_FAILED.of(cold.name)] += 1
                 return False
         self._failures.pop((cold.number, key), None)
         return True

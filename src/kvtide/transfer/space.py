@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, Event, Feed
 from kvtide.index.index import DRAM, Index, Rows
 from kvtide.plan.evict import Eviction, Evictor
@@ -150,15 +151,12 @@ class SpaceMaker:
         segments = self._dram.segments
         return all(segments[segment_of(place)].kind == kind for place in self._index.place[DRAM][rows].tolist())
 
-    def refuse(self, what: Identity, verb: str, count: int) -> None:
+    def refuse(self, what: Identity, count: int, *, load: bool = False) -> None:
         """Count blocks refused because of their tenant's quota, or because the tenant is being forgotten."""
         if count and what.tenant in self._residents.forgotten:
-            if verb == "load":
-                self._counts["loads dropped: their tenant is being forgotten"] += count
-            else:
-                self._counts["stores dropped: their tenant is being forgotten"] += count
+            self._counts[Count.LOAD_FORGOTTEN if load else Count.STORE_FORGOTTEN] += count
         elif count and self._quota is not None:
-            self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
+            self._quota.refuse(self._tenants[what.tenant], count, self._counts, load=load)
 
     def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
         """Evict from DRAM so that up to ``count`` slots of a kind become free, at once or when ``grow`` is called.
@@ -189,7 +187,7 @@ class SpaceMaker:
             for row in rows:
                 self._residents.leave(row)
                 self._index.retire(row)
-        self._counts["blocks evicted from dram"] += len(rows)
+        self._counts[TierCount.BLOCKS_EVICTED.of("dram")] += len(rows)
 
     def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event]) -> bool:
         """Evict from a colder tier so that up to ``count`` slots of ``size`` become free."""
@@ -293,7 +291,7 @@ class SpaceMaker:
                 index.relocate(row, DRAM, new)
                 self._dram.filled(new, self._residents.identity(row).tenant)
                 self._dram.release(old)
-                self._counts["blocks moved in dram"] += 1
+                self._counts[Count.BLOCKS_MOVED] += 1
             elif row in doomed:
                 self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and this is a copy of it
             else:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from kvtide.counts import Count
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
@@ -46,7 +47,7 @@ from kvtide.store.node_statistics import ClientStatistics, ModelStatistics
 from kvtide.transfer.pipeline import DropRequest, Expiring
 from kvtide.transfer.write_results import Flushed, Unwritten
 
-__all__ = ["LARGEST_PART", "UNSTORED", "ClientHandler"]
+__all__ = ["LARGEST_PART", "ClientHandler"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -82,10 +83,10 @@ _DESCRIPTORS = 64
 _TEXT = 1000
 """Maximum characters of an error message sent to a client: it may contain what the client sent."""
 _FAULT = "client %d could not be served: %s"
-UNSTORED: dict[p.DropReason, str] = {
-    "memory": "stores dropped: memory was not taken in time",
-    "late": "stores dropped: the node answered an engine too late",
-    "pages": "stores dropped: too many pages of an engine waited",
+_UNSTORED: dict[p.DropReason, Count] = {
+    "memory": Count.STORE_NO_MEMORY_YET,
+    "late": Count.STORE_NODE_LATE,
+    "pages": Count.STORE_ENGINE_PAGES,
 }
 _RAW = msgspec.msgpack.Decoder(p.RawRequest)
 _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
@@ -526,13 +527,13 @@ class ClientHandler:
     def _reserved(self, o: p.Reserve, session: ServerSession, made: Reservation, refused: int) -> p.Reserved:
         made.refused += refused
         if o.wait:
-            session.backend.partition.pipeline.counts[UNSTORED["memory"]] += made.later
+            session.backend.partition.pipeline.counts[Count.STORE_NO_MEMORY_YET] += made.later
         number = next(self._numbers)
         session.reserve(number, made, o.writers)
         return self._exporter.reserved(number, made, session.backend, addressed=not o.writers)
 
     def _dropped(self, o: p.Dropped) -> None:
-        self._store.main.pipeline.counts[UNSTORED[o.reason]] += o.blocks
+        self._store.main.pipeline.counts[_UNSTORED[o.reason]] += o.blocks
 
     def _finish(self, o: p.Finish) -> None:
         worker_group = self._session(o.session).worker_group
