@@ -132,7 +132,6 @@ MANY_ARGUMENTS = {
     "tiers/nvme/tier.py:Nvme",
     "tiers/shared/tier.py:Shared",
     "transfer/pipeline.py:Pipeline",
-    "transfer/space.py:SpaceMaker",
 }
 
 

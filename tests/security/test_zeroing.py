@@ -101,7 +101,7 @@ def test_eviction_and_expiry_zero_nothing() -> None:
         assert has(home, ANN, 1, 4) == 0
         with home.index.lock:
             rows = home.index.rows(home.session(SMALL, ANN).chain(tokens(2, 4)).keys(b"full"))
-            home.pipeline._room._evict(rows[rows > 0].tolist(), [])
+            home.pipeline._space._evict(rows[rows > 0].tolist(), [])
         home.dram.wait_zeroed()
         assert (left(home, 1), left(home, 2)) == (4 * 16384, 4 * 16384), "that would cost what eviction must not cost"
 

@@ -15,16 +15,16 @@ import numpy as np
 
 from kvtide.block import BlockKey
 from kvtide.counts import TierCount
-from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.events import BlockRemoved, BlockStored, Event
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Mask, Rows
 from kvtide.interrupts import to_the_end
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Renewal, Renewing, Write
 from kvtide.tiers.format.record import header_bytes
 from kvtide.transfer.cold_tier import ColdTier
-from kvtide.transfer.eraser import Eraser
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.context import TransferContext
+from kvtide.transfer.residents import rows_of
 from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["Demotion"]
@@ -44,25 +44,15 @@ _Watcher = tuple[Callable[[list[Any]], None], object]
 
 
 class Demotion:
-    """Writes rows of DRAM to colder tiers. Counts events in ``counts``."""
+    """Writes rows of DRAM to colder tiers."""
 
-    def __init__(
-        self,
-        index: Index,
-        residents: Residents,
-        colds: Sequence[ColdTier],
-        policy: Policy,
-        eraser: Eraser,
-        feed: Feed,
-        counts: Counter[str],
-    ) -> None:
-        self._index = index
-        self._residents = residents
-        self._colds = colds
+    def __init__(self, context: TransferContext, policy: Policy) -> None:
+        """``policy`` ranks the blocks in DRAM."""
+        self._index, self._colds = context.index, context.colds
+        self._residents, self._eraser = context.residents, context.eraser
+        self._feed, self._counts = context.feed, context.counts
+        self._interrupted = context.interrupted
         self._policy = policy
-        self._eraser = eraser
-        self._feed = feed
-        self._counts = counts
         self._unsaid: list[Event] = []
         """Evictions from a tier that made space for other blocks of the same tenant; published when one of those is
         written."""
@@ -70,14 +60,12 @@ class Demotion:
         """Counts blocks that left DRAM and are in no tier though one should have had them, by the reason."""
         self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
         """Callbacks for the end of a write, by tier and row."""
-        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in colds}
+        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in context.colds}
         """Rows to be written on request, by tier."""
-        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
+        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in context.colds}
         """The bytes of requested rows that are being written, by tier and row."""
         self._told: list[_Watcher] = []
         """Watchers that ``tell`` must call. Kept here, so that an interrupted caller does not lose them."""
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def write(self, cold: ColdTier, rows: Rows) -> None:
         """Start writing rows of DRAM to ``cold``, as far as its lane has space; the rest is dropped. Call with the lock
@@ -318,7 +306,7 @@ class Demotion:
                 try:
                     self._write_requested(cold)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
         finally:
             self.tell()
@@ -471,7 +459,7 @@ class Demotion:
         try:
             return self._submit(cold, rows, last=True)
         except BaseException:
-            self.interrupted()
+            self._interrupted()
             raise
 
 

@@ -50,6 +50,7 @@ from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
 from kvtide.transfer.eraser import DropBarrier, Eraser
 from kvtide.transfer.persister import Persister
@@ -165,14 +166,16 @@ class Pipeline:
         self._feed = feed
         self.counts: Counter[str] = Counter()
         """Event counts by name; see ``docs/glossary.md``."""
-        self._residents = residents = Residents(index, dram, checksum, tenants)
+        self._residents = residents = Residents(index, dram, checksum, tenants, self.repair, self.call_ready)
         self._eraser = eraser = Eraser(index, colds)
-        self._demotion = demotion = Demotion(index, residents, colds, policy, eraser, feed, self.counts)
+        context = TransferContext(index, dram, colds, residents, eraser, feed, self.counts, self.repair)
+        self._demotion = demotion = Demotion(context, policy)
         may_leave = demotion.may_leave if any(c.admission.keeps_leaving for c in colds) else None
         self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
         quota = Quota(index, DRAM, "dram", TenantUsage(index, quotas), evictor.ranked) if quotas else None
-        self._room = SpaceMaker(index, residents, dram, colds, demotion, evictor, quota, tenants, feed, self.counts)
-        self._promotion = Promotion(index, residents, dram, colds, self._room, eraser, feed, self.counts)
+        self._space = SpaceMaker(context, demotion, evictor, quota, tenants)
+        self._promotion = Promotion(context, self._space)
+        self.persister = Persister(context, demotion, self._promotion)
         self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}
@@ -181,14 +184,8 @@ class Pipeline:
         """Watches over these reservations, by serial number."""
         self._abandoned: deque[Watch] = deque()
         """Reservations that no caller can end any more, because the caller was interrupted before it received them."""
-        residents.interrupted = self._promotion.interrupted = self._room.interrupted = demotion.interrupted = (
-            self.repair
-        )
-        residents.repaired = self.call_ready = self._promotion.call_ready
         self.ready = self._promotion.ready
         self.load_in_slices = self._promotion.load_in_slices
-        self.persister = Persister(index, residents, colds, demotion, self._promotion, feed, self.counts)
-        self.persister.interrupted = self.repair
         self.report = demotion.report
         self._longer: set[int] = set()
         """Rows whose expiry is later than their records in colder tiers say. Some rows may have been removed since."""
@@ -215,6 +212,10 @@ class Pipeline:
                 {c.name: c.budget.statistics() for c in self._colds if c.budget is not None},
                 self.largest_slice,
             )
+
+    def call_ready(self) -> None:
+        """Notify those who waited for loads that ended while a thread had the lock. Call without the lock."""
+        self._promotion.call_ready()
 
     @property
     def lost(self) -> Counter[Unwritten]:
@@ -336,7 +337,7 @@ class Pipeline:
             cold.lane.repair()
         if self._demotion.repair():
             self._promotion.later(self._demotion.tell)
-        moving = self._room.moving()
+        moving = self._space.moving()
         index.recount_holds(moving.rows)
         self._residents.repair(moving, set(self._hidden.values()))
         index.repair()
@@ -445,7 +446,7 @@ class Pipeline:
                     raise
             self._feed.publish(events)
             if done < len(write_request.keys):
-                grown = self._room.grow(write_request.identity, wait=wait)
+                grown = self._space.grow(write_request.identity, wait=wait)
                 if grown is None:
                     granted.later += len(write_request.keys) - done
                     return False
@@ -472,9 +473,9 @@ class Pipeline:
         if second:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
-        allowed = self._room.allow(write_request.identity, len(wanted), events)
+        allowed = self._space.allow(write_request.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
-        places = self._room.take(write_request.identity, len(wanted), events)
+        places = self._space.take(write_request.identity, len(wanted), events)
         keys = [write_request.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
@@ -504,7 +505,7 @@ class Pipeline:
         granted.spans += self._dram.spans(places, size)
         if len(places) < len(wanted):
             return wanted[len(places)]
-        self._room.refuse(write_request.identity, over)
+        self._space.refuse(write_request.identity, over)
         return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
@@ -520,7 +521,7 @@ class Pipeline:
                         self.repair()
                         raise
         finally:
-            self._promotion.call_ready()
+            self.call_ready()
         self._feed.publish(events)
 
     def _end(self, serial: int, generations: Sequence[int] | None, events: list[Event]) -> None:
@@ -547,7 +548,7 @@ class Pipeline:
         self._residents.unhold(rows)
         del self._open[serial]
         self._watches.pop(serial, None)
-        self._room.save_ahead(len(kept))
+        self._space.save_ahead(len(kept))
 
     def _settle(self, rows: Rows, good: Mask) -> list[int]:
         """Decide, when a reservation ends, which of two writers gets each contended key. Call with the lock held.
@@ -615,7 +616,7 @@ class Pipeline:
             self._detach_many(rows, "unreadable", events)
             self.counts[TierCount.BLOCKS_LATE.of(cold)] += len(rows)
         self._feed.publish(events)
-        self._promotion.call_ready()
+        self.call_ready()
 
     def make_room(self, number: int, size: int, count: int = 1) -> bool:
         """Evict from a tier so that up to ``count`` slots of ``size`` become free. Returns False if nothing can be
@@ -623,10 +624,10 @@ class Pipeline:
         events: list[Event] = []
         with self._index.lock:
             if number == DRAM:
-                made = self._room.make(size, count, events)
+                made = self._space.make(size, count, events)
             else:
                 cold = next(c for c in self._colds if c.number == number)
-                made = self._room.make_cold(cold, size, count, events)
+                made = self._space.make_cold(cold, size, count, events)
         self._feed.publish(events)
         return made
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -30,16 +30,15 @@ import numpy.typing as npt
 
 from kvtide.block import BlockKey
 from kvtide.counts import Count, TierCount
-from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.histogram import Histogram, HistogramStatistics
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity, Miss, Read, ReadResult
-from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
-from kvtide.transfer.eraser import Eraser
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.context import TransferContext
+from kvtide.transfer.residents import rows_of
 from kvtide.transfer.space import SpaceMaker
 from kvtide.transfer.transfer import Transfer
 
@@ -91,27 +90,14 @@ def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, 
 
 
 class Promotion:
-    """Loads rows into DRAM. Counts events in ``counts``."""
+    """Loads rows into DRAM."""
 
-    def __init__(
-        self,
-        index: Index,
-        residents: Residents,
-        dram: Dram,
-        colds: Sequence[ColdTier],
-        room: SpaceMaker,
-        eraser: Eraser,
-        feed: Feed,
-        counts: Counter[str],
-    ) -> None:
-        self._index = index
-        self._residents = residents
-        self._dram = dram
-        self._colds = colds
-        self._room = room
-        self._eraser = eraser
-        self._feed = feed
-        self._counts = counts
+    def __init__(self, context: TransferContext, space: SpaceMaker) -> None:
+        self._index, self._dram, self._colds = context.index, context.dram, context.colds
+        self._residents, self._eraser = context.residents, context.eraser
+        self._feed, self._counts = context.feed, context.counts
+        self._interrupted = context.interrupted
+        self._space = space
         self._flights: dict[int, tuple[Transfer, ...]] = {}
         self._jobs: dict[int, _Job] = {}
         """Unfinished reads, by the ``id`` of the batch that the lane was given."""
@@ -120,8 +106,6 @@ class Promotion:
         self._landing: list[Callable[[], None]] = []
         """Such callbacks while they are being prepared under the lock: if that is interrupted, ``repair`` finds them
         here."""
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
         self._parked: dict[int, list[tuple[Lease, Identity, Transfer]]] = {}
         """By row: requests that wait until its read for another identity has ended, each with a lease on the row."""
         self._failures: dict[tuple[int, BlockKey], int] = {}
@@ -192,7 +176,7 @@ class Promotion:
 
     def _grow(self, identity: Identity, wait: bool) -> bool | None:
         try:
-            return self._room.grow(identity, wait=wait)
+            return self._space.grow(identity, wait=wait)
         except BaseException:
             self.call_ready()  # the change was repaired, and callers may have waited for its rows
             raise
@@ -205,7 +189,7 @@ class Promotion:
                 try:
                     here, refused, away, left = self._begin(rows, identity, transfer, events)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
         finally:
             self.call_ready()
@@ -237,14 +221,14 @@ class Promotion:
                 self._flights[row] = (*self._flights.get(row, ()), transfer)
         for cold in self._colds:
             mine, away = _part(away, index.state[cold.number], SEALED)
-            allowed = self._room.allow(identity, len(mine), events)
+            allowed = self._space.allow(identity, len(mine), events)
             if allowed < len(mine):
-                self._room.refuse(identity, len(mine) - allowed, load=True)
+                self._space.refuse(identity, len(mine) - allowed, load=True)
                 mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
-            places = self._room.take(identity, len(mine), events, mine)
+            places = self._space.take(identity, len(mine), events, mine)
             if len(places) < len(mine):
                 mine, rest = mine[: len(places)], mine[len(places) :]
-                if self._room.growable(identity):
+                if self._space.growable(identity):
                     left = np.concatenate([left, rest])
                 else:
                     self._counts[Count.LOAD_NO_ROOM] += len(rest)
