@@ -131,7 +131,6 @@ LONG_FUNCTIONS = {
 MANY_ARGUMENTS = {
     "tiers/nvme/tier.py:Nvme",
     "tiers/shared/tier.py:Shared",
-    "transfer/pipeline.py:Pipeline",
 }
 
 

@@ -156,6 +156,7 @@ class GatedStore(Store):
             tree.setdefault(section, {}).update(values)
 
         def gated(partition: Partition) -> ColdTier:
+            partition._running.callback(tier.close)
             lane, sync = Lane(tier, partition.clock, queue, depth), tier.sync if durable else None
             return ColdTier(1, "nvme", tier, lane, admit.make(mode, partition.index, lambda: 0), None, sync=sync)
 

@@ -7,13 +7,29 @@ stored. So the quota is never exceeded, and what one tenant stores costs the oth
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvtide.counts import TierCount
 from kvtide.index.index import Index, Rows
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.coldest import Coldest, Queue
 
-__all__ = ["Quota"]
+__all__ = ["Quota", "TenantQuotas"]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuotas:
+    """The tenants with quotas, and the quotas of all tiers."""
+
+    tenants: Mapping[bytes, int] = field(default_factory=dict)
+    """The tenants' numbers, from 1 on, by tag."""
+    limits: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """Bytes, by tier and tenant number."""
+
+    def of(self, tier: str) -> Mapping[int, int]:
+        """The quotas of one tier, by tenant number."""
+        return self.limits.get(tier, {})
 
 
 class Quota:

@@ -16,15 +16,13 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 
 import numpy as np
 
-from kvtide import forks
 from kvtide.block import BlockKey
 from kvtide.capacity import check_disk
 from kvtide.clock import Clock
@@ -42,7 +40,7 @@ from kvtide.plan.coldest import Coldest
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learner import Learner
 from kvtide.plan.planner import Planner, Source
-from kvtide.plan.quota import Quota
+from kvtide.plan.quota import Quota, TenantQuotas
 from kvtide.plan.usage import UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
@@ -70,7 +68,7 @@ from kvtide.transfer.prefetch import Prefetcher
 from kvtide.transfer.search import Search
 from kvtide.transfer.write_results import Flushed
 
-__all__ = ["NVME", "Partition", "StoreContext", "seconds_left"]
+__all__ = ["NVME", "Partition", "StoreContext"]
 
 NVME = 1
 _SCRATCH, _PART = 64 << 20, 8
@@ -102,23 +100,16 @@ class Partition:
         self,
         config: Config,
         context: StoreContext,
-        *,
+        quotas: TenantQuotas | None = None,
         aside: int = 0,
-        tenants: Mapping[bytes, int] = MappingProxyType({}),
-        quotas: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
     ) -> None:
-        """``aside`` bytes of its DRAM budget are already used by other processes.
-
-        ``tenants`` has the numbers of the tenants with quotas, by tag; ``quotas`` the bytes, by tier and number.
-        """
+        """``aside`` bytes of its DRAM budget are already used by other processes."""
         self.config = config
         self.context = context
         self.clock = context.clock
         self.feed = context.feed
         self.recorder = context.recorder
-        self._origin = forks.here
-        self._tenants = tenants
-        self._quotas = quotas
+        self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
         self.index = Index(1 + bool(config.nvme.path) + len(shared_storages))
         self.colds: list[ColdTier] = []
@@ -148,14 +139,13 @@ class Partition:
             self._uses = UsageTracker(self.index, self.clock)
             ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
             self._uses.serve(ranking)
-            self._running.callback(self._close_colds)
-            self._orphans = Orphans(self.index)
-            self._housekeeper = Housekeeper(self, self.clock)
-            self._running.callback(to_the_end, self._housekeeper.close)
             if config.nvme.path:
                 self.colds.append(self._open_nvme())
             for storage in shared_storages:
                 self.colds.append(self._open_shared(*storage))
+            self._orphans = Orphans(self.index)
+            self._housekeeper = Housekeeper(self, self.clock)
+            self._running.callback(to_the_end, self._housekeeper.close)
             self.pipeline = Pipeline(
                 self.index,
                 self.dram,
@@ -164,8 +154,7 @@ class Partition:
                 self._uses,
                 self.feed,
                 memory.checksum,
-                tenants,
-                quotas.get("dram", {}),
+                quotas,
             )
             speeds = [c.lane.read_speed for c in self.colds]
             self.returns = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
@@ -220,14 +209,7 @@ class Partition:
             encryption=Encryption(self.context.key_ring, seals=security.encrypt, accept_open=security.accept_open),
             scratch=self._pool(),
         )
-        with contextlib.ExitStack() as undo:
-            undo.callback(tier.close)
-            cold = self._nvme(tier)
-            undo.pop_all()
-        return cold
-
-    def _nvme(self, tier: Nvme) -> ColdTier:
-        settings = self.config.nvme
+        self._running.callback(to_the_end, tier.close)
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
@@ -237,7 +219,7 @@ class Partition:
         quota = self._quota("nvme", NVME, evictor.ranked)
         adopt(tier, NVME, self.index, self._uses)
         if quota is not None:
-            charge(tier, self.index, quota.account, self._tenants, self.config.security)
+            charge(tier, self.index, quota.account, self._quotas.tenants, self.config.security)
         return ColdTier(
             NVME,
             "nvme",
@@ -269,7 +251,7 @@ class Partition:
         return pool
 
     def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
-        quotas = self._quotas.get(name)
+        quotas = self._quotas.of(name)
         return Quota(self.index, number, name, TenantUsage(self.index, quotas), coldest) if quotas else None
 
     def _open_shared(self, name: str, settings: Storage, opened: Callable[[], Blobs]) -> ColdTier:
@@ -290,17 +272,17 @@ class Partition:
                 log_bytes=settings.budget // _LOG or sys.maxsize,
                 patience=2 * settings.lease,
             )
-            undo.callback(tier.close)
-            admission = admit.make(
-                settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
-            )
-            lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
-            number = len(self.colds) + 1
-            quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
-            patience = 2 * settings.timeout
-            sync = tier.sync if isinstance(blobs, LastingBlobs) else None
-            self._listeners.append(DropLogReader(tier.drops, settings.lease / 6))
             undo.pop_all()
+        self._running.callback(to_the_end, tier.close)
+        admission = admit.make(
+            settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
+        )
+        lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
+        number = len(self.colds) + 1
+        quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
+        patience = 2 * settings.timeout
+        sync = tier.sync if isinstance(blobs, LastingBlobs) else None
+        self._listeners.append(DropLogReader(tier.drops, settings.lease / 6))
         return ColdTier(
             number,
             name,
@@ -340,7 +322,7 @@ class Partition:
 
     def room_of(self, tenant: bytes) -> int:
         """Bytes of DRAM that a tenant may use."""
-        quota = self._quotas.get("dram", {}).get(self._tenants.get(tenant, 0))
+        quota = self._quotas.of("dram").get(self._quotas.tenants.get(tenant, 0))
         return self.config.dram.budget if quota is None else min(quota, self.config.dram.budget)
 
     @property
@@ -415,7 +397,6 @@ class Partition:
     ) -> int:
         """Set the expiry of blocks to ``when``; see ``Session.expire``. ``heads`` are the blocks before them in their
         prompt."""
-        forks.check(self._origin)
         ended: SimpleQueue[int] = SimpleQueue()
         expiring = Expiring(self.pipeline, keys, heads, when, self.sweep(), ended.put, who)
         while expiring.step():
@@ -434,7 +415,6 @@ class Partition:
     ) -> int:
         """Remove blocks from every tier permanently; see ``Session.drop``. If ``told``, other users of the storage are
         notified."""
-        forks.check(self._origin)
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
         found = self.pipeline.drop(keys, ended.put, who=who, told=told)
@@ -525,14 +505,14 @@ class Partition:
         """
         for cold in self.colds:
             if (budget_thread := self._budget_threads.get(cold.name)) is not None:
-                cold.lane.wait_idle(cold.patience if end is None else seconds_left(end))
-                budget_thread.wait_for_credit(seconds_left(end))
+                cold.lane.wait_idle(cold.patience if end is None else _seconds_left(end))
+                budget_thread.wait_for_credit(_seconds_left(end))
 
     def flushed(self, end: float | None) -> Flushed:
         """Wait until the tiers below DRAM have written what they were given, until ``end`` at most; returns what is
         written."""
         # Wait for every tier in turn, even if an earlier one timed out.
-        idle = [c.lane.wait_idle(seconds_left(end)) for c in self.colds]
+        idle = [c.lane.wait_idle(_seconds_left(end)) for c in self.colds]
         return self.pipeline.report(timed_out=not all(idle))
 
     def statistics(self) -> Statistics:
@@ -563,10 +543,10 @@ class Partition:
         names = ["dram", *(cold.name for cold in self.colds)]
         with self.index.lock:
             accounts = {names[number]: account for number, account in self.index.accounts.items()}
-            return {tag.hex(): TenantStatistics.limited(n, accounts) for tag, n in self._tenants.items()}
+            return {tag.hex(): TenantStatistics.limited(n, accounts) for tag, n in self._quotas.tenants.items()}
 
     def finish(self) -> None:
-        """Write what should outlive the process. No session may be open."""
+        """Write what should outlive the process. Call it when all sessions are closed."""
         for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
             # first, so that dropped blocks are not written
             to_the_end(functools.partial(listener.close, cold.patience or 0.0))
@@ -597,13 +577,8 @@ class Partition:
             if tracer.ident is not None:
                 tracer.join()
 
-    def _close_colds(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for cold in self.colds:
-                stack.callback(to_the_end, cold.tier.close)
 
-
-def seconds_left(end: float | None) -> float | None:
+def _seconds_left(end: float | None) -> float | None:
     """Seconds left until ``end``; None means no limit."""
     return None if end is None else max(0.0, end - time.monotonic())
 

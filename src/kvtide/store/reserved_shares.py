@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from kvtide.config import Config, Files, MiB, Objects, Valkey
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.plan.quota import TenantQuotas
 from kvtide.units import format_size, parse_shares
 
 __all__ = ["RESERVED", "Shares", "divide"]
@@ -40,10 +41,8 @@ class Shares:
     """For all tenants without a reserved share."""
     reserved: dict[bytes, Config]
     """For reserved shares, by the tenant's tag."""
-    tenants: dict[bytes, int]
-    """Numbers, from 1 on, of the tenants with quotas, by tag."""
-    quotas: dict[str, dict[int, int]]
-    """Bytes, by tier and tenant number."""
+    quotas: TenantQuotas
+    """Of tenants without a reserved share."""
 
     def clear(self) -> None:
         """Remove shares on disk that are no longer configured: their bytes belong to the remainder again."""
@@ -73,8 +72,10 @@ def divide(config: Config) -> Shares:
     return Shares(
         rest,
         {_tag(name): _share(rest, name, size, nvme.get(name, 0)) for name, size in dram.items()},
-        {_tag(name): number for name, number in tenants.items()},
-        {tier: {tenants[name]: nbytes for name, nbytes in q.items()} for tier, q in quotas.items() if q},
+        TenantQuotas(
+            {_tag(name): number for name, number in tenants.items()},
+            {tier: {tenants[name]: nbytes for name, nbytes in q.items()} for tier, q in quotas.items() if q},
+        ),
     )
 
 

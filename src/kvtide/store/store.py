@@ -85,10 +85,9 @@ class Store(SessionHost):
                 undo.callback(partition.close)
                 return partition
 
-            self.main = opened(
-                Partition(self.config, context, aside=aside, tenants=shares.tenants, quotas=shares.quotas)
-            )
+            self.main = opened(Partition(self.config, context, shares.quotas, aside))
             """The partition of all tenants without a reserved share."""
+            # Most stores have no other partition, and what they do is mostly asked of these.
             self.index, self.dram, self.pipeline = self.main.index, self.main.dram, self.main.pipeline
             shares.clear()
             for tenant, settings in shares.reserved.items():

@@ -30,7 +30,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -44,7 +43,7 @@ from kvtide.index.slices import rest
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
-from kvtide.plan.quota import Quota
+from kvtide.plan.quota import Quota, TenantQuotas
 from kvtide.plan.usage import Turn, UsageTracker
 from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
@@ -155,10 +154,9 @@ class Pipeline:
         uses: UsageTracker,
         feed: Feed,
         checksum: bool = False,
-        tenants: Mapping[bytes, int] = MappingProxyType({}),
-        quotas: Mapping[int, int] = MappingProxyType({}),
+        quotas: TenantQuotas | None = None,
     ) -> None:
-        """``tenants`` maps tenant tags to permanent numbers; ``quotas`` maps some of these numbers to bytes of DRAM."""
+        quotas = quotas or TenantQuotas()
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
@@ -166,14 +164,15 @@ class Pipeline:
         self._feed = feed
         self.counts: Counter[str] = Counter()
         """Event counts by name; see ``docs/glossary.md``."""
-        self._residents = residents = Residents(index, dram, checksum, tenants, self.repair, self.call_ready)
+        self._residents = residents = Residents(index, dram, checksum, quotas.tenants, self.repair, self.call_ready)
         self._eraser = eraser = Eraser(index, colds)
         context = TransferContext(index, dram, colds, residents, eraser, feed, self.counts, self.repair)
         self._demotion = demotion = Demotion(context, policy)
         may_leave = demotion.may_leave if any(c.admission.keeps_leaving for c in colds) else None
         self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
-        quota = Quota(index, DRAM, "dram", TenantUsage(index, quotas), evictor.ranked) if quotas else None
-        self._space = SpaceMaker(context, demotion, evictor, quota, tenants)
+        limits = quotas.of("dram")
+        quota = Quota(index, DRAM, "dram", TenantUsage(index, limits), evictor.ranked) if limits else None
+        self._space = SpaceMaker(context, demotion, evictor, quota, quotas.tenants)
         self._promotion = Promotion(context, self._space)
         self.persister = Persister(context, demotion, self._promotion)
         self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
