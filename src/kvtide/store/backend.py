@@ -285,8 +285,8 @@ class LocalBackend:
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
-        if self.partition.returns.wants_uses and not again:
-            self.partition.returns.used(self, names.blocks, names.parent)
+        if self.partition.prefetcher.wants_uses and not again:
+            self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
         try:
             now = self.partition.sweep()
@@ -642,7 +642,7 @@ class LocalBackend:
             rows = {g.name: self._rows(names, g, None) for g in self.layout.groups}
             self._pipeline.expect(list(rows.values()), turn, returns_in)
         if returns_in is not None and (nbytes := self._nbytes(rows)):
-            self.partition.returns.expect(self, names.joined, nbytes, returns_in)
+            self.partition.prefetcher.expect(self, names.joined, nbytes, returns_in)
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
         names = _Digests(joined, self._tag)
@@ -671,7 +671,7 @@ class LocalBackend:
         return begun
 
     def close(self) -> None:
-        self.partition.returns.forget(self)
+        self.partition.prefetcher.forget(self)
         more = True
         while more:
             with self._index.lock:

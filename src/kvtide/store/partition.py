@@ -157,7 +157,7 @@ class Partition:
                 quotas,
             )
             speeds = [c.lane.read_speed for c in self.colds]
-            self.returns = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
+            self.prefetcher = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
             self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             if context.key_ring is not None:
@@ -368,8 +368,8 @@ class Partition:
             self._orphans.let_go()
             self.feed.publish(events)
         else:
-            self.returns.step()
-        return min(max(0.0, self.index.next_expiry - now), self._orphans.due(), self.returns.due())
+            self.prefetcher.step()
+        return min(max(0.0, self.index.next_expiry - now), self._orphans.due(), self.prefetcher.due())
 
     def _expire_some(self, now: float) -> None:
         with self.index.lock:

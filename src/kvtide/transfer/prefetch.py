@@ -96,7 +96,7 @@ class Prefetcher:
         """Time before which a search for space is useless."""
 
     def __repr__(self) -> str:
-        return f"<Returns {len(self._waiting)} expected, {len(self._under_way)} under way>"
+        return f"<Prefetcher {len(self._waiting)} expected, {len(self._under_way)} under way>"
 
     def __len__(self) -> int:
         return len(self._waiting)
