@@ -15,6 +15,7 @@ import kvtide
 from kvtide import BlockRemoved, BlockStored, Layout, Model, Session, Store, Tenant
 from kvtide import config as configuration
 from kvtide.block import BlockKey
+from kvtide.counts import Count
 from kvtide.errors import ConfigError, LayoutError, TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
@@ -214,6 +215,24 @@ def test_a_node_serves_shares_and_tells_nobody_of_them_but_administrators(tmp_pa
         assert f'kvtide_tenant_blocks{{tenant="{QUIET.tag.hex()}",tier="dram"}} 1' in render(
             client._thread.store.statistics()
         )
+
+
+def test_what_a_share_could_not_take_in_time_is_told_of_its_tenant_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.node.server.client_handler._GROWING", 0.05)
+    with Served(tmp_path / "node.sock", **layout(tmp_path)) as client, client.session(MODEL, QUIET) as mine:
+        share = client._thread.node.store.partition_of(QUIET.tag).dram
+        with monkeypatch.context() as scarce:
+            scarce.setattr(share, "take_many", lambda *_: [])
+            scarce.setattr(share, "growable", lambda *_: True)
+            scarce.setattr(share, "grow", lambda *_, wait: None)
+            scarce.setattr(share, "in_hand", lambda nbytes: False)  # that the others have memory does not help it
+            assert put(mine, prompt(1, 2)).dropped == 2
+        about = client.statistics()
+        assert about.tenants[QUIET.tag.hex()].refused == {Count.STORE_NO_MEMORY_YET: 2}
+        assert Count.STORE_NO_MEMORY_YET not in about.counts
+        assert put(mine, prompt(1, 2)).stored == 2
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
