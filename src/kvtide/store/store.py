@@ -87,7 +87,7 @@ class Store(SessionHost):
 
             self.main = opened(Partition(self.config, context, shares.quotas, aside))
             """The partition of all tenants without a reserved share."""
-            # Most stores have no other partition, and what they do is mostly asked of these.
+            # Those of ``main``, for benchmarks and tests: most stores have no other partition.
             self.index, self.dram, self.pipeline = self.main.index, self.main.dram, self.main.pipeline
             shares.clear()
             for tenant, settings in shares.reserved.items():
