@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtide.index.index import DRAM, SEALED
-from kvtide.store.store import NVME, Store
+from kvtide.store.partition import NVME
+from kvtide.store.store import Store
 
 __all__ = ["agree", "disagreements", "left_behind", "tier_bytes"]
 

@@ -190,10 +190,16 @@ def goes_on(
 
 
 def locks_of(store: Store) -> list[Any]:
-    nvme: Any = store.colds[0].tier
+    nvme: Any = store.main.colds[0].tier
     volume = nvme._volume
     mine = [store.index.lock, store._lock, store.dram.book_lock, store.feed._lock, store.guard.lock()]
-    return [*mine, volume.lock, volume._journal_lock, volume._grow_lock, *(cold.lane._lock for cold in store.colds)]
+    return [
+        *mine,
+        volume.lock,
+        volume._journal_lock,
+        volume._grow_lock,
+        *(cold.lane._lock for cold in store.main.colds),
+    ]
 
 
 # -- what the tests ask for -----------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvtide import Unwritten, config
+from kvtide.counts import Count, TierCount
 from kvtide.metrics import METRICS
-from kvtide.node.server.client_handler import UNSTORED
 from kvtide.tiers.format.reason import Reason
 
 ROOT = Path(__file__).parent.parent
@@ -171,8 +171,9 @@ def source(folder: str) -> str:
 
 
 def test_the_glossary_has_every_counter_and_no_other() -> None:
-    found = re.findall(r'counts\[f?"([^"]+)"\]', source("transfer") + source("tiers") + (source("plan")))
-    counters = {re.sub(r"\{[^}]*\}", "nvme", name) for name in found} | set(UNSTORED.values())
+    of_dram = {TierCount.BLOCKS_EVICTED, TierCount.LOAD_QUOTA, TierCount.LOAD_OTHERS_BLOCK}
+    counters = {count.of("nvme") for count in TierCount if count is not TierCount.LOAD_QUOTA}
+    counters |= {count.of("dram") for count in of_dram} | {*Count}
     assert counters == rows("docs/glossary.md", "Counters")
 
 

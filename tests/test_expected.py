@@ -71,4 +71,4 @@ def test_any_sequence_of_hints_leaves_every_byte_right_and_nothing_held(
                 session.close()
             assert store.statistics().held == 0 or store.flush(30)
             assert store.statistics().held == 0
-            assert repr(store.returns) == "<Returns 0 expected, 0 under way>"
+            assert repr(store.main.prefetcher) == "<Prefetcher 0 expected, 0 under way>"

@@ -305,7 +305,7 @@ def test_what_an_interrupted_call_did_not_remove_is_removed_by_the_next(
         clock.advance(6)
         with monkeypatch.context() as patched:
             if moment == "before":
-                patched.setattr(store, "expire_rows", interrupted)
+                patched.setattr(store.main, "expire_rows", interrupted)
             else:
                 patched.setattr(store.pipeline, "expire", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -20,8 +20,8 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.security.audit import verify
 from kvtide.security.key_admin import destroy, hold
 from kvtide.security.key_file import KeyFile
+from kvtide.store.partition import NVME
 from kvtide.store.session import SessionHost
-from kvtide.store.store import NVME
 from kvtide.testing.blocks import content
 from kvtide.testing.keys import WRAPPING
 from kvtide.tiers.nvme.tier import Nvme
@@ -108,7 +108,7 @@ def test_stale_headers_of_evicted_blocks_go_too(tmp_path: Path) -> None:
     what = settings(tmp_path, encrypt=False)
     with kvtide.open(**what) as home:
         store(home, OTHER)
-        tier = home.colds[0].tier
+        tier = home.main.colds[0].tier
         assert isinstance(tier, Nvme)
         with home.index.lock:
             for row in np.flatnonzero(home.index.state[NVME][: home.index.size] == SEALED)[:3].tolist():

@@ -130,7 +130,7 @@ def test_a_failure_after_the_directory_was_opened_gives_its_lock_back(
     before = taken()
     for name in ("adopt", "Pipeline", "Search", "Planner", "Learner"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"kvtide.store.store.{name}", lambda *_: (_ for _ in ()).throw(MemoryError))
+            patch.setattr(f"kvtide.store.partition.{name}", lambda *_: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
                 kvtide.open(**known)
         assert taken() == before, name

@@ -39,7 +39,7 @@ askers = pytest.mark.parametrize("asker", ASKERS)
 def stranger(store: Store, asker: str = "both") -> LocalBackend:
     """Somebody of another identity, who knows the owner's names."""
     namespace, tenant = ASKERS[asker]
-    return LocalBackend(store, LAYOUT, namespace, tenant)
+    return LocalBackend(store.main, LAYOUT, namespace, tenant)
 
 
 def unknown(store: Store) -> None:

@@ -57,8 +57,8 @@ def check_books(store: Store) -> None:
     """What is charged is what the tenant's blocks take."""
     index = store.index
     with index.lock:
-        mine = index.tenant[: index.size] == store._shares.tenants[GREEDY.tag]
-        for number, tier in enumerate((store.dram, store.colds[0].tier)):
+        mine = index.tenant[: index.size] == store.main._quotas.tenants[GREEDY.tag]
+        for number, tier in enumerate((store.dram, store.main.colds[0].tier)):
             rows = np.flatnonzero(mine & (index.state[number][: index.size] != ABSENT))
             sizes = [tier.segments.size(place) for place in index.place[number][rows].tolist()]  # type: ignore[attr-defined]
             account = index.accounts[number]

@@ -16,7 +16,7 @@ import pytest
 from kvtide import Layout, Model, Session, Store, Tenant, config, connect
 from kvtide.index.index import DRAM, SEALED, Rows
 from kvtide.store.match import Stored
-from kvtide.store.store import NVME
+from kvtide.store.partition import NVME
 from kvtide.testing import blocks
 from kvtide.tiers.dram import tier
 from kvtide.tiers.segments import segment_of
@@ -80,7 +80,7 @@ def evicted(store: Store, tier: str = "dram") -> int:
 
 
 def rows_of(session: Session, *path: int) -> Rows:
-    index = session.backend.store.index  # type: ignore[attr-defined]
+    index = session.backend.partition.index  # type: ignore[attr-defined]
     rows: Rows = index.rows(session.chain(prompt(*path)).keys(b"full"))
     return rows
 
@@ -397,7 +397,7 @@ def test_what_shares_a_segment_with_a_block_that_is_asked_for_while_it_is_copied
 
         def ask(count: int) -> None:
             if count == 1:
-                moved = store.pipeline._room.moving().rows.tolist()
+                moved = store.pipeline._space.moving().rows.tolist()
                 asked = [n for n in numbers if all_of_them or rows_of(small, n)[0] in moved]
                 rights.extend(small.match(prompt(number)) for number in asked)
 
@@ -444,10 +444,10 @@ def test_an_interrupt_while_others_are_chosen_to_be_moved_leaves_everything_in_o
     with open_store() as store, store.session(SMALL) as small, store.session(OTHER) as other:
         numbers = full_of_pins(store, small)
         rights: list[Any] = []
-        begin = store.pipeline._room._begin
+        begin = store.pipeline._space._begin
 
         def ask(count: int) -> None:
-            moved = store.pipeline._room.moving().rows.tolist()
+            moved = store.pipeline._space.moving().rows.tolist()
             rights.extend(small.match(prompt(n)) for n in numbers if rows_of(small, n)[0] in moved)
 
         def interrupted(eviction: Any) -> None:
@@ -457,7 +457,7 @@ def test_an_interrupt_while_others_are_chosen_to_be_moved_leaves_everything_in_o
 
         with monkeypatch.context() as patched:
             Copies(patched, ask)
-            patched.setattr(store.pipeline._room, "_begin", interrupted)
+            patched.setattr(store.pipeline._space, "_begin", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 put(other, 0)
         for match in rights:

@@ -22,7 +22,7 @@ SOURCE = Path(kvtide.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 RANKS = [
-    ["errors", "canonical", "clock", "histogram", "interrupts", "formatting", "serial_executor", "version"],
+    ["errors", "canonical", "clock", "counts", "histogram", "interrupts", "formatting", "serial_executor", "version"],
     ["arguments", "forks", "units"],
     ["block", "call_guard", "capacity", "config", "cpu_binding"],
     ["security"],
@@ -130,14 +130,11 @@ LONG_FUNCTIONS = {
     "benchmarks/overlap.py:measure",
     "cli/forget.py:forget",
     "cli/replay.py:replay",
-    "store/store.py:__init__",
     "tiers/nvme/volume.py:__init__",
 }
 MANY_ARGUMENTS = {
     "tiers/nvme/tier.py:Nvme",
     "tiers/shared/tier.py:Shared",
-    "transfer/pipeline.py:Pipeline",
-    "transfer/space.py:SpaceMaker",
 }
 
 

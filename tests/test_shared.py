@@ -296,7 +296,7 @@ def test_a_long_prompt_with_a_hole_is_searched_to_its_end(tmp_path: Path, monkey
     with sessions(tmp_path, count=2) as (here, there):
         here.store(tokens, data(PLAIN, tokens))
         here.drop(tokens[:SIZE])
-        for _, tier in there.backend.store.shared_tiers:  # type: ignore[attr-defined]
+        for _, tier in there.backend.partition.shared_tiers:  # type: ignore[attr-defined]
             tier.drops.hear()  # what it stores before it has heard of a drop is taken for what was dropped
         keep(there, tokens[:SIZE])
         with here.match(tokens, wait=30) as found:
@@ -549,7 +549,7 @@ def test_what_a_store_evicts_is_gone_when_it_has_closed(tmp_path: Path) -> None:
         keep(session, tokens)
         assert len(blobs(tmp_path)) == 200
         for key in session.chain(tokens).keys(PLAIN.groups[0].suffix):
-            store.colds[0].tier.evict(key, 0)
+            store.main.colds[0].tier.evict(key, 0)
     assert blobs(tmp_path) == []
 
 
@@ -561,7 +561,7 @@ def test_who_cannot_know_what_was_removed_forgets_all_and_finds_it_again(tmp_pat
         with session.match(prompt(1, 2), wait=30) as match:
             assert match.tokens == 2 * SIZE
         store.follow(told.append)
-        store.search.removed("files", None)
+        store.main.search.removed("files", None)
         keys = session.chain(prompt(1, 2)).keys(PLAIN.groups[0].suffix)
         assert told == [BlockRemoved("files", tuple(keys), "forgotten")]
         assert store.statistics().blocks == 0

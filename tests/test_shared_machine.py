@@ -76,7 +76,7 @@ class TwoWriters(RuleBasedStateMachine):
     def hear(self) -> None:
         """Let both know what was dropped: until then what they store is taken for that, and removed."""
         for store in self.stores:
-            for _, tier in store.shared_tiers:
+            for _, tier in store.main.shared_tiers:
                 tier.drops.hear()
 
     def names(self, path: Numbers) -> list[str]:

@@ -15,10 +15,12 @@ import kvtide
 from kvtide import BlockRemoved, BlockStored, Layout, Model, Session, Store, Tenant
 from kvtide import config as configuration
 from kvtide.block import BlockKey
+from kvtide.counts import Count
 from kvtide.errors import ConfigError, LayoutError, TierError
 from kvtide.events import Event
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.metrics import render
+from kvtide.store.partition import Partition
 from kvtide.store.reserved_shares import divide
 from kvtide.testing.interface import SIZE, check, data, length, prompt
 from tests.node.serving import Served
@@ -91,7 +93,7 @@ def lived(quiet: Sequence[tuple[str, list[int]]], loud: Sequence[Sequence[tuple[
                 assert store.flush(60)
                 told.append(sorted(happened))
                 happened.clear()
-        share = store.of(QUIET.tag).statistics()
+        share = store.partition_of(QUIET.tag).statistics()
         told.append((share.counts, {name: tier.blocks for name, tier in share.tiers.items()}))
     return told
 
@@ -163,14 +165,14 @@ def test_a_part_that_cannot_forget_keeps_no_other_from_it(tmp_path: Path, monkey
     with kvtide.open(None, **layout(tmp_path)) as store, store.session(MODEL, QUIET) as session:
         put(session, prompt(3, 4, 5))
         assert store.flush(60)
-        drop = Store.drop
+        drop = Partition.drop
 
-        def dropped(part: Store, keys: Sequence[BlockKey], timeout: float | None = None, **how: Any) -> int:
-            if part is store:
+        def dropped(partition: Partition, keys: Sequence[BlockKey], timeout: float | None = None, **how: Any) -> int:
+            if partition is store.main:
                 raise TierError("storage does not answer")
-            return drop(part, keys, timeout, **how)
+            return drop(partition, keys, timeout, **how)
 
-        monkeypatch.setattr(Store, "drop", dropped)
+        monkeypatch.setattr(Partition, "drop", dropped)
         with pytest.raises(TierError, match="does not answer"):
             store.forget(QUIET.tag)
         assert length(session, prompt(3, 4, 5)) == 0
@@ -189,7 +191,7 @@ def test_a_tenant_with_a_share_uses_no_shared_storage(tmp_path: Path) -> None:
                 put(session, prompt(1, 2))
         assert store.flush(60)
         assert store.statistics().counts["blocks written to files"] == 2
-        assert list(store.of(QUIET.tag).statistics().tiers) == ["dram", "nvme"]
+        assert list(store.partition_of(QUIET.tag).statistics().tiers) == ["dram", "nvme"]
 
 
 # -- behind a node ------------------------------------------------------------------------------------------
@@ -213,6 +215,24 @@ def test_a_node_serves_shares_and_tells_nobody_of_them_but_administrators(tmp_pa
         assert f'kvtide_tenant_blocks{{tenant="{QUIET.tag.hex()}",tier="dram"}} 1' in render(
             client._thread.store.statistics()
         )
+
+
+def test_what_a_share_could_not_take_in_time_is_told_of_its_tenant_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.node.server.client_handler._GROWING", 0.05)
+    with Served(tmp_path / "node.sock", **layout(tmp_path)) as client, client.session(MODEL, QUIET) as mine:
+        share = client._thread.node.store.partition_of(QUIET.tag).dram
+        with monkeypatch.context() as scarce:
+            scarce.setattr(share, "take_many", lambda *_: [])
+            scarce.setattr(share, "growable", lambda *_: True)
+            scarce.setattr(share, "grow", lambda *_, wait: None)
+            scarce.setattr(share, "in_hand", lambda nbytes: False)  # that the others have memory does not help it
+            assert put(mine, prompt(1, 2)).dropped == 2
+        about = client.statistics()
+        assert about.tenants[QUIET.tag.hex()].refused == {Count.STORE_NO_MEMORY_YET: 2}
+        assert Count.STORE_NO_MEMORY_YET not in about.counts
+        assert put(mine, prompt(1, 2)).stored == 2
 
 
 # -- what is refused ----------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ from kvtide.index.index import ABSENT, DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.match import Load, Loaded, Match, Stored
-from kvtide.store.store import NVME, Store
+from kvtide.store.partition import NVME
+from kvtide.store.store import Store
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, Gate, How
@@ -597,7 +598,7 @@ class Machine(RuleBasedStateMachine):
         user, path = self.pick(prompt)
         (model, owner), chain = USERS[user], self.chain(user, path)
         namespace = model.namespace(owner) if tenant else b"another model of thirty-two bytes"[:32]
-        backend = LocalBackend(self.store, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
+        backend = LocalBackend(self.store.main, model.layout, namespace, b"another tenant.." if tenant else owner.tag)
         index = self.store.index
         with index.lock:
             rows = index.rows(self.keys(user, path))

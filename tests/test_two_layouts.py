@@ -17,8 +17,9 @@ from kvtide import config
 from kvtide.block import BlockKey, Layout
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import Model
+from kvtide.store.partition import NVME
 from kvtide.store.session import Session
-from kvtide.store.store import NVME, Store
+from kvtide.store.store import Store
 from kvtide.testing import blocks
 from tests.books import agree, tier_bytes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtide.counts import Count, TierCount
 from kvtide.histogram import HistogramStatistics
 from kvtide.store.recorder import REASONS, RecorderStatistics
 from kvtide.store.statistics import Statistics, TenantStatistics
@@ -81,9 +82,9 @@ def _unrecorded(store: Statistics, _: NodeStatistics | None) -> _Samples:
             yield (reason,), store.recorder.dropped.get(reason, 0)
 
 
-def _count(text: str) -> _Source:
+def _count(count: TierCount) -> _Source:
     """One of the store's counters for each colder tier."""
-    return lambda store, _: [((name,), store.counts.get(text.format(name), 0)) for name in store.lanes]
+    return lambda store, _: [((name,), store.counts.get(count.of(name), 0)) for name in store.lanes]
 
 
 def _speeds(store: Statistics, _: NodeStatistics | None) -> _Samples:
@@ -94,31 +95,32 @@ def _speeds(store: Statistics, _: NodeStatistics | None) -> _Samples:
 
 def _removed(store: Statistics, _: NodeStatistics | None) -> _Samples:
     for name in store.tiers:
-        yield (name, "evicted"), store.counts.get(f"blocks evicted from {name}", 0)
+        yield (name, "evicted"), store.counts.get(TierCount.BLOCKS_EVICTED.of(name), 0)
     for name in store.lanes:
-        yield (name, "unreadable"), store.counts.get(f"blocks unreadable in {name}", 0)
-    for reason in ("dropped", "expired"):
-        yield ("all", reason), store.counts.get(f"blocks {reason}", 0)
+        yield (name, "unreadable"), store.counts.get(TierCount.BLOCKS_UNREADABLE.of(name), 0)
+    yield ("all", "dropped"), store.counts.get(Count.BLOCKS_DROPPED, 0)
+    yield ("all", "expired"), store.counts.get(Count.BLOCKS_EXPIRED, 0)
 
 
 def _refused(store: Statistics, _: NodeStatistics | None) -> _Samples:
-    for what in ("store", "load"):
-        yield (what, "dram", "no room"), store.counts.get(f"{what}s dropped: no room in DRAM", 0)
-        yield (what, "dram", "quota"), store.counts.get(f"{what}s dropped: a tenant's quota of dram is used up", 0)
-    for reason, text in (
-        ("no memory yet", "memory was not taken in time"),
-        ("node late", "the node answered an engine too late"),
-        ("engine pages", "too many pages of an engine waited"),
+    for what, reason, name in (
+        ("store", "no room", Count.STORE_NO_ROOM),
+        ("store", "quota", TierCount.STORE_QUOTA.of("dram")),
+        ("load", "no room", Count.LOAD_NO_ROOM),
+        ("load", "quota", TierCount.LOAD_QUOTA.of("dram")),
+        ("store", "no memory yet", Count.STORE_NO_MEMORY_YET),
+        ("store", "node late", Count.STORE_NODE_LATE),
+        ("store", "engine pages", Count.STORE_ENGINE_PAGES),
     ):
-        yield ("store", "dram", reason), store.counts.get(f"stores dropped: {text}", 0)
-    for name in store.lanes:
-        for reason, text in (
-            ("quota", f"a tenant's quota of {name} is used up"),
-            ("queue full", f"the queue of {name} is full"),
-            ("write budget", f"the write budget of {name} is used up"),
-            ("admission", f"the admission to {name} refused"),
+        yield (what, "dram", reason), store.counts.get(name, 0)
+    for tier in store.lanes:
+        for reason, count in (
+            ("quota", TierCount.STORE_QUOTA),
+            ("queue full", TierCount.STORE_QUEUE_FULL),
+            ("write budget", TierCount.STORE_WRITE_BUDGET),
+            ("admission", TierCount.STORE_NOT_ADMITTED),
         ):
-            yield ("store", name, reason), store.counts.get(f"stores dropped: {text}", 0)
+            yield ("store", tier, reason), store.counts.get(count.of(tier), 0)
 
 
 def _tenant(values: Callable[[TenantStatistics], dict[str, int]]) -> _Source:
@@ -142,12 +144,8 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
     return found.items()
 
 
-_HINTS = {
-    "tool": "hints: the turn ended in a tool",
-    "end": "hints: the turn ended",
-    "returns_in": "hints: expected back",
-}
-_BROUGHT = {"begun": "prompts brought back", "in time": "prompts brought back in time"}
+_HINTS = {"tool": Count.HINT_TOOL, "end": Count.HINT_END, "returns_in": Count.HINT_EXPECTED_BACK}
+_BROUGHT = {"begun": Count.BROUGHT_BACK, "in time": Count.BROUGHT_BACK_IN_TIME}
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
@@ -216,10 +214,12 @@ METRICS = (
     Metric("kvtide_tier_used_bytes", "Bytes of a tier occupied by blocks.", _tier("bytes_used"), _TIER),
     # transfers
     Metric(
-        "kvtide_stored_blocks_total", "Blocks stored by callers.", _store(lambda s: s.counts.get("blocks stored", 0))
+        "kvtide_stored_blocks_total",
+        "Blocks stored by callers.",
+        _store(lambda s: s.counts.get(Count.BLOCKS_STORED, 0)),
     ),
-    Metric("kvtide_tier_read_blocks_total", "Blocks read from a tier into DRAM.", _count("blocks read from {}"), _TIER),
-    Metric("kvtide_tier_written_blocks_total", "Blocks written to a tier.", _count("blocks written to {}"), _TIER),
+    Metric("kvtide_tier_read_blocks_total", "Blocks read from a tier into DRAM.", _count(TierCount.BLOCKS_READ), _TIER),
+    Metric("kvtide_tier_written_blocks_total", "Blocks written to a tier.", _count(TierCount.BLOCKS_WRITTEN), _TIER),
     Metric(
         "kvtide_tier_read_bytes_total",
         "Bytes read from a tier; for DRAM: handed out to callers.",
@@ -261,13 +261,13 @@ METRICS = (
     Metric(
         "kvtide_hints_total",
         "Callers' hints on a prompt's next use: its turn ended in a tool call, it ended, or when it is expected back.",
-        lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _HINTS.items()),
+        lambda s, _: (((kind,), s.counts.get(count, 0)) for kind, count in _HINTS.items()),
         ("kind",),
     ),
     Metric(
         "kvtide_brought_back_total",
         "Prompts prefetched into DRAM because they were expected soon: all that were begun, and those used in time.",
-        lambda s, _: (((kind,), s.counts.get(text, 0)) for kind, text in _BROUGHT.items()),
+        lambda s, _: (((kind,), s.counts.get(count, 0)) for kind, count in _BROUGHT.items()),
         ("kind",),
     ),
     Metric(

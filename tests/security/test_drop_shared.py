@@ -40,12 +40,12 @@ def opened(folder: Path, disk: Disk | None = None, clock: FakeClock | None = Non
     files = {"path": str(folder / "shared"), "threads": 2, "lease": SILENT, **more.pop("files", {})}
     memory = {"budget": "8MiB", "segment": "1MiB"}
     store = Store(configuration.read(None, env={}, dram=memory, files=files, **more), disk=disk, clock=clock)
-    until(lambda: all(tier.drops.looked for _, tier in store.shared_tiers))
+    until(lambda: all(tier.drops.looked for _, tier in store.main.shared_tiers))
     return store
 
 
 def log_of(store: Store) -> DropLog:
-    ((_, tier),) = store.shared_tiers
+    ((_, tier),) = store.main.shared_tiers
     return tier.drops
 
 
@@ -59,7 +59,7 @@ def blocks(folder: Path) -> int:
 
 def there(session: Session, tokens: list[int] = TOKENS) -> int:
     """How many tokens are found, and are right, when nobody remembers that they were not there a moment ago."""
-    ((_, tier),) = session.backend.store.shared_tiers  # type: ignore[attr-defined]
+    ((_, tier),) = session.backend.partition.shared_tiers  # type: ignore[attr-defined]
     tier._absent.clear()
     return length(session, tokens)
 
@@ -78,7 +78,8 @@ def pair(tmp_path: Path) -> Iterator[tuple[Session, Session]]:
 
 
 def store_of(session: Session) -> Store:
-    store: Store = session.backend.store  # type: ignore[attr-defined]
+    store = session._session_host
+    assert isinstance(store, Store)
     return store
 
 
@@ -136,7 +137,7 @@ def test_one_that_dies_between_the_page_and_the_deletion_has_dropped_all_the_sam
     pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = pair
-    ((_, tier),) = store_of(one).shared_tiers
+    ((_, tier),) = store_of(one).main.shared_tiers
     monkeypatch.setattr(tier, "_delete", lambda run, _=None: [False] * len(run))
     with pytest.raises(TierError, match="could not be erased"):
         one.drop(TOKENS)

@@ -113,7 +113,7 @@ def test_of_blocks_of_which_nobody_knows_whose_they_are_administrators_alone_hea
         assert victim.flush(60)
         gone = theirs.chain(prompt(1)).keys(b"full")
     with kvtide.open(None, **how) as home:
-        volume = home.colds[0].tier._volume  # type: ignore[attr-defined]
+        volume = home.main.colds[0].tier._volume  # type: ignore[attr-defined]
         real, boot = volume._disk, volume._journal.boot
     (path,) = (tmp_path / "tier").glob("journal*")
     records, doubt = replay(path, boot)

@@ -29,7 +29,7 @@ def opened(folder: Path, disk: Disk | None = None, **sections: Any) -> Store:
     files = {"path": str(folder / "shared"), "threads": 2, "lease": "60min", **sections.pop("files", {})}
     memory = {"budget": "16MiB", "segment": "1MiB", **sections.pop("dram", {})}
     store = Store(configuration.read(None, env={}, dram=memory, files=files, **sections), disk=disk)
-    until(lambda: all(tier.drops.looked for _, tier in store.shared_tiers))
+    until(lambda: all(tier.drops.looked for _, tier in store.main.shared_tiers))
     return store
 
 
@@ -41,8 +41,8 @@ def keys(folder: Path, *, encrypt: bool) -> dict[str, Any]:
 
 def hear(*stores: Store) -> None:
     for store in stores:
-        for part in store.parts:
-            for _, tier in part.shared_tiers:
+        for partition in store.partitions:
+            for _, tier in partition.shared_tiers:
                 tier.drops.hear()
 
 
@@ -54,8 +54,8 @@ def put(home: Store, tenant: Tenant = GONE, *, written: bool = True) -> None:
 
 
 def found(home: Store, tenant: Tenant = GONE) -> int:
-    for part in home.parts:
-        for _, tier in part.shared_tiers:
+    for partition in home.partitions:
+        for _, tier in partition.shared_tiers:
             tier._absent.clear()
     with home.session(MODEL, tenant) as session:
         return length(session, TOKENS)
@@ -95,12 +95,12 @@ def test_one_that_never_hears_writes_in_vain_and_so_for_good(tmp_path: Path, mon
             put(b, written=False)
             put(a)
             assert a.forget(GONE.tag).blocks == 3
-            ((_, tier),) = b.shared_tiers
+            ((_, tier),) = b.main.shared_tiers
             monkeypatch.setattr(tier.drops, "hear", lambda: None)
             monkeypatch.setattr(tier.drops, "step", lambda: None)
         assert blocks(tmp_path) == 3, "it has written them"
         monkeypatch.setattr(drop_log, "_KEPT", 1)
-        ((_, tier),) = a.shared_tiers
+        ((_, tier),) = a.main.shared_tiers
         with a.session(MODEL) as session:
             session.drop(prompt(9))
         tier.drops._trim()

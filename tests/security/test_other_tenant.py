@@ -43,7 +43,7 @@ class World:
     @property
     def other(self) -> LocalBackend:
         """What a node makes of a session of the other tenant."""
-        return LocalBackend(self.store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+        return LocalBackend(self.store.main, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
 
     def column(self, name: str) -> list[Any]:
         """What the index says of the victim's blocks."""
@@ -128,10 +128,10 @@ def test_what_another_drops_stays_in_storage_that_this_store_has_not_looked_at(t
         keep(session, *PATH)
         assert first.flush(30)
         with open_store(None, **how) as store:
-            other = LocalBackend(store, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+            other = LocalBackend(store.main, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
             chain = session.chain(prompt(*PATH))
             assert other.drop(chain, 0, 30) == 0
-            ((_, tier),) = store.shared_tiers
+            ((_, tier),) = store.main.shared_tiers
             assert tier.drops.number == 0, "nobody is told"
             with store.session(MODEL, VICTIM) as again:
                 until(lambda: length(again, *PATH) == 3)
@@ -145,7 +145,7 @@ def test_what_another_drops_stays_in_storage_that_this_store_has_not_looked_at(t
             disk.disarm()
         with open_store(None, **how) as store, store.session(MODEL, VICTIM) as again:
             assert again.drop(prompt(*PATH)) == 0, "the index has not met them"
-            ((_, tier),) = first.shared_tiers
+            ((_, tier),) = first.main.shared_tiers
             tier.drops.hear()
             assert length(session, *PATH) == 0, "whose they are can drop them unseen"
 
@@ -182,7 +182,7 @@ def test_a_journal_without_identities_opens_and_each_is_known_after_its_first_re
         assert store.flush(30)
     (path,) = folder.glob("journal*")
     with open_store(folder) as store:
-        disk, boot = store.colds[0].tier._volume._disk, store.colds[0].tier._volume._journal.boot  # type: ignore[attr-defined]
+        disk, boot = store.main.colds[0].tier._volume._disk, store.main.colds[0].tier._volume._journal.boot  # type: ignore[attr-defined]
     records, doubt = replay(path, boot)
     assert not doubt
     assert len(records) == 3

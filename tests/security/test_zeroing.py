@@ -101,7 +101,7 @@ def test_eviction_and_expiry_zero_nothing() -> None:
         assert has(home, ANN, 1, 4) == 0
         with home.index.lock:
             rows = home.index.rows(home.session(SMALL, ANN).chain(tokens(2, 4)).keys(b"full"))
-            home.pipeline._room._evict(rows[rows > 0].tolist(), [])
+            home.pipeline._space._evict(rows[rows > 0].tolist(), [])
         home.dram.wait_zeroed()
         assert (left(home, 1), left(home, 2)) == (4 * 16384, 4 * 16384), "that would cost what eviction must not cost"
 
@@ -245,7 +245,7 @@ def test_headers_with_token_ids_go_too(tmp_path: Path) -> None:
         with home.session(SMALL, ANN) as session:
             session.store(ids, [np.full(SMALL.layout.geometry["full"].nbytes, 1, np.uint8)])
         assert home.flush(60)
-        headers = [header for pool in home._scratch for header in pool._headers]
+        headers = [header for pool in home.main._scratch for header in pool._headers]
         assert any(ids.tobytes() in bytes(header._buffer) for header in headers), "there is nothing to give back"
         home.forget(ANN.tag)
         assert not any(map(len, headers))
@@ -334,7 +334,7 @@ def test_whatever_came_before_nothing_is_left_of_a_tenant(steps: list[tuple[Any,
                     _end(*writing.pop(0))
                 case ("expire",):
                     clock.advance(6)
-                    home.sweep()
+                    home.main.sweep()
                 case "forget", tenant:
                     with contextlib.suppress(UnknownTenantError):
                         home.forget(TENANTS[tenant].tag)
@@ -533,10 +533,10 @@ def test_a_forget_that_is_interrupted_anywhere_can_be_repeated() -> None:
             assert has(home, ANN, 1, 4) == 0
             place = ""
             try:
-                Points(at).run(lambda: home.zero_traces(ANN.tag))
+                Points(at).run(lambda: home.main.zero_traces(ANN.tag))
             except Interrupted as e:
                 place = str(e)
-            home.zero_traces(ANN.tag)
+            home.main.zero_traces(ANN.tag)
             assert left(home, 1) == 0, f"interrupted at {place}"
             with home.dram.book_lock:
                 assert home.dram.segments.used == 0, f"interrupted at {place}, a slot is nobody's"

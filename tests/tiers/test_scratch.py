@@ -179,7 +179,7 @@ def test_a_store_takes_no_more_than_it_says(tmp_path: Path, compression: str, en
         files={"path": str(tmp_path / "files"), "codec": compression},
         security=security,
     ) as store:
-        pools = store._scratch
+        pools = store.main._scratch
         assert store.statistics().scratch.limit == sum(pool.limit for pool in pools) == 2 * (64 << 20)
         for pool in pools:
             pool.limit = 2 * nbytes

@@ -17,8 +17,9 @@ from kvtide.block import ALIGN, Layout
 from kvtide.clock import Clock
 from kvtide.index.index import SEALED
 from kvtide.index.keys import Model
+from kvtide.store.partition import NVME
 from kvtide.store.session import Session
-from kvtide.store.store import NVME, Store
+from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from kvtide.tiers.format import record
 from kvtide.tiers.nvme import directory, inspect
@@ -299,7 +300,7 @@ def test_slots_beside_newer_records_are_used_and_belong_to_the_blocks_in_them(
             assert store.flush(60), "none was refused"
         rows = np.flatnonzero(store.index.state[NVME][: store.index.size] == SEALED)
         assert len(rows) == 80
-        nvme = next(cold.tier for cold in store.colds if cold.number == NVME)
+        nvme = next(cold.tier for cold in store.main.colds if cold.number == NVME)
         assert isinstance(nvme, Nvme)
         assert nvme.owners(store.index.place[NVME][rows]).tolist() == rows.tolist()
     assert kept(tmp_path, where, before)

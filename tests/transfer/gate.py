@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvtide import Store, config
 from kvtide.block import BlockKey
 from kvtide.plan import admit
+from kvtide.store.partition import Partition
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Miss, Read, ReadDone, TierStatistics, Write, WriteDone
-from kvtide.tiers.disk import Disk
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
 from tests.plan.small import Clock
@@ -149,17 +150,19 @@ class GatedStore(Store):
         clock: Clock | None = None,
         **settings: dict[str, Any],
     ) -> None:
-        self._gated, self._mode, self._queue, self._depth = tier, mode, queue, depth
-        self._durable = durable
+        self._gated = tier
         tree: dict[str, Any] = {"dram": {"budget": "1MiB", "segment": "1MiB"}, "nvme": {"path": "/unused"}}
         for section, values in settings.items():
             tree.setdefault(section, {}).update(values)
-        super().__init__(config.read(env={}, **tree), clock=clock)
 
-    def _open_nvme(self, disk: Disk | None) -> ColdTier:
-        lane = Lane(self._gated, self.clock, self._queue, self._depth)
-        sync = self._gated.sync if self._durable else None
-        return ColdTier(1, "nvme", self._gated, lane, admit.make(self._mode, self.index, lambda: 0), None, sync=sync)
+        def gated(partition: Partition) -> ColdTier:
+            partition._running.callback(tier.close)
+            lane, sync = Lane(tier, partition.clock, queue, depth), tier.sync if durable else None
+            return ColdTier(1, "nvme", tier, lane, admit.make(mode, partition.index, lambda: 0), None, sync=sync)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Partition, "_open_nvme", gated)
+            super().__init__(config.read(env={}, **tree), clock=clock)
 
     def close(self) -> None:
         self._gated.inline = True

@@ -44,7 +44,7 @@ def test_a_prompt_whose_search_was_interrupted_is_looked_for_by_the_next_who_ask
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(files={"path": str(tmp_path)}) as store, store.session(MODEL) as session:
-        interrupt(monkeypatch, store.colds[0].tier, "find")
+        interrupt(monkeypatch, store.main.colds[0].tier, "find")
         with pytest.raises(KeyboardInterrupt):
             session.match(prompt(1))
         with session.match(prompt(1), wait=30) as match:
@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_durable_store_that_was_interrupted(
     """Its blocks are written for the next who wants them durable, and nothing is held or charged meanwhile."""
     tokens, other = prompt(1, 2), prompt(1, 3)
     with opened(nvme=nvme(tmp_path, store="second-touch")) as store, store.session(MODEL) as session:
-        cold, pipeline = store.colds[0], store.pipeline
+        cold, pipeline = store.main.colds[0], store.pipeline
         if where == "sync":  # only then it is the caller who begins to sync
             assert session.store(tokens, data(PLAIN, tokens), durable=True).wait(60)
         tier = SimpleNamespace(sync=cold.sync)
@@ -169,7 +169,7 @@ def test_others_who_watch_a_write_that_is_given_up_are_told(tmp_path: Path, monk
     """A store is interrupted before its blocks are given to the tier, and meanwhile another wants them durable."""
     tokens = prompt(1, 2)
     with opened(nvme=nvme(tmp_path, store="through")) as store, store.session(MODEL) as session:
-        lane = store.colds[0].lane
+        lane = store.main.colds[0].lane
         waiting: list[Persist] = []
 
         def write(*_: object) -> None:

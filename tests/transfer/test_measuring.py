@@ -133,7 +133,7 @@ def test_what_work_has_taught_is_remembered_too(tmp_path: Path) -> None:
     with opened(tmp_path / "kv") as store:
         ended(store)
         for _ in range(50):
-            store.colds[0].lane.read_speed.measured(7_000_000, 1.0)
+            store.main.colds[0].lane.read_speed.measured(7_000_000, 1.0)
     with opened(tmp_path / "kv") as store:
         assert speeds(store)[0].bytes_per_second == pytest.approx(7e6, rel=0.01)
 
@@ -204,7 +204,7 @@ def test_all_together_never_take_more_than_the_budget(tmp_path: Path) -> None:
     disk = Watched()
     with opened(tmp_path / "kv", disk, store="through") as store, store.session(MODEL) as mine:
         ended(store)
-        tier = store.colds[0].tier
+        tier = store.main.colds[0].tier
         assert isinstance(tier, Nvme)
         done, wrote = threading.Event(), []
 

@@ -52,7 +52,7 @@ def push_out(store: Store, session: Session, first: int = 1000, **how: int) -> N
 
 def looked(store: Store) -> None:
     """The housekeeping thread has looked at what was due."""
-    eventually(lambda: not len(store.returns) and "0 under way" in repr(store.returns))
+    eventually(lambda: not len(store.main.prefetcher) and "0 under way" in repr(store.main.prefetcher))
 
 
 def test_what_has_left_is_back_before_its_return(store: Store, session: Session, clock: FakeClock) -> None:
@@ -92,9 +92,9 @@ def test_a_prompt_that_is_used_before_is_not_looked_at(store: Store, session: Se
     keep(session, 3, 4)
     for path in [(1, 2), (3, 4)]:
         session.expect(prompt(*path), returns_in=100)
-    assert len(store.returns) == 2
+    assert len(store.main.prefetcher) == 2
     assert length(session, 1, 2, 7) == 2
-    assert len(store.returns) == 1
+    assert len(store.main.prefetcher) == 1
     push_out(store, session)
     clock.advance(99.9)
     eventually(lambda: in_dram(store, session, 3, 4) == 2)
@@ -109,7 +109,7 @@ def test_it_ends_with_its_session_and_with_its_blocks(store: Store, session: Ses
     other.expect(prompt(1, 2), returns_in=100)
     session.expect(prompt(3, 4), returns_in=100)
     other.close()
-    assert len(store.returns) == 1
+    assert len(store.main.prefetcher) == 1
     assert session.drop(prompt(3, 4)) == 2
     push_out(store, session)
     clock.advance(99.9)
@@ -131,7 +131,7 @@ def test_a_tool_that_does_not_say_when_is_not_looked_at(store: Store, session: S
     keep(session, 1, 2)
     session.expect(prompt(1, 2), turn="tool")
     session.expect(prompt(8, 9), returns_in=5)
-    assert len(store.returns) == 0, "nor is what is not here"
+    assert len(store.main.prefetcher) == 0, "nor is what is not here"
 
 
 class FakeBackend:
@@ -187,7 +187,7 @@ def test_few_are_under_way_at_a_time_and_a_closed_session_ends_its_own(clock: Fa
     found.forget(backend)
     assert len(found) == 0
     assert all(transfer.ended for transfer in backend.begun)
-    assert repr(found) == "<Returns 0 expected, 0 under way>"
+    assert repr(found) == "<Prefetcher 0 expected, 0 under way>"
     assert not found._known
 
 

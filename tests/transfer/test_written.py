@@ -53,7 +53,7 @@ def test_a_flush_waits_no_longer_than_it_may_however_much_it_waits_for(monkeypat
     with world() as w:
         keep(w.session, 1, 2)
         with monkeypatch.context() as patched:
-            patched.setitem(w.store._keepers, "nvme", Miser())
+            patched.setitem(w.store.main._budget_threads, "nvme", Miser())
             assert not w.store.flush(0.05)
         assert waits == [0.0], "the time was over when the queue had been waited for"
 

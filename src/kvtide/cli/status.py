@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtide import config as configuration
+from kvtide.counts import CountKind, count_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,12 +87,13 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         last = None
     store, node = now.store, now.node
     loads = store.pipeline.loads
+    odd = count_names(store.tiers, CountKind.DROP, CountKind.DAMAGE)
     ended = ", ".join(f"{n:,} {how}" for how, n in loads.outcomes.items() if n)
     notes = [
         f"{store.blocks:,} blocks, {store.held:,} held, {store.pinned:,} pinned; rights to read "
         f"{store.pipeline.leases:,}, to write {store.pipeline.reservations:,}",
         f"loads from colder tiers: {loads.under_way:,} under way" + (f", {ended}" if ended else ""),
-        *(f"{n:,} {name}" for name, n in store.counts.items() if _odd(name)),
+        *(f"{n:,} {name}" for name, n in store.counts.items() if name in odd),
     ]
     if (recorder := store.recorder) is not None:
         state = "requests are recorded" if recorder.active else "recording of requests has ended"
@@ -109,11 +111,6 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         taken, huge = size(dram.bytes_taken), share(dram.bytes_huge, dram.bytes_taken)
         parts += ["", f"{taken} of memory are taken, {huge} of it in huge pages"]
     return Group(*parts, "", *notes)
-
-
-def _odd(count: str) -> bool:
-    """Whether a count is worth a line: refused, lost or damaged blocks."""
-    return any(word in count for word in ("dropped:", "unreadable", "changed"))
 
 
 def _span(seconds: float) -> str:

@@ -7,12 +7,29 @@ stored. So the quota is never exceeded, and what one tenant stores costs the oth
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from kvtide.counts import TierCount
 from kvtide.index.index import Index, Rows
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.coldest import Coldest, Queue
 
-__all__ = ["Quota"]
+__all__ = ["Quota", "TenantQuotas"]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuotas:
+    """The tenants with quotas, and the quotas of all tiers."""
+
+    tenants: Mapping[bytes, int] = field(default_factory=dict)
+    """The tenants' numbers, from 1 on, by tag."""
+    limits: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """Bytes, by tier and tenant number."""
+
+    def of(self, tier: str) -> Mapping[int, int]:
+        """The quotas of one tier, by tenant number."""
+        return self.limits.get(tier, {})
 
 
 class Quota:
@@ -81,11 +98,9 @@ class Quota:
         rows = rows[self._coldest.leaving(rows)]
         return self._coldest.queue(rows, max(64, len(rows) // 64))
 
-    def refuse(self, tenant: int, what: str, blocks: int, everybody: Counter[str]) -> None:
+    def refuse(self, tenant: int, blocks: int, everybody: Counter[str], *, load: bool = False) -> None:
         """Count blocks of a tenant that were not stored, or not loaded: for the tenant, and in the totals
         ``everybody``."""
-        for counts in (everybody, self.account.refused[tenant]):
-            if what == "load":
-                counts["loads dropped: a tenant's quota of dram is used up"] += blocks
-            else:
-                counts[f"stores dropped: a tenant's quota of {self._name} is used up"] += blocks
+        name = (TierCount.LOAD_QUOTA if load else TierCount.STORE_QUOTA).of(self._name)
+        everybody[name] += blocks
+        self.account.refused[tenant][name] += blocks

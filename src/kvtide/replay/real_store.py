@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from kvtide.block import Layout
 from kvtide.config import Config
+from kvtide.counts import Count, TierCount
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.plan.usage import TURNS
@@ -68,7 +69,7 @@ class RealStoreReplay:
         session = self._session(tenant)
         chain = session.chain(np.repeat(np.array(blocks, np.uint32), _TOKENS))
         began = time.perf_counter()
-        before = self._store.statistics().counts.get("blocks read from nvme", 0)
+        before = self._store.statistics().counts.get(TierCount.BLOCKS_READ.of("nvme"), 0)
         with session.match(chain) as match:
             loaded = session.load(match).wait()
             found = loaded.tokens // _TOKENS
@@ -79,7 +80,7 @@ class RealStoreReplay:
             session.expect(chain, turn=TURNS.get(turn), returns_in=returns_in)
         self._store.flush()
         self.moving_seconds += time.perf_counter() - began
-        below = self._store.statistics().counts.get("blocks read from nvme", 0) - before
+        below = self._store.statistics().counts.get(TierCount.BLOCKS_READ.of("nvme"), 0) - before
         self._hits += found
         return Counter(dram=found - below, nvme=below)
 
@@ -89,13 +90,13 @@ class RealStoreReplay:
         known = self._store.statistics()
         counts = Counter(known.counts)
         return {
-            "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
+            "dram written": counts[Count.BLOCKS_STORED] + counts[TierCount.BLOCKS_READ.of("nvme")],
             "dram read": self._hits,
-            "dram evicted": counts["blocks evicted from dram"],
+            "dram evicted": counts[TierCount.BLOCKS_EVICTED.of("dram")],
             "dram held": known.tiers["dram"].blocks,
-            "nvme written": counts["blocks written to nvme"],
-            "nvme read": counts["blocks read from nvme"],
-            "nvme evicted": counts["blocks evicted from nvme"],
+            "nvme written": counts[TierCount.BLOCKS_WRITTEN.of("nvme")],
+            "nvme read": counts[TierCount.BLOCKS_READ.of("nvme")],
+            "nvme evicted": counts[TierCount.BLOCKS_EVICTED.of("nvme")],
             "nvme held": known.tiers["nvme"].blocks if "nvme" in known.tiers else 0,
         }
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from kvtide.block import BlockKey, Geometry
 from kvtide.config import Config
+from kvtide.counts import Count, TierCount
 from kvtide.events import Feed
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
@@ -109,13 +110,13 @@ class Simulation:
         now."""
         counts = self.pipeline.counts
         return {
-            "dram written": counts["blocks stored"] + counts["blocks read from nvme"],
+            "dram written": counts[Count.BLOCKS_STORED] + counts[TierCount.BLOCKS_READ.of("nvme")],
             "dram read": self._hits,
-            "dram evicted": counts["blocks evicted from dram"],
+            "dram evicted": counts[TierCount.BLOCKS_EVICTED.of("dram")],
             "dram held": int(np.count_nonzero(self.index.state[DRAM] == SEALED)),
-            "nvme written": counts["blocks written to nvme"],
-            "nvme read": counts["blocks read from nvme"],
-            "nvme evicted": counts["blocks evicted from nvme"],
+            "nvme written": counts[TierCount.BLOCKS_WRITTEN.of("nvme")],
+            "nvme read": counts[TierCount.BLOCKS_READ.of("nvme")],
+            "nvme evicted": counts[TierCount.BLOCKS_EVICTED.of("nvme")],
             "nvme held": int(np.count_nonzero(self.index.state[COLD] == SEALED)),
         }
 

@@ -231,7 +231,7 @@ class LocalBackend:
 
     def __init__(
         self,
-        store: Partition,
+        partition: Partition,
         layout: Layout,
         namespace: bytes,
         tenant: bytes,
@@ -243,10 +243,10 @@ class LocalBackend:
 
         ``charge`` is called with the number of bytes pinned.
         """
-        self.store = store
-        self._index = store.index
-        self._pipeline = store.pipeline
-        self._ready = store.pipeline.ready
+        self.partition = partition
+        self._index = partition.index
+        self._pipeline = partition.pipeline
+        self._ready = partition.pipeline.ready
         self.layout = layout
         tokens, sizes = layout.block_tokens, layout.geometry
         self._identities = {
@@ -259,16 +259,16 @@ class LocalBackend:
         """The fingerprint of each group's blocks, by the suffix of the group's keys."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """The number of each group, by the suffix of the group's keys."""
-        self._budget = store.room_of(tenant)
-        self.largest = min(store.largest_part, self._budget)
-        self.first_part = _FIRST_PART if store.has_colder else self.largest
-        self._checked = store.config.dram.checksum
-        self._prefill = cost_of(store.config.plan.prefill_tokens_per_second)
+        self._budget = partition.room_of(tenant)
+        self.largest = min(partition.largest_part, self._budget)
+        self.first_part = _FIRST_PART if partition.has_colder else self.largest
+        self._checked = partition.config.dram.checksum
+        self._prefill = cost_of(partition.config.plan.prefill_tokens_per_second)
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self.pins = Pins(charge)
         self._prompt_cache = PromptCache(self._index)
-        self._more = partial(store.search.pending, layout, self._identities)
-        self._recorder = store.recorder
+        self._more = partial(partition.search.pending, layout, self._identities)
+        self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
 
@@ -285,11 +285,11 @@ class LocalBackend:
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
         room = self._budget if room is None else max(0, min(room, self._budget))
-        if self.store.returns.wants_uses and not again:
-            self.store.returns.used(self, names.blocks, names.parent)
+        if self.partition.prefetcher.wants_uses and not again:
+            self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
         try:
-            now = self.store.sweep()
+            now = self.partition.sweep()
             with self._index.lock:
                 try:
                     found = self._match(names, have, cost, room, now, again)
@@ -324,7 +324,7 @@ class LocalBackend:
             for mask in whole.values():
                 mask[:have] = True
         usable = index.lengths(layout, rows, whole)
-        plan = self.store.planner.plan(layout, rows, usable, have, prefill, self.store.read_bytes_queued, room)
+        plan = self.partition.planner.plan(layout, rows, usable, have, prefill, self.partition.read_bytes_queued, room)
         wanted = {g.name: g.needs(plan.blocks, layout.block_tokens, have) for g in layout.groups}
         needed = {name: rows[name][need.start : need.stop].copy() for name, need in wanted.items()}
         for g in layout.groups:
@@ -340,7 +340,7 @@ class LocalBackend:
         pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
         if not again:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
-            self.store.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+            self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
@@ -367,11 +367,11 @@ class LocalBackend:
             if self._prompt_cache.is_new(names.parent(blocks), blocks, now):
                 for r in resident.rows.values():
                     self._pipeline.asked(r, blocks)
-            self.store.planner.count(plan, blocks, have, self.layout.block_tokens, None)
+            self.partition.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalPrefixLease(self, plan, have, part, lease, True, False)
 
     def find(self, names: BlockNames) -> list[bool]:
-        layout, index, now = self.layout, self._index, self.store.sweep()
+        layout, index, now = self.layout, self._index, self.partition.sweep()
         with index.lock:
             rows = self._all_rows(names)
             whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -392,11 +392,11 @@ class LocalBackend:
         """As ``load``, but begun in slices of ``blocks`` blocks: the iterator begins one slice per step and yields its
         size. With ``wait`` False it yields 0 where memory is not available yet; the caller then continues a little
         later."""
-        usual = self.store.config.plan.deadline_seconds
+        usual = self.partition.config.plan.deadline_seconds
         if (most := holding.plan.trial) is not None:  # see planner.py
             given = usual or None if deadline is None else deadline
             deadline = most if given is None else min(most, given)
-        transfer = Transfer.within(self.store.clock, deadline, usual)
+        transfer = Transfer.within(self.partition.clock, deadline, usual)
         if holding.ready:
             transfer.started()
             return transfer, iter(())
@@ -405,7 +405,7 @@ class LocalBackend:
 
     def collect(self, holding: LocalPrefixLease) -> CollectedBlocks:
         blocks, first, places = self.places(holding)
-        dram, geometry = self.store.dram, self.layout.geometry
+        dram, geometry = self.partition.dram, self.layout.geometry
         return CollectedBlocks(
             blocks, first, {n: dram.spans(p.tolist(), geometry[n].footprint) for n, p in places.items()}
         )
@@ -420,7 +420,7 @@ class LocalBackend:
             if holding.ready and not self._checked:
                 first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
-                self.store.dram.moved(read=self._nbytes(places))
+                self.partition.dram.moved(read=self._nbytes(places))
                 return blocks, first, places
             come, first, whole = self._come(holding)
             places = {}
@@ -432,7 +432,7 @@ class LocalBackend:
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = place[mine]
-        self.store.dram.moved(read=self._nbytes(places))
+        self.partition.dram.moved(read=self._nbytes(places))
         return come, first, places
 
     def held(self, holding: LocalPrefixLease) -> int:
@@ -483,7 +483,7 @@ class LocalBackend:
         wait: bool = True,
     ) -> Reservation:
         """``keep``: the most bytes of blocks before ``stop`` to hold for it. ``wait``: see ``Pipeline``."""
-        now = self.store.sweep()
+        now = self.partition.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
         if now >= self._index.next_expiry:
             self._remove_expired(groups, names, stop, now)
@@ -509,7 +509,7 @@ class LocalBackend:
                         numbers,
                         expiry,
                         priority,
-                        [names.tokens_of(i) for i in numbers] if self.store.config.nvme.token_ids else (),
+                        [names.tokens_of(i) for i in numbers] if self.partition.config.nvme.token_ids else (),
                     )
                     for group in groups
                 ],
@@ -560,11 +560,11 @@ class LocalBackend:
                 try:
                     with self._index.lock:
                         rows = self._index.rows(keys)
-                        events = self.store.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
+                        events = self.partition.expire_rows(rows[(rows > 0) & (self._index.expiry[rows] <= now)])
                 finally:
                     if self._ready:
                         self._pipeline.call_ready()
-                self.store.feed.publish(events)
+                self.partition.feed.publish(events)
 
     def _rows(self, names: BlockNames, group: Group, stop: int | None) -> Rows:
         """The rows of those of a prompt's blocks up to ``stop`` that are present. Call with the index lock held."""
@@ -588,7 +588,7 @@ class LocalBackend:
                 most -= who.geometry.footprint
                 if most >= 0:
                     asked.append((keys[number], who))
-        request = self._pipeline.persister.persist(asked, self.store.clock)
+        request = self._pipeline.persister.persist(asked, self.partition.clock)
 
         def result() -> Persisted:
             reasons = [request.reason(i) for i in range(len(asked))]
@@ -600,7 +600,7 @@ class LocalBackend:
     # -- pinning and removing -----------------------------------------------------------------------------
 
     def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
-        index, count, now = self._index, 0, self.store.clock.time()
+        index, count, now = self._index, 0, self.partition.clock.time()
         for group in self.layout.groups:
             size, mine = self.layout.geometry[group.name].footprint, self._identities[group.name].fingerprint
             for keys in slices.parts(names.keys(group.suffix)[:stop]):
@@ -621,11 +621,11 @@ class LocalBackend:
 
     def drop(self, names: BlockNames, start: int, timeout: float | None) -> int:
         keys = [k for g in self.layout.groups for k in names.keys(g.suffix)[start:]]
-        return self.store.drop(keys, timeout, who=self.asker)
+        return self.partition.drop(keys, timeout, who=self.asker)
 
     def expire(self, names: BlockNames, start: int, ttl: float | None, timeout: float | None) -> int:
         keys, heads = self.expiring(names, start)
-        return self.store.expire(keys, heads, self.expiry(ttl), timeout, self.asker)
+        return self.partition.expire(keys, heads, self.expiry(ttl), timeout, self.asker)
 
     def expiring(self, names: BlockNames, start: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """The keys of a prompt's blocks from ``start`` on, and of those before."""
@@ -634,15 +634,15 @@ class LocalBackend:
 
     def expiry(self, ttl: float | None) -> float:
         """The time at which a block expires that lives ``ttl`` seconds from now."""
-        return float("inf") if ttl is None else self.store.clock.time() + ttl
+        return float("inf") if ttl is None else self.partition.clock.time() + ttl
 
     def expect(self, names: BlockNames, turn: Turn | None, returns_in: float | None) -> None:
-        self.store.sweep()
+        self.partition.sweep()
         with self._index.lock:
             rows = {g.name: self._rows(names, g, None) for g in self.layout.groups}
             self._pipeline.expect(list(rows.values()), turn, returns_in)
         if returns_in is not None and (nbytes := self._nbytes(rows)):
-            self.store.returns.expect(self, names.joined, nbytes, returns_in)
+            self.partition.prefetcher.expect(self, names.joined, nbytes, returns_in)
 
     def bring_back(self, joined: bytes, seconds: float) -> Transfer | None:
         names = _Digests(joined, self._tag)
@@ -654,7 +654,7 @@ class LocalBackend:
                     rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
                     # Loaded blocks that are not marked as expected would be evicted first.
                     if self._pipeline.keep_expected(rows, seconds):
-                        begun = Transfer.within(self.store.clock, seconds, 0.0)
+                        begun = Transfer.within(self.partition.clock, seconds, 0.0)
             if begun is not None:
                 begun.on_end(holding.release)
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
@@ -671,7 +671,7 @@ class LocalBackend:
         return begun
 
     def close(self) -> None:
-        self.store.returns.forget(self)
+        self.partition.prefetcher.forget(self)
         more = True
         while more:
             with self._index.lock:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
 from kvtide import arguments
-from kvtide.block import BlockKey
 from kvtide.errors import KvtideError, LayoutError, TierError, UnknownTenantError
-from kvtide.index.index import SEALED
-from kvtide.index.slices import slices
 from kvtide.security.audit import audit_of
 from kvtide.security.key_admin import destroy
 from kvtide.security.key_file import KeyFile
 from kvtide.security.key_ring import OWN
 from kvtide.store.partition import Partition
-from kvtide.tiers.format.record import belongs
-from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.shared.tier import Shared
+from kvtide.transfer.cold_tier import ColdTier
 
-__all__ = ["Forgotten", "forget", "keys_of", "unknown"]
+__all__ = ["Forgotten", "forget", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +49,14 @@ class Forgotten:
         return f"{self.blocks} blocks{later}"
 
 
-def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
-    """See ``Store.forget``."""
+def forget(partitions: Sequence[Partition], tenant: bytes, who: str) -> Forgotten:
+    """Forget a tenant in all ``partitions`` of a store; see ``Store.forget``."""
     arguments.kind(tenant, bytes, "tenant")
     if len(tenant) != 16 or tenant == OWN:
         raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
-    settings = store.config.security
-    audit = audit_of(settings, store.clock)
+    settings, clock, key_ring = partitions[0].config.security, partitions[0].clock, partitions[0].context.key_ring
+    audit = audit_of(settings, clock)
+    shared_tiers = [found for partition in partitions for found in partition.shared_tiers]
     mine: set[bytes] = set()
     result = "failed"
     if audit is not None:
@@ -68,40 +64,40 @@ def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
     try:
         with contextlib.ExitStack() as refused:
             # First: blocks that enter after the search for the tenant's blocks would stay.
-            for part in store.parts:
-                refused.enter_context(part.pipeline.forgetting(tenant))
-            if store.key_ring is not None:
-                refused.enter_context(store.key_ring.forgetting(tenant))
-            known = [set(part.pipeline.keys_of(tenant)) for part in store.parts]
+            for partition in partitions:
+                refused.enter_context(partition.pipeline.forgetting(tenant))
+            if key_ring is not None:
+                refused.enter_context(key_ring.forgetting(tenant))
+            known = [set(partition.pipeline.keys_of(tenant)) for partition in partitions]
             here = any(known)
             file = KeyFile(Path(settings.key_file).expanduser()) if settings.key_file else None
             if file is not None:
-                destroy(file, tenant, store.clock, known=here)
+                destroy(file, tenant, clock, known=here)
                 mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
-            if store.key_ring is not None:
-                store.key_ring.revoke(tenant)
+            if key_ring is not None:
+                key_ring.revoke(tenant)
             found, held, errors = 0, 0, []
             traces = False
-            # In all parts: a share may have been reserved when the tenant already had blocks elsewhere.
-            for part, before in zip(store.parts, known, strict=True):
+            # In all partitions: a share may have been reserved when the tenant already had blocks elsewhere.
+            for partition, before in zip(partitions, known, strict=True):
                 try:
-                    keys = keys_of(part, tenant, mine)
+                    keys = partition.shred(tenant, mine)
                     traces |= bool(keys)  # of free slots too: data was erased though no block was found
                     # the key ring may have dropped them already
-                    found += part.drop(keys, told=False) + len(before.difference(keys))
+                    found += partition.drop(keys, told=False) + len(before.difference(keys))
                 except KvtideError as e:
-                    errors.append(e)  # the other parts forget the tenant all the same
-                held += part.zero_traces(tenant)
+                    errors.append(e)  # the other partitions forget the tenant all the same
+                held += partition.zero_traces(tenant)
             if traces and not mine and not here and file is not None:
-                destroy(file, tenant, store.clock)  # only the disk knew of it; other processes must be told as well
-            errors += _tell_others(store, tenant)
+                destroy(file, tenant, clock)  # only the disk knew of it; other processes must be told as well
+            errors += _tell_others(shared_tiers, tenant)
             if errors:
                 raise errors[0]
-            if store.key_ring is not None and file is not None:
-                store.key_ring.forgotten(tenant, file.read())
+            if key_ring is not None and file is not None:
+                key_ring.forgotten(tenant, file.read())
         # Unencrypted blobs in shared storage are now forgotten by all its users, whether or not there were any.
         nothing = not (found or traces or mine)
-        if nothing and (settings.encrypt or not store.shared_tiers):
+        if nothing and (settings.encrypt or not shared_tiers):
             raise UnknownTenantError(unknown(tenant))
         forgotten = Forgotten(found, held, announced=nothing)
         result = f"done: {forgotten}"
@@ -114,10 +110,10 @@ def forget(store: Partition, tenant: bytes, who: str) -> Forgotten:
             audit.record("forget", result, who, tenant=tenant.hex())
 
 
-def _tell_others(store: Partition, tenant: bytes) -> list[KvtideError]:
+def _tell_others(shared_tiers: Sequence[tuple[ColdTier, Shared]], tenant: bytes) -> list[KvtideError]:
     """Tell all users of the same storage to forget a tenant; returns the errors."""
     errors: list[KvtideError] = []
-    for cold, tier in store.shared_tiers:
+    for cold, tier in shared_tiers:
         ended: SimpleQueue[Sequence[bool]] = SimpleQueue()
         tier.forget(tenant, ended.put)
         try:
@@ -142,22 +138,3 @@ def unknown(tenant: bytes) -> str:
         "Check its tag, security.key_file and nvme.path, and name the nodes that may have its blocks in memory. The "
         "owner of a block in shared storage cannot be determined without a key"
     )
-
-
-def keys_of(store: Partition, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
-    """The keys of a tenant's blocks here, and of those that the disk still listed, whose bytes are erased now.
-
-    Not those in shared storage: the owner of a blob cannot be determined without a key, which is destroyed too.
-    """
-    index, keys = store.index, list[BlockKey]()
-    for cold in store.colds:
-        if not isinstance(tier := cold.tier, Nvme):
-            continue
-        places, names = tier.shred(lambda page: belongs(page, tenant, data_keys))
-        keys += names
-        for some in slices(np.array(places, np.int64)):
-            with index.lock:
-                rows = tier.owners(some)
-                here = (rows > 0) & (index.state[cold.number][rows] == SEALED)
-                keys += index.keys(rows[here & (index.place[cold.number][rows] == some)])
-    return list(dict.fromkeys([*store.pipeline.keys_of(tenant), *keys]))

@@ -1,9 +1,9 @@
 """Divides a store between tenants: reserved shares for some, the remainder for the others.
 
-A tenant with a *reserved share* uses it alone. The share is a separate store with its own index, memory, threads and
-folder on the disk, opened from the settings made here. So other tenants cannot change what it finds, nor can it affect
-them: they have nothing in common that one could fill and the other notice, except the speed of the machine. For the
-same reason it uses no shared storage, where evictions depend on all users.
+A tenant with a *reserved share* uses it alone. The share is a partition (``kvtide.store.partition``) with its own
+index, memory, threads and folder on the disk, opened from the settings made here. So other tenants cannot change what
+it finds, nor can it affect them: they have nothing in common that one could fill and the other notice, except the speed
+of the machine. For the same reason it uses no shared storage, where evictions depend on all users.
 
 All other tenants share the remainder, with fair shares under pressure (``kvtide.plan.evict``), and none beyond its
 *quota* (``kvtide.plan.quota``). In shared storage a node can limit only its own writes, because names there do not
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from kvtide.config import Config, Files, MiB, Objects, Valkey
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.plan.quota import TenantQuotas
 from kvtide.units import format_size, parse_shares
 
 __all__ = ["RESERVED", "Shares", "divide"]
@@ -34,16 +35,14 @@ _LEAST = {"dram": MiB, "nvme": 16 * MiB}
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Settings for each part of a store."""
+    """Settings for each partition of a store."""
 
     rest: Config
     """For all tenants without a reserved share."""
     reserved: dict[bytes, Config]
     """For reserved shares, by the tenant's tag."""
-    tenants: dict[bytes, int]
-    """Numbers, from 1 on, of the tenants with quotas, by tag."""
-    quotas: dict[str, dict[int, int]]
-    """Bytes, by tier and tenant number."""
+    quotas: TenantQuotas
+    """Of tenants without a reserved share."""
 
     def clear(self) -> None:
         """Remove shares on disk that are no longer configured: their bytes belong to the remainder again."""
@@ -73,8 +72,10 @@ def divide(config: Config) -> Shares:
     return Shares(
         rest,
         {_tag(name): _share(rest, name, size, nvme.get(name, 0)) for name, size in dram.items()},
-        {_tag(name): number for name, number in tenants.items()},
-        {tier: {tenants[name]: nbytes for name, nbytes in q.items()} for tier, q in quotas.items() if q},
+        TenantQuotas(
+            {_tag(name): number for name, number in tenants.items()},
+            {tier: {tenants[name]: nbytes for name, nbytes in q.items()} for tier, q in quotas.items() if q},
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtide.counts import CountKind, count_names
 from kvtide.events import FeedStatistics
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.planner import PlannerStatistics
@@ -42,12 +43,12 @@ class TenantStatistics:
     @classmethod
     def reserved(cls, share: Statistics) -> TenantStatistics:
         """For a tenant with a reserved share."""
-        tiers = share.tiers.items()
+        tiers, dropped = share.tiers.items(), count_names(share.tiers, CountKind.DROP)
         return cls(
             {name: tier.blocks for name, tier in tiers},
             {name: tier.bytes_used for name, tier in tiers},
             {name: tier.budget for name, tier in tiers},
-            {why: count for why, count in share.counts.items() if " dropped: " in why},
+            {why: count for why, count in share.counts.items() if why in dropped},
         )
 
 

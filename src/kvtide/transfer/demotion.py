@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from kvtide.block import BlockKey
-from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows
+from kvtide.counts import TierCount
+from kvtide.events import BlockRemoved, BlockStored, Event
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Mask, Rows
 from kvtide.interrupts import to_the_end
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Renewal, Renewing, Write
 from kvtide.tiers.format.record import header_bytes
 from kvtide.transfer.cold_tier import ColdTier
-from kvtide.transfer.eraser import Eraser
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.context import TransferContext
+from kvtide.transfer.residents import rows_of
 from kvtide.transfer.write_results import Flushed, Unwritten
 
 __all__ = ["Demotion"]
@@ -43,25 +44,15 @@ _Watcher = tuple[Callable[[list[Any]], None], object]
 
 
 class Demotion:
-    """Writes rows of DRAM to colder tiers. Counts events in ``counts``."""
+    """Writes rows of DRAM to colder tiers."""
 
-    def __init__(
-        self,
-        index: Index,
-        residents: Residents,
-        colds: Sequence[ColdTier],
-        policy: Policy,
-        eraser: Eraser,
-        feed: Feed,
-        counts: Counter[str],
-    ) -> None:
-        self._index = index
-        self._residents = residents
-        self._colds = colds
+    def __init__(self, context: TransferContext, policy: Policy) -> None:
+        """``policy`` ranks the blocks in DRAM."""
+        self._index, self._colds = context.index, context.colds
+        self._residents, self._eraser = context.residents, context.eraser
+        self._feed, self._counts = context.feed, context.counts
+        self._interrupted = context.interrupted
         self._policy = policy
-        self._eraser = eraser
-        self._feed = feed
-        self._counts = counts
         self._unsaid: list[Event] = []
         """Evictions from a tier that made space for other blocks of the same tenant; published when one of those is
         written."""
@@ -69,20 +60,18 @@ class Demotion:
         """Counts blocks that left DRAM and are in no tier though one should have had them, by the reason."""
         self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
         """Callbacks for the end of a write, by tier and row."""
-        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in colds}
+        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in context.colds}
         """Rows to be written on request, by tier."""
-        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in colds}
+        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in context.colds}
         """The bytes of requested rows that are being written, by tier and row."""
         self._told: list[_Watcher] = []
         """Watchers that ``tell`` must call. Kept here, so that an interrupted caller does not lose them."""
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def write(self, cold: ColdTier, rows: Rows) -> None:
         """Start writing rows of DRAM to ``cold``, as far as its lane has space; the rest is dropped. Call with the lock
         held."""
         if len(rows) and len(refused := self._submit(cold, rows)):
-            self._counts[f"stores dropped: the queue of {cold.name} is full"] += len(refused)
+            self._counts[TierCount.STORE_QUEUE_FULL.of(cold.name)] += len(refused)
             if not cold.admission.keeps_leaving:  # otherwise the write is retried before they leave
                 self._residents.note_unwritten(refused.tolist(), cold.number, Unwritten.QUEUE_FULL)
 
@@ -144,7 +133,7 @@ class Demotion:
 
     def _over_budget(self, cold: ColdTier, rows: Rows) -> Rows:
         """Record that a tier's write budget does not allow these rows; returns no rows. Call with the lock held."""
-        self._counts[f"stores dropped: the write budget of {cold.name} is used up"] += len(rows)
+        self._counts[TierCount.STORE_WRITE_BUDGET.of(cold.name)] += len(rows)
         self._residents.refused.update(rows.tolist())
         self._residents.note_unwritten(rows.tolist(), cold.number, Unwritten.WRITE_BUDGET)
         self._index.changes += 1  # they may leave DRAM now
@@ -173,7 +162,7 @@ class Demotion:
             if not allowed:
                 full.add(tenant)
                 good[i] = False
-                quota.refuse(tenant, "store", 1, self._counts)
+                quota.refuse(tenant, 1, self._counts)
                 self._residents.refused.add(row)
                 self._residents.note_unwritten([row], cold.number, Unwritten.QUOTA)
             else:
@@ -189,7 +178,7 @@ class Demotion:
             cold.tier.evict(key, self._index.remove(row, cold.number))
             self._index.retire(row)
         if rows:
-            self._counts[f"blocks evicted from {cold.name}"] += len(rows)
+            self._counts[TierCount.BLOCKS_EVICTED.of(cold.name)] += len(rows)
         return bool(rows)
 
     def _written(self, cold: ColdTier, items: Sequence[Write], places: Sequence[int]) -> None:
@@ -224,7 +213,7 @@ class Demotion:
                     kept.append(item)
                     if item.expiry > expiry:
                         shorter.append((item.key, place, expiry))
-            self._counts[f"blocks written to {cold.name}"] += len(kept)
+            self._counts[TierCount.BLOCKS_WRITTEN.of(cold.name)] += len(kept)
             residents.unhold(rows)
             events, self._unsaid = self._unsaid, []
             if self._watchers or self._under_way[number]:
@@ -317,7 +306,7 @@ class Demotion:
                 try:
                     self._write_requested(cold)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
         finally:
             self.tell()
@@ -470,7 +459,7 @@ class Demotion:
         try:
             return self._submit(cold, rows, last=True)
         except BaseException:
-            self.interrupted()
+            self._interrupted()
             raise
 
 

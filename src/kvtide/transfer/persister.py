@@ -21,20 +21,21 @@ Thread-safe. ``_advance`` is called when a step has ended, on the tiers' threads
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtide.block import BlockKey
 from kvtide.clock import Clock
-from kvtide.events import BlockRemoved, Event, Feed
-from kvtide.index.index import DRAM, PENDING, SEALED, Index
+from kvtide.counts import TierCount
+from kvtide.events import BlockRemoved, Event
+from kvtide.index.index import DRAM, PENDING, SEALED
 from kvtide.index.lease import Lease
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
 from kvtide.transfer.promotion import Promotion
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.residents import rows_of
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Unwritten
 
@@ -115,34 +116,22 @@ _Syncing = tuple[DurableRequest, _Block, int]
 
 
 class Persister:
-    """Makes blocks durable. Counts events in ``counts``."""
+    """Makes blocks durable."""
 
-    def __init__(
-        self,
-        index: Index,
-        residents: Residents,
-        colds: Sequence[ColdTier],
-        demotion: Demotion,
-        promotion: Promotion,
-        feed: Feed,
-        counts: Counter[str],
-    ) -> None:
-        self._index = index
-        self._residents = residents
-        self._colds = {cold.number: cold for cold in colds}
-        self._durable = [cold for cold in colds if cold.sync is not None]
+    def __init__(self, context: TransferContext, demotion: Demotion, promotion: Promotion) -> None:
+        self._index, self._residents = context.index, context.residents
+        self._feed, self._counts = context.feed, context.counts
+        self._interrupted = context.interrupted
+        self._colds = {cold.number: cold for cold in context.colds}
+        self._durable = [cold for cold in context.colds if cold.sync is not None]
         self._demotion = demotion
         self._promotion = promotion
-        self._feed = feed
-        self._counts = counts
         self._open: set[DurableRequest] = set()
         self._syncs: dict[int, list[_Syncing]] = {cold.number: [] for cold in self._durable}
         """Blocks to be synced when the current sync has ended, by tier."""
         self._busy: dict[int, list[_Syncing]] = {}
         """Blocks being synced, by tier."""
         self._closed = False
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def __len__(self) -> int:
         """Number of requests that have not ended."""
@@ -231,7 +220,7 @@ class Persister:
                     for block in request.blocks[first : first + _SLICE]:
                         self._follow(block)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
 
     def _follow(self, block: _Block) -> bool:
@@ -261,7 +250,7 @@ class Persister:
             try:
                 self._decide(request, blocks, failed, syncs, writes, loads)
             except BaseException:
-                self.interrupted()
+                self._interrupted()
                 raise
         for reason, some in failed.items():
             self._end(request, some, reason)
@@ -388,7 +377,7 @@ class Persister:
                 else:
                     ended.setdefault((request, Unwritten.WRITE_FAILED), []).append(block)
             if False in results:
-                self._counts[f"blocks not synced in {cold.name}"] += list(results).count(False)
+                self._counts[TierCount.BLOCKS_NOT_SYNCED.of(cold.name)] += list(results).count(False)
         self._sync(cold, [])
         self._feed.publish(events)
         for (request, reason), blocks in ended.items():

@@ -30,11 +30,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
 from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import slices
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
@@ -43,12 +43,13 @@ from kvtide.index.slices import rest
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
-from kvtide.plan.quota import Quota
+from kvtide.plan.quota import Quota, TenantQuotas
 from kvtide.plan.usage import Turn, UsageTracker
 from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
 from kvtide.transfer.eraser import DropBarrier, Eraser
 from kvtide.transfer.persister import Persister
@@ -153,10 +154,9 @@ class Pipeline:
         uses: UsageTracker,
         feed: Feed,
         checksum: bool = False,
-        tenants: Mapping[bytes, int] = MappingProxyType({}),
-        quotas: Mapping[int, int] = MappingProxyType({}),
+        quotas: TenantQuotas | None = None,
     ) -> None:
-        """``tenants`` maps tenant tags to permanent numbers; ``quotas`` maps some of these numbers to bytes of DRAM."""
+        quotas = quotas or TenantQuotas()
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
@@ -164,14 +164,17 @@ class Pipeline:
         self._feed = feed
         self.counts: Counter[str] = Counter()
         """Event counts by name; see ``docs/glossary.md``."""
-        self._residents = residents = Residents(index, dram, checksum, tenants)
+        self._residents = residents = Residents(index, dram, checksum, quotas.tenants, self.repair, self.call_ready)
         self._eraser = eraser = Eraser(index, colds)
-        self._demotion = demotion = Demotion(index, residents, colds, policy, eraser, feed, self.counts)
+        context = TransferContext(index, dram, colds, residents, eraser, feed, self.counts, self.repair)
+        self._demotion = demotion = Demotion(context, policy)
         may_leave = demotion.may_leave if any(c.admission.keeps_leaving for c in colds) else None
         self._evictor = evictor = Evictor(index, DRAM, dram, policy, uses, may_leave, _anywhere)
-        quota = Quota(index, DRAM, "dram", TenantUsage(index, quotas), evictor.ranked) if quotas else None
-        self._room = SpaceMaker(index, residents, dram, colds, demotion, evictor, quota, tenants, feed, self.counts)
-        self._promotion = Promotion(index, residents, dram, colds, self._room, eraser, feed, self.counts)
+        limits = quotas.of("dram")
+        quota = Quota(index, DRAM, "dram", TenantUsage(index, limits), evictor.ranked) if limits else None
+        self._space = SpaceMaker(context, demotion, evictor, quota, quotas.tenants)
+        self._promotion = Promotion(context, self._space)
+        self.persister = Persister(context, demotion, self._promotion)
         self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}
@@ -180,14 +183,8 @@ class Pipeline:
         """Watches over these reservations, by serial number."""
         self._abandoned: deque[Watch] = deque()
         """Reservations that no caller can end any more, because the caller was interrupted before it received them."""
-        residents.interrupted = self._promotion.interrupted = self._room.interrupted = demotion.interrupted = (
-            self.repair
-        )
-        residents.repaired = self.call_ready = self._promotion.call_ready
         self.ready = self._promotion.ready
         self.load_in_slices = self._promotion.load_in_slices
-        self.persister = Persister(index, residents, colds, demotion, self._promotion, feed, self.counts)
-        self.persister.interrupted = self.repair
         self.report = demotion.report
         self._longer: set[int] = set()
         """Rows whose expiry is later than their records in colder tiers say. Some rows may have been removed since."""
@@ -215,6 +212,10 @@ class Pipeline:
                 self.largest_slice,
             )
 
+    def call_ready(self) -> None:
+        """Notify those who waited for loads that ended while a thread had the lock. Call without the lock."""
+        self._promotion.call_ready()
+
     @property
     def lost(self) -> Counter[Unwritten]:
         """Counts, since the store was opened, blocks that left DRAM and reached no colder tier though one should have
@@ -237,7 +238,7 @@ class Pipeline:
         held."""
         if self._residents.intact(row):
             return True
-        self.counts["blocks changed in DRAM after they were sealed"] += 1
+        self.counts[Count.BLOCKS_CHANGED] += 1
         return False
 
     def stored(self, rows: Rows) -> None:
@@ -249,7 +250,7 @@ class Pipeline:
                 worth = cold.admission.on_store(rows)
                 self._demotion.write(cold, rows[worth])
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
-                self.counts[f"stores dropped: the admission to {cold.name} refused"] += int(absent)
+                self.counts[TierCount.STORE_NOT_ADMITTED.of(cold.name)] += int(absent)
 
     def keep(self, rows: Rows, most: int = sys.maxsize) -> Lease:
         """Hold the blocks of one chain, first block first, that only DRAM has, because they are about to get children.
@@ -274,11 +275,11 @@ class Pipeline:
         if returns_in is not None:
             self.keep_expected(rows, returns_in)
         if turn == "tool":
-            self.counts["hints: the turn ended in a tool"] += 1
+            self.counts[Count.HINT_TOOL] += 1
         elif turn == "end":
-            self.counts["hints: the turn ended"] += 1
+            self.counts[Count.HINT_END] += 1
         if returns_in is not None:
-            self.counts["hints: expected back"] += 1
+            self.counts[Count.HINT_EXPECTED_BACK] += 1
 
     def keep_expected(self, rows: Sequence[Rows], seconds: float) -> bool:
         """Record that a prompt's blocks (each group's first block first) are expected back in ``seconds``. Returns
@@ -335,13 +336,13 @@ class Pipeline:
             cold.lane.repair()
         if self._demotion.repair():
             self._promotion.later(self._demotion.tell)
-        moving = self._room.moving()
+        moving = self._space.moving()
         index.recount_holds(moving.rows)
         self._residents.repair(moving, set(self._hidden.values()))
         index.repair()
         for number, account in index.accounts.items():
             account.repair(number)
-        self.counts["interrupted calls"] += 1
+        self.counts[Count.INTERRUPTED_CALLS] += 1
 
     def reclaim(self) -> None:
         """End the leases and reservations that no caller can release. Call with the lock held, then ``call_ready``
@@ -444,12 +445,12 @@ class Pipeline:
                     raise
             self._feed.publish(events)
             if done < len(write_request.keys):
-                grown = self._room.grow(write_request.identity, wait=wait)
+                grown = self._space.grow(write_request.identity, wait=wait)
                 if grown is None:
                     granted.later += len(write_request.keys) - done
                     return False
                 if not grown:
-                    self.counts["stores dropped: no room in DRAM"] += len(write_request.keys) - done
+                    self.counts[Count.STORE_NO_ROOM] += len(write_request.keys) - done
                     return False
         return True
 
@@ -471,9 +472,9 @@ class Pipeline:
         if second:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
-        allowed = self._room.allow(write_request.identity, len(wanted), events)
+        allowed = self._space.allow(write_request.identity, len(wanted), events)
         over, wanted = len(wanted) - allowed, wanted[:allowed]
-        places = self._room.take(write_request.identity, len(wanted), events)
+        places = self._space.take(write_request.identity, len(wanted), events)
         keys = [write_request.keys[i] for i in wanted[: len(places)]]
         rows = []
         for i in wanted[: len(places)]:
@@ -503,7 +504,7 @@ class Pipeline:
         granted.spans += self._dram.spans(places, size)
         if len(places) < len(wanted):
             return wanted[len(places)]
-        self._room.refuse(write_request.identity, "store", over)
+        self._space.refuse(write_request.identity, over)
         return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
@@ -519,7 +520,7 @@ class Pipeline:
                         self.repair()
                         raise
         finally:
-            self._promotion.call_ready()
+            self.call_ready()
         self._feed.publish(events)
 
     def _end(self, serial: int, generations: Sequence[int] | None, events: list[Event]) -> None:
@@ -540,13 +541,13 @@ class Pipeline:
         self._promotion.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._demotion.write(cold, kept[cold.admission.on_store(kept)])
-        self.counts["blocks stored"] += len(kept)
+        self.counts[Count.BLOCKS_STORED] += len(kept)
         if self._feed.followed and len(kept):
             events.append(BlockStored("dram", index.keys(kept), index.identities(kept)))
         self._residents.unhold(rows)
         del self._open[serial]
         self._watches.pop(serial, None)
-        self._room.save_ahead(len(kept))
+        self._space.save_ahead(len(kept))
 
     def _settle(self, rows: Rows, good: Mask) -> list[int]:
         """Decide, when a reservation ends, which of two writers gets each contended key. Call with the lock held.
@@ -568,7 +569,7 @@ class Pipeline:
                     overtaken.append(first)
                 elif first and any(state[first] for state in index.state):
                     good[i] = False  # the other copy was sealed first
-                    self.counts["blocks written twice"] += 1
+                    self.counts[Count.BLOCKS_WRITTEN_TWICE] += 1
                 else:
                     index.take_key(row)
             elif not good[i] and index.row(key) == row and key in self._hidden:
@@ -612,9 +613,9 @@ class Pipeline:
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             self._promotion.land_later(rows.tolist(), [False] * len(rows))
             self._detach_many(rows, "unreadable", events)
-            self.counts[f"blocks late from {cold}"] += len(rows)
+            self.counts[TierCount.BLOCKS_LATE.of(cold)] += len(rows)
         self._feed.publish(events)
-        self._promotion.call_ready()
+        self.call_ready()
 
     def make_room(self, number: int, size: int, count: int = 1) -> bool:
         """Evict from a tier so that up to ``count`` slots of ``size`` become free. Returns False if nothing can be
@@ -622,10 +623,10 @@ class Pipeline:
         events: list[Event] = []
         with self._index.lock:
             if number == DRAM:
-                made = self._room.make(size, count, events)
+                made = self._space.make(size, count, events)
             else:
                 cold = next(c for c in self._colds if c.number == number)
-                made = self._room.make_cold(cold, size, count, events)
+                made = self._space.make_cold(cold, size, count, events)
         self._feed.publish(events)
         return made
 
@@ -674,7 +675,7 @@ class Pipeline:
                     self.repair()
                     self._detach_all(keys)
                     raise
-                self.counts["blocks dropped"] += len(found)
+                self.counts[Count.BLOCKS_DROPPED] += len(found)
         finally:
             if self.ready:
                 self.call_ready()
@@ -814,7 +815,7 @@ class Pipeline:
         except BaseException:
             self.repair()
             raise
-        self.counts["blocks expired"] += len(rows)
+        self.counts[Count.BLOCKS_EXPIRED] += len(rows)
         return events
 
     # -- expiry -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtide.clock import Clock
+from kvtide.counts import Count
 from kvtide.index.index import Index
 from kvtide.plan.cost import Speed
 from kvtide.transfer.transfer import Transfer
@@ -95,7 +96,7 @@ class Prefetcher:
         """Time before which a search for space is useless."""
 
     def __repr__(self) -> str:
-        return f"<Returns {len(self._waiting)} expected, {len(self._under_way)} under way>"
+        return f"<Prefetcher {len(self._waiting)} expected, {len(self._under_way)} under way>"
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -144,7 +145,7 @@ class Prefetcher:
                     self._strike(found)
         if in_time:
             with self._index.lock:
-                self._counts["prompts brought back in time"] += in_time
+                self._counts[Count.BROUGHT_BACK_IN_TIME] += in_time
 
     def forget(self, backend: PrefetchBackend) -> None:
         """Forget the prompts of a session that has ended."""
@@ -215,7 +216,7 @@ class Prefetcher:
                 self._next = now + _PAUSE
             return
         with self._index.lock:
-            self._counts["prompts brought back"] += 1
+            self._counts[Count.BROUGHT_BACK] += 1
         begun = transfer
         with self._lock:
             self._under_way[found] = begun

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -29,16 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import BlockKey
-from kvtide.events import BlockRemoved, BlockStored, Event, Feed
+from kvtide.counts import Count, TierCount
+from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.histogram import Histogram, HistogramStatistics
-from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Rows, at
+from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import Identity, Miss, Read, ReadResult
-from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
-from kvtide.transfer.eraser import Eraser
-from kvtide.transfer.residents import Residents, rows_of
+from kvtide.transfer.context import TransferContext
+from kvtide.transfer.residents import rows_of
 from kvtide.transfer.space import SpaceMaker
 from kvtide.transfer.transfer import Transfer
 
@@ -90,27 +90,14 @@ def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, 
 
 
 class Promotion:
-    """Loads rows into DRAM. Counts events in ``counts``."""
+    """Loads rows into DRAM."""
 
-    def __init__(
-        self,
-        index: Index,
-        residents: Residents,
-        dram: Dram,
-        colds: Sequence[ColdTier],
-        room: SpaceMaker,
-        eraser: Eraser,
-        feed: Feed,
-        counts: Counter[str],
-    ) -> None:
-        self._index = index
-        self._residents = residents
-        self._dram = dram
-        self._colds = colds
-        self._room = room
-        self._eraser = eraser
-        self._feed = feed
-        self._counts = counts
+    def __init__(self, context: TransferContext, space: SpaceMaker) -> None:
+        self._index, self._dram, self._colds = context.index, context.dram, context.colds
+        self._residents, self._eraser = context.residents, context.eraser
+        self._feed, self._counts = context.feed, context.counts
+        self._interrupted = context.interrupted
+        self._space = space
         self._flights: dict[int, tuple[Transfer, ...]] = {}
         self._jobs: dict[int, _Job] = {}
         """Unfinished reads, by the ``id`` of the batch that the lane was given."""
@@ -119,8 +106,6 @@ class Promotion:
         self._landing: list[Callable[[], None]] = []
         """Such callbacks while they are being prepared under the lock: if that is interrupted, ``repair`` finds them
         here."""
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
         self._parked: dict[int, list[tuple[Lease, Identity, Transfer]]] = {}
         """By row: requests that wait until its read for another identity has ended, each with a lease on the row."""
         self._failures: dict[tuple[int, BlockKey], int] = {}
@@ -184,14 +169,14 @@ class Promotion:
             if grown is None:
                 return left
             if not grown:
-                self._counts["loads dropped: no room in DRAM"] += len(left)
+                self._counts[Count.LOAD_NO_ROOM] += len(left)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
         return _NONE
 
     def _grow(self, identity: Identity, wait: bool) -> bool | None:
         try:
-            return self._room.grow(identity, wait=wait)
+            return self._space.grow(identity, wait=wait)
         except BaseException:
             self.call_ready()  # the change was repaired, and callers may have waited for its rows
             raise
@@ -204,7 +189,7 @@ class Promotion:
                 try:
                     here, refused, away, left = self._begin(rows, identity, transfer, events)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
         finally:
             self.call_ready()
@@ -236,17 +221,17 @@ class Promotion:
                 self._flights[row] = (*self._flights.get(row, ()), transfer)
         for cold in self._colds:
             mine, away = _part(away, index.state[cold.number], SEALED)
-            allowed = self._room.allow(identity, len(mine), events)
+            allowed = self._space.allow(identity, len(mine), events)
             if allowed < len(mine):
-                self._room.refuse(identity, "load", len(mine) - allowed)
+                self._space.refuse(identity, len(mine) - allowed, load=True)
                 mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
-            places = self._room.take(identity, len(mine), events, mine)
+            places = self._space.take(identity, len(mine), events, mine)
             if len(places) < len(mine):
                 mine, rest = mine[: len(places)], mine[len(places) :]
-                if self._room.growable(identity):
+                if self._space.growable(identity):
                     left = np.concatenate([left, rest])
                 else:
-                    self._counts["loads dropped: no room in DRAM"] += len(rest)
+                    self._counts[Count.LOAD_NO_ROOM] += len(rest)
                     away = np.concatenate([away, rest])
             if len(mine):
                 self._fly(cold, mine, places, identity, transfer)
@@ -260,7 +245,7 @@ class Promotion:
         others = self._index.others(rows, identity.fingerprint)
         refused = _NONE
         if others is not None:
-            self._counts["loads dropped: the block in dram is not the asker's"] += int(np.count_nonzero(others))
+            self._counts[TierCount.LOAD_OTHERS_BLOCK.of("dram")] += int(np.count_nonzero(others))
             rows, refused = rows[~others], rows[others]
         coming = self._residents.coming_to_others(rows, identity)
         if coming is not None:
@@ -385,10 +370,10 @@ class Promotion:
         events: list[Event] = []
         if self._feed.followed and len(arrived):
             events.append(BlockStored("dram", index.keys(arrived), index.identities(arrived)))
-        self._counts[f"blocks read from {cold.name}"] += len(arrived)
+        self._counts[TierCount.BLOCKS_READ.of(cold.name)] += len(arrived)
         self._residents.unhold(rows)
         if bad:
-            self._counts[f"blocks unreadable in {cold.name}"] += len(bad)
+            self._counts[TierCount.BLOCKS_UNREADABLE.of(cold.name)] += len(bad)
             events.append(BlockRemoved(cold.name, tuple(k for k, _ in bad), "unreadable", tuple(whose)))
             if cold.shared:
                 bad = []  # others may be able to read it; the tier removes what none can
@@ -410,14 +395,14 @@ class Promotion:
     def _lost(self, cold: ColdTier, key: BlockKey, result: ReadResult) -> bool:
         """Whether a block that could not be read from a tier must be dropped there. Call with the lock held."""
         if result is Miss.REFUSED:
-            self._counts[f"loads dropped: the block in {cold.name} is not the asker's"] += 1
+            self._counts[TierCount.LOAD_OTHERS_BLOCK.of(cold.name)] += 1
             return False
         if result is Miss.FAILED:
             if len(self._failures) >= _REMEMBERED:
                 self._failures.clear()
             tries = self._failures[cold.number, key] = self._failures.get((cold.number, key), 0) + 1
             if tries < _TRIES:
-                self._counts[f"loads dropped: a read from {cold.name} failed"] += 1
+                self._counts[TierCount.LOAD_FAILED.of(cold.name)] += 1
                 return False
         self._failures.pop((cold.number, key), None)
         return True

@@ -47,15 +47,24 @@ class Moving(NamedTuple):
 class Residents:
     """Changes what is in DRAM. All calls need the index lock, except releasing a lease, which takes it."""
 
-    def __init__(self, index: Index, dram: Dram, checksum: bool, tenants: Mapping[bytes, int]) -> None:
-        """``tenants`` have permanent numbers, from 1 on."""
+    def __init__(
+        self,
+        index: Index,
+        dram: Dram,
+        checksum: bool,
+        tenants: Mapping[bytes, int],
+        interrupted: Callable[[], None],
+        repaired: Callable[[], None],
+    ) -> None:
+        """``tenants`` have permanent numbers, from 1 on.
+
+        ``interrupted`` is called, with the lock held, when a change here was left half done; after that ``repaired``,
+        without the lock, because callers may have waited for what was left half done.
+        """
         self._index = index
         self._dram = dram
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
-        self.repaired: Callable[[], None] = lambda: None
-        """Called after ``interrupted``, without the lock, because callers may have waited for what was left half
-        done."""
+        self._interrupted = interrupted
+        self._repaired = repaired
         self._identities: list[Identity] = []
         """What a colder tier must know of a row; ``Index.space`` has positions in this list."""
         self._footprints: list[int] = []
@@ -109,10 +118,10 @@ class Residents:
                 try:
                     self.end_lease(number)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
         except BaseException:
-            self.repaired()
+            self._repaired()
             raise
 
     def end_lease(self, number: int) -> None:

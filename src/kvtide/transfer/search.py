@@ -23,6 +23,7 @@ import numpy as np
 
 from kvtide.block import BlockKey, Kind, Layout
 from kvtide.clock import Clock
+from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.slices import slices
@@ -158,7 +159,7 @@ class Search:
                 index.put(row, cold.number, SEALED, entry.place)
                 new.append(key)
                 whose.append(mine)
-            self._counts[f"blocks found in {cold.name}"] += len(new)
+            self._counts[TierCount.BLOCKS_FOUND.of(cold.name)] += len(new)
             many = len(index) > self._known
             if many:
                 self._known = sys.maxsize  # one thread is enough for dropping entries
@@ -207,7 +208,7 @@ class Search:
                 left = some[_among(index.place[cold.number][some], gone)]
                 events = self._strike(cold, left, "forgotten" if names is None else "evicted")
                 if names is not None:
-                    self._counts[f"blocks evicted from {tier}"] += sum(len(event.keys) for event in events)
+                    self._counts[TierCount.BLOCKS_EVICTED.of(tier)] += sum(len(event.keys) for event in events)
             self._feed.publish([*events])
 
     def _strike(self, cold: ColdTier, rows: Rows, reason: str) -> list[BlockRemoved]:

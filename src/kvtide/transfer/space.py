@@ -12,22 +12,23 @@ Until then, readers use the old place; if one is reading it at that moment, the 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.events import BlockRemoved, Event, Feed
-from kvtide.index.index import DRAM, Index, Rows
+from kvtide.counts import Count, TierCount
+from kvtide.events import BlockRemoved, Event
+from kvtide.index.index import DRAM, Rows
 from kvtide.plan.evict import Eviction, Evictor
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Identity
-from kvtide.tiers.dram.tier import Dram, copy
+from kvtide.tiers.dram.tier import copy
 from kvtide.tiers.segments import Segment, domain_of, ladder, segment_of, size_of
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
-from kvtide.transfer.residents import Moving, Residents, rows_of
+from kvtide.transfer.residents import Moving, rows_of
 
 __all__ = ["SpaceMaker"]
 
@@ -54,35 +55,26 @@ class SpaceMaker:
 
     def __init__(
         self,
-        index: Index,
-        residents: Residents,
-        dram: Dram,
-        colds: Sequence[ColdTier],
+        context: TransferContext,
         demotion: Demotion,
         evictor: Evictor,
         quota: Quota | None,
         tenants: Mapping[bytes, int],
-        feed: Feed,
-        counts: Counter[str],
     ) -> None:
-        self._index = index
-        self._residents = residents
-        self._dram = dram
-        self._colds = colds
+        """``evictor`` and ``quota`` are those of DRAM."""
+        self._index, self._dram, self._colds = context.index, context.dram, context.colds
+        self._residents, self._feed, self._counts = context.residents, context.feed, context.counts
+        self._interrupted = context.interrupted
         self._demotion = demotion
         self._evictor = evictor
         self._quota = quota
         self._tenants = tenants
-        self._feed = feed
-        self._counts = counts
-        self._keep_leaving = any(c.admission.keeps_leaving for c in colds)
+        self._keep_leaving = any(c.admission.keeps_leaving for c in self._colds)
         self._ahead = 0
         """Blocks that may be stored before more must be written to colder tiers in advance."""
         self._moves: list[_Move] = []
         """Moves that are decided but not done."""
         self._moving = threading.Lock()
-        self.interrupted: Callable[[], None] = lambda: None
-        """Called, with the lock held, when a change here was left half done: see ``Pipeline.repair``."""
 
     def take(self, what: Identity, count: int, events: list[Event], owners: Rows | None = None) -> list[int]:
         """Take up to ``count`` slots in DRAM, evicting if necessary, but without growing."""
@@ -120,7 +112,7 @@ class SpaceMaker:
                 try:
                     made = self.make(ladder(size) | domain, 1, events, in_place=emptied is None)
                 except BaseException:
-                    self.interrupted()
+                    self._interrupted()
                     raise
             self._feed.publish(events)
             if not made or not self._moves:
@@ -150,15 +142,12 @@ class SpaceMaker:
         segments = self._dram.segments
         return all(segments[segment_of(place)].kind == kind for place in self._index.place[DRAM][rows].tolist())
 
-    def refuse(self, what: Identity, verb: str, count: int) -> None:
+    def refuse(self, what: Identity, count: int, *, load: bool = False) -> None:
         """Count blocks refused because of their tenant's quota, or because the tenant is being forgotten."""
         if count and what.tenant in self._residents.forgotten:
-            if verb == "load":
-                self._counts["loads dropped: their tenant is being forgotten"] += count
-            else:
-                self._counts["stores dropped: their tenant is being forgotten"] += count
+            self._counts[Count.LOAD_FORGOTTEN if load else Count.STORE_FORGOTTEN] += count
         elif count and self._quota is not None:
-            self._quota.refuse(self._tenants[what.tenant], verb, count, self._counts)
+            self._quota.refuse(self._tenants[what.tenant], count, self._counts, load=load)
 
     def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
         """Evict from DRAM so that up to ``count`` slots of a kind become free, at once or when ``grow`` is called.
@@ -189,7 +178,7 @@ class SpaceMaker:
             for row in rows:
                 self._residents.leave(row)
                 self._index.retire(row)
-        self._counts["blocks evicted from dram"] += len(rows)
+        self._counts[TierCount.BLOCKS_EVICTED.of("dram")] += len(rows)
 
     def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event]) -> bool:
         """Evict from a colder tier so that up to ``count`` slots of ``size`` become free."""
@@ -278,7 +267,7 @@ class SpaceMaker:
                             self._moves.remove(move)
                             emptied = self._moved(move, copied, events) or bool(emptied)
                         except BaseException:
-                            self.interrupted()
+                            self._interrupted()
                             raise
         self._feed.publish(events)
         return emptied
@@ -293,7 +282,7 @@ class SpaceMaker:
                 index.relocate(row, DRAM, new)
                 self._dram.filled(new, self._residents.identity(row).tenant)
                 self._dram.release(old)
-                self._counts["blocks moved in dram"] += 1
+                self._counts[Count.BLOCKS_MOVED] += 1
             elif row in doomed:
                 self._dram.zero(rows_of([new]))  # it was dropped meanwhile, and this is a copy of it
             else:

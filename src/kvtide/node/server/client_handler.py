@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from kvtide.counts import Count
 from kvtide.errors import KvtideError, LayoutError, RightError
 from kvtide.index import slices
 from kvtide.index.keys import DEFAULT_TENANT
@@ -46,7 +47,7 @@ from kvtide.store.node_statistics import ClientStatistics, ModelStatistics
 from kvtide.transfer.pipeline import DropRequest, Expiring
 from kvtide.transfer.write_results import Flushed, Unwritten
 
-__all__ = ["LARGEST_PART", "UNSTORED", "ClientHandler"]
+__all__ = ["LARGEST_PART", "ClientHandler"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -82,10 +83,10 @@ _DESCRIPTORS = 64
 _TEXT = 1000
 """Maximum characters of an error message sent to a client: it may contain what the client sent."""
 _FAULT = "client %d could not be served: %s"
-UNSTORED: dict[p.DropReason, str] = {
-    "memory": "stores dropped: memory was not taken in time",
-    "late": "stores dropped: the node answered an engine too late",
-    "pages": "stores dropped: too many pages of an engine waited",
+_UNSTORED: dict[p.DropReason, Count] = {
+    "memory": Count.STORE_NO_MEMORY_YET,
+    "late": Count.STORE_NODE_LATE,
+    "pages": Count.STORE_ENGINE_PAGES,
 }
 _RAW = msgspec.msgpack.Decoder(p.RawRequest)
 _OPERATION: msgspec.msgpack.Decoder[p.Operation] = msgspec.msgpack.Decoder(p.Operation)
@@ -126,7 +127,7 @@ class ClientHandler:
         self._sessions: dict[int, ServerSession] = {}
         self._exporter = SegmentExporter(host.store, access.role >= Role.WRITE)
         self._crews = ClientGroups(host.worker_groups, self._exporter, self._numbers, access)
-        memory = sum(part.config.dram.budget for part in host.store.parts)
+        memory = sum(partition.config.dram.budget for partition in host.store.partitions)
         self._account = ClientMemory(int(memory * host.store.config.node.client_share))
         self._decoder = msgspec.msgpack.Decoder(p.Request)
         self._ended = False
@@ -342,9 +343,9 @@ class ClientHandler:
         if len(self._sessions) >= _SESSIONS:
             raise RightError(f"this client has {_SESSIONS} sessions; close some")
         number, access = next(self._numbers), self._access
-        store = self._store.of(o.tenant)
-        charge = self._account.pins(store)
-        backend = LocalBackend(store, layout, o.namespace, o.tenant, access.domain, access.tag, charge)
+        partition = self._store.partition_of(o.tenant)
+        charge = self._account.pins(partition)
+        backend = LocalBackend(partition, layout, o.namespace, o.tenant, access.domain, access.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._heard.update(backend.asker.values())
@@ -418,7 +419,7 @@ class ClientHandler:
         if part.note is None:
             part.note = self._exporter.slots(session.backend, holding).slots
         else:
-            session.backend.store.dram.moved(read=part.nbytes)
+            session.backend.partition.dram.moved(read=part.nbytes)
         slots: list[p.Slots] = part.note
         return slots
 
@@ -511,7 +512,7 @@ class ClientHandler:
         self, o: p.Reserve, session: ServerSession, made: Reservation, reserve: Callable[[], Reservation], refused: int
     ) -> Iterator[p.Answer]:
         """Let this client wait until there is memory for its reservation, while the other clients are served."""
-        end, dram = time.monotonic() + _GROWING, self._store.dram
+        end, dram = time.monotonic() + _GROWING, session.backend.partition.dram
         for _ in range(_TRIES):  # each try is as much work as the first
             needed = (len(made.keys) + made.later) * max(g.footprint for g in session.layout.geometry.values())
             made.abort()
@@ -526,13 +527,13 @@ class ClientHandler:
     def _reserved(self, o: p.Reserve, session: ServerSession, made: Reservation, refused: int) -> p.Reserved:
         made.refused += refused
         if o.wait:
-            self._store.pipeline.counts[UNSTORED["memory"]] += made.later
+            session.backend.partition.pipeline.counts[Count.STORE_NO_MEMORY_YET] += made.later
         number = next(self._numbers)
         session.reserve(number, made, o.writers)
         return self._exporter.reserved(number, made, session.backend, addressed=not o.writers)
 
     def _dropped(self, o: p.Dropped) -> None:
-        self._store.pipeline.counts[UNSTORED[o.reason]] += o.blocks
+        self._store.main.pipeline.counts[_UNSTORED[o.reason]] += o.blocks
 
     def _finish(self, o: p.Finish) -> None:
         worker_group = self._session(o.session).worker_group
@@ -588,7 +589,7 @@ class ClientHandler:
         def done(failed: int) -> None:
             self._context.soon(lambda: self.notices.keep(number, drop.found, f"{failed}" if failed else ""))
 
-        drop = DropRequest(session.backend.store.pipeline, keys, done, who=session.backend.asker)
+        drop = DropRequest(session.backend.partition.pipeline, keys, done, who=session.backend.asker)
         yield from self._all_of(drop.step)
         yield number
 
@@ -599,13 +600,13 @@ class ClientHandler:
             raise LayoutError(f"block {o.start} of {names.blocks}, or ttl {o.ttl}, is out of range")
         self._left -= names.blocks * len(session.layout.groups) * (work_limits.MOVE - 1)  # spent slice by slice
         keys, heads = session.backend.expiring(names, o.start)
-        number, store = self.notices.completion(), session.backend.store
+        number, partition = self.notices.completion(), session.backend.partition
 
         def done(failed: int) -> None:
             self._context.soon(lambda: self.notices.keep(number, expiring.found, f"{failed}" if failed else ""))
 
         when, who = session.backend.expiry(o.ttl), session.backend.asker
-        expiring = Expiring(store.pipeline, keys, heads, when, store.sweep(), done, who)
+        expiring = Expiring(partition.pipeline, keys, heads, when, partition.sweep(), done, who)
         yield from self._all_of(expiring.step)
         yield number
 

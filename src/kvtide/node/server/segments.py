@@ -26,7 +26,7 @@ class SegmentExporter:
     """The segments known to one client; ``writable``: whether it may write to them."""
 
     def __init__(self, store: Store, writable: bool) -> None:
-        self._drams = [part.dram for part in store.parts]
+        self._drams = [partition.dram for partition in store.partitions]
         self._writable = writable
         self._known: set[int] = set()
         """Segments whose descriptors the client has."""
@@ -42,11 +42,11 @@ class SegmentExporter:
     def reserved(self, number: int, made: Reservation, backend: LocalBackend, addressed: bool = True) -> p.Reserved:
         """A reservation and, if ``addressed``, the addresses of its slots for this client to write."""
         groups = [backend.numbers[k[32:]] for k in made.keys]
-        places = self._addresses(backend, backend.store.index.place[DRAM][made.rows]) if addressed else b""
+        places = self._addresses(backend, backend.partition.index.place[DRAM][made.rows]) if addressed else b""
         return p.Reserved(number, made.refused, groups, list(made.depths), places, made.pending, made.later)
 
     def _addresses(self, backend: LocalBackend, places: Rows) -> bytes:
-        dram = backend.store.dram
+        dram = backend.partition.dram
         found, serials = dram.addresses(places)
         for serial in serials - self._known:
             # A copy: a later operation of the same frame may free the segment.

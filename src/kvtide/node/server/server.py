@@ -105,7 +105,7 @@ class Node:
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
-        self.ledger.attach(self.loop, [part.dram for part in store.parts])
+        self.ledger.attach(self.loop, [partition.dram for partition in store.partitions])
 
     def _listen(self) -> None:
         self.loop.add_reader(self._listener.fileno(), self._accept)
@@ -238,7 +238,7 @@ class Node:
 
     def _largest_hello(self) -> int:
         """Maximum bytes of a hello, which may also name memory of earlier nodes."""
-        drams = [part.config.dram for part in self.store.parts]
+        drams = [partition.config.dram for partition in self.store.partitions]
         segments = sum(-(-dram.budget // dram.segment) for dram in drams) + self.ledger.segments
         return _GREETING + _MAPPED * segments
 
@@ -327,10 +327,10 @@ class Node:
                 handler.token,
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
-                min(self.store.largest_part, LARGEST_PART),
+                min(self.store.main.largest_part, LARGEST_PART),
                 self.ledger.life,
                 config.dram.budget,
-                self.store.has_colder,
+                self.store.main.has_colder,
                 p.MINOR,
                 p.MINORS,
                 list(p.FEATURES),

@@ -96,14 +96,14 @@ class ClientMemory:
     simply added up; when it is not, each block is counted once, which takes longer.
     """
 
-    __slots__ = ("_counts", "_enough", "_first", "_free", "_held", "_kept", "_others", "_store", "keeps")
+    __slots__ = ("_counts", "_enough", "_first", "_free", "_held", "_kept", "_others", "_partition", "keeps")
 
     def __init__(self, room: int) -> None:
         self._free = room
         """Bytes that the client may still lease, reserve or pin, not counting its pins. For the node's thread only."""
-        self._store: Partition | None = None
+        self._partition: Partition | None = None
         self._first = PinCharge()
-        """The client's pins in ``_store``. Pins may end on any thread, for instance when a block expires."""
+        """The client's pins in ``_partition``. Pins may end on any thread, for instance when a block expires."""
         self._others: dict[Partition, PinCharge] = {}
         """The client's pins in other partitions. There are some only where shares are reserved for tenants."""
         self.keeps = room
@@ -128,11 +128,11 @@ class ClientMemory:
         """Add to the bytes in use by the client; ``nbytes`` may be negative."""
         self._free -= nbytes
 
-    def pins(self, store: Partition) -> PinCharge:
+    def pins(self, partition: Partition) -> PinCharge:
         """The counter of the client's pins in a partition, for its sessions."""
-        if self._store is None:
-            self._store = store
-        return self._first if store is self._store else self._others.setdefault(store, PinCharge())
+        if self._partition is None:
+            self._partition = partition
+        return self._first if partition is self._partition else self._others.setdefault(partition, PinCharge())
 
     def hold(self, holding: LocalPrefixLease, backend: LocalBackend) -> None:
         self._held[holding] = backend
@@ -160,11 +160,11 @@ class ClientMemory:
         assert self._counts is not None
         nbytes = 0
         for name, rows in holding.part.rows.items():
-            counts = self._counts.get(backend.store, _NO_COUNTS)
+            counts = self._counts.get(backend.partition, _NO_COUNTS)
             top = int(rows.max(initial=0))
             if top >= len(counts):
                 counts = np.pad(counts, (0, 2 * top + 1 - len(counts)))
-                self._counts[backend.store] = counts
+                self._counts[backend.partition] = counts
             counts[rows] += step
             alone = int(np.count_nonzero(counts[rows] == max(0, step)))
             nbytes += alone * backend.layout.geometry[name].footprint
@@ -174,7 +174,7 @@ class ClientMemory:
         """Bytes that a match of this prompt may lease: the leading blocks that are leased already cost nothing."""
         if self._counts is None:
             return self.room
-        counts, index, free = self._counts.get(backend.store, _NO_COUNTS), backend.store.index, 0
+        counts, index, free = self._counts.get(backend.partition, _NO_COUNTS), backend.partition.index, 0
         for group in backend.layout.groups:
             with index.lock:
                 rows = index.rows(names.keys(group.suffix))[have:]
@@ -183,9 +183,9 @@ class ClientMemory:
             free += int(np.argmin(held)) * backend.layout.geometry[group.name].footprint
         return self.room + free
 
-    def reserved(self, made: Reservation, nbytes: int, store: Partition) -> None:
+    def reserved(self, made: Reservation, nbytes: int, partition: Partition) -> None:
         """Charge the slots of a reservation, and the blocks that it protects from eviction, until it ends."""
-        kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[store]
+        kept, counts = [(rows.tolist(), size) for rows, size in made.kept], self._kept[partition]
         self._free -= nbytes
         for rows, size in kept:
             self.keeps -= size * sum(row not in counts for row in rows)
@@ -269,7 +269,7 @@ class ServerSession:
 
     def reserve(self, number: int, made: Reservation, writers: Sequence[int]) -> None:
         """Keep a reservation under ``number``, to be written by the client or by workers of its group."""
-        self._account.reserved(made, sum(len(view) for view in made.views), self.backend.store)
+        self._account.reserved(made, sum(len(view) for view in made.views), self.backend.partition)
         if writers:
             assert self.worker_group is not None
             self.worker_group.delegate(number, made, writers)
