@@ -16,8 +16,8 @@ ALL = tuple(CountKind)
 def test_a_counter_is_of_the_kind_that_its_name_says() -> None:
     """Users read the name, code the kind: both must say the same."""
     for count in (*Count, *TierCount):
-        assert (count.kind is CountKind.DROP) == (" dropped: " in count), count
-        assert (count.kind is CountKind.DAMAGE) == ("unreadable" in count or "changed" in count), count
+        assert (count.kind is CountKind.DROP) == (" dropped: " in count.value), count
+        assert (count.kind is CountKind.DAMAGE) == ("unreadable" in count.value or "changed" in count.value), count
 
 
 def test_counters_of_different_tiers_and_meanings_have_different_names() -> None:

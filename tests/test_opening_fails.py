@@ -15,12 +15,19 @@ import pytest
 
 import kvtide
 from kvtide.block import Layout
-from kvtide.errors import TierError
-from kvtide.index.keys import Model
+from kvtide.errors import ClosedError, TierError
+from kvtide.index.keys import Model, Tenant
+from kvtide.security.key_ring import KeyRing
+from kvtide.store.partition import Partition
+from kvtide.store.store import Store
 from kvtide.tiers.dram.copy import Copier
+from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.shared.drop_log import DropLogReader
 from tests.node.serving import Process
 
 MODEL = Model(Layout.attention(layers=1, heads=1, head_dim=64, block_tokens=16), "opening")
+SHARE = Tenant("share", b"s" * 32)
+"""It has a reserved share."""
 BLOCKS = [np.full(MODEL.layout.geometry["full"].nbytes, i, np.uint8) for i in range(2)]
 
 
@@ -29,8 +36,15 @@ def settings(folder: Path) -> dict[str, Any]:
     (folder / "kek").touch(0o600)
     (folder / "kek").write_text("01" * 32)
     return {
-        "dram": {"budget": "4MiB", "segment": "1MiB", "prefault": True},
-        "nvme": {"path": str(folder / "nvme"), "budget": "16MiB", "segment": "1MiB", "threads": 1, "store": "through"},
+        "dram": {"budget": "5MiB", "segment": "1MiB", "prefault": True, "reserved": f"{SHARE.tag.hex()}:1MiB"},
+        "nvme": {
+            "path": str(folder / "nvme"),
+            "budget": "32MiB",
+            "segment": "1MiB",
+            "threads": 1,
+            "store": "through",
+            "reserved": f"{SHARE.tag.hex()}:16MiB",
+        },
         "files": {"path": str(folder / "files"), "budget": "64MiB", "threads": 1},
         "objects": {"url": f"file://{folder / 'objects'}", "threads": 1},
         "security": {
@@ -135,6 +149,41 @@ def test_a_failure_after_the_directory_was_opened_gives_its_lock_back(
                 kvtide.open(**known)
         assert taken() == before, name
     kvtide.open(**known).close()
+
+
+def test_what_was_opened_is_closed_in_the_order_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listeners first, which drop blocks from all partitions; memory after the key ring, which drops blocks too."""
+    order = []
+    for owner, name in ((DropLogReader, "listener"), (Partition, "partition"), (KeyRing, "key ring"), (Dram, "memory")):
+
+        def close(self: Any, *args: Any, real: Any = owner.close, name: str = name) -> Any:
+            order.append(name)
+            return real(self, *args)
+
+        monkeypatch.setattr(owner, "close", close)
+    monkeypatch.setattr(Store, "_measured_disk", lambda _: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        kvtide.open(**settings(tmp_path))
+    last = {name: max(i for i, other in enumerate(order) if other == name) for name in order}
+    assert last["listener"] < last["partition"] < last["key ring"] < order.index("memory")
+    assert [order.count(name) for name in ("listener", "partition", "memory")] == [2, 2, 2]
+    assert order.index("listener") == 1, "after main, which has the listeners, began to close"
+
+
+def test_a_closed_partition_does_not_claim_to_drop_blocks(tmp_path: Path) -> None:
+    """Else a notice from other users of a shared storage would count as applied."""
+    known = settings(tmp_path)
+    with kvtide.open(**known) as store, store.session(MODEL) as session:
+        session.store([1] * 32, BLOCKS)
+        store.flush()
+        partition = store.main
+        names = session.chain([1] * 32).digests
+    with pytest.raises(ClosedError):
+        partition.drop_here(names)
+    with pytest.raises(ClosedError):
+        partition.forget_here(SHARE.tag)
+    with kvtide.open(**known) as store, store.session(MODEL) as session:
+        assert session.match([1] * 32).tokens == 32
 
 
 def test_a_copy_needs_no_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

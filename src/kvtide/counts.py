@@ -6,7 +6,7 @@ counter's ``kind``, and does not look into its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from enum import Enum, StrEnum
 from typing import Self
 
@@ -26,7 +26,9 @@ class CountKind(Enum):
 _DROP, _DAMAGE = CountKind.DROP, CountKind.DAMAGE
 
 
-class _Named(StrEnum):
+class Count(StrEnum):
+    """Counters of a store, or of a reserved share."""
+
     kind: CountKind
 
     def __new__(cls, name: str, kind: CountKind = CountKind.NORMAL) -> Self:
@@ -34,10 +36,6 @@ class _Named(StrEnum):
         member._value_ = name
         member.kind = kind
         return member
-
-
-class Count(_Named):
-    """Counters of a store, or of a reserved share."""
 
     BLOCKS_STORED = "blocks stored"
     BLOCKS_WRITTEN_TWICE = "blocks written twice"
@@ -60,8 +58,16 @@ class Count(_Named):
     LOAD_FORGOTTEN = "loads dropped: their tenant is being forgotten", _DROP
 
 
-class TierCount(_Named):
-    """Counters of one tier: ``of`` puts the tier's name in."""
+class TierCount(Enum):
+    """Counters of one tier: ``of`` puts the tier's name in. No strings, so that none is used as a name without it."""
+
+    kind: CountKind
+
+    def __new__(cls, name: str, kind: CountKind = CountKind.NORMAL) -> Self:
+        member = object.__new__(cls)
+        member._value_ = name
+        member.kind = kind
+        return member
 
     BLOCKS_EVICTED = "blocks evicted from {}"
     BLOCKS_WRITTEN = "blocks written to {}"
@@ -80,10 +86,10 @@ class TierCount(_Named):
 
     def of(self, tier: str) -> str:
         """The counter's name for a tier."""
-        return self.format(tier)
+        return str(self.value).format(tier)
 
 
-def count_names(tiers: Iterable[str], *kinds: CountKind) -> set[str]:
+def count_names(tiers: Collection[str], *kinds: CountKind) -> set[str]:
     """The names of all counters of these kinds in a store with these tiers."""
     found = {count.of(tier) for count in TierCount if count.kind in kinds for tier in tiers}
     return found.union(str(count) for count in Count if count.kind in kinds)

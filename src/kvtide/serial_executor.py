@@ -37,8 +37,8 @@ class SerialExecutor:
         while (call := self._queue.get()) is not None:
             try:
                 call()
-            except Exception:
-                log.exception("a callback failed")
+            except BaseException:  # SystemExit too: it would end this thread, and no later call would run
+                log.exception("%s: a queued call failed; later calls are run", self._thread.name)
             del call  # else its arguments would be referenced until the next call
 
     def close(self, timeout: float) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from kvtide.block import BlockKey
 from kvtide.security.key_file import KeyFile
@@ -44,6 +45,15 @@ def test_a_directory_of_version_1_is_read(tmp_path: Path, compression: str, seal
     assert set(found) == set(MANY)
     assert caller.finds(MANY, TINY, [found[k] for k in MANY]) == [True] * len(MANY)
     caller.close()
+
+
+def test_golden_files_are_as_they_were_written() -> None:
+    """Editors and scripts that replace words in all files must not reach them."""
+    names = sorted(p for p in GOLDEN.rglob("*") if p.is_file())
+    digest = blake3()
+    for path in names:
+        digest.update(str(path.relative_to(GOLDEN)).encode() + blake3(path.read_bytes()).digest())
+    assert digest.hexdigest() == "26b227b28b2d14418f3b14c5530aefc3e67b60834ef4cb9753fe08100c38b163"
 
 
 def write_golden() -> None:

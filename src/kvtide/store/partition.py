@@ -1,7 +1,7 @@
 """A part of a store with its own index, planner, pipeline and tiers.
 
-A store has one partition for all tenants without a reserved share, and one more for each reserved share. They have
-nothing in common (``StoreContext``) that one tenant could fill and another notice.
+A store has one partition for all tenants without a reserved share, and one more for each reserved share. What they have
+in common is in ``StoreContext``: nothing that one tenant could fill so that another finds less.
 
 A partition is closed in three steps, because the store closes other things in between: ``finish`` writes what should
 outlive the process, ``close`` ends threads and closes tiers, and ``free`` releases the memory. The key ring is closed
@@ -27,7 +27,7 @@ from kvtide.block import BlockKey
 from kvtide.capacity import check_disk
 from kvtide.clock import Clock
 from kvtide.config import Config, Storage
-from kvtide.errors import TierError
+from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index import slices
 from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
@@ -119,6 +119,7 @@ class Partition:
         self._scratch: list[Pool] = []
         self._tracers: list[threading.Thread] = []
         """Threads that zero the remaining data of tenants whose keys were destroyed."""
+        self._closed = False
         self._running = contextlib.ExitStack()
         """Ends threads and closes tiers."""
         memory = config.dram
@@ -160,11 +161,11 @@ class Partition:
             self.prefetcher = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
             self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
-            if context.key_ring is not None:
-                context.key_ring.on_gone(self._key_gone)
             self._learner = Learner(self._uses)
             self._running.callback(to_the_end, self._learner.close)
             self.index.on_earlier_expiry = self._housekeeper.wake
+            if context.key_ring is not None:
+                context.key_ring.on_gone(self._key_gone)  # last: it cannot be taken back
             undo.pop_all()
 
     def start(self, told: Callable[[str], DropNotice]) -> None:
@@ -438,11 +439,19 @@ class Partition:
     # -- dropping what others dropped, or lost the key of -------------------------------------------------
 
     def drop_here(self, keys: Sequence[BlockKey]) -> None:
-        """Drop blocks without waiting, but leave shared storage alone."""
+        """Drop blocks without waiting, but leave shared storage alone. Raises ClosedError if the tiers are closed: then
+        the blocks would be on the disk when it is opened again."""
+        if self._closed:
+            raise ClosedError("blocks are not dropped: the store is closed")
+        self._drop(keys)
+
+    def _drop(self, keys: Sequence[BlockKey]) -> None:
         self.pipeline.drop(keys, lambda failed: None, shared=False)
 
     def forget_here(self, tenant: bytes) -> None:
         """Drop a tenant's blocks without waiting, but leave shared storage alone."""
+        if self._closed:
+            raise ClosedError("a tenant's blocks are not dropped: the store is closed")
         with self.pipeline.forgetting(tenant):
             self.drop_here(self.shred(tenant, ()))
             self._zero_traces_later(tenant)
@@ -460,7 +469,7 @@ class Partition:
     def _key_gone(self, tenant: bytes) -> None:
         """Drop a tenant's blocks after its key was destroyed: data read with the key must not stay in memory. Other
         stores may still have the key, so shared storage is left alone."""
-        self.drop_here(self.pipeline.keys_of(tenant))
+        self._drop(self.pipeline.keys_of(tenant))
         self._zero_traces_later(tenant)
 
     def shred(self, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:
@@ -561,6 +570,7 @@ class Partition:
 
     def close(self) -> None:
         """End its threads and close its tiers. May be repeated."""
+        self._closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(to_the_end, self.pipeline.persister.close)
             stack.enter_context(self._running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -67,32 +68,33 @@ class Store(SessionHost):
         """Reserved shares, by the tenant's tag."""
         self._lost: Counter[Unwritten] = Counter()
         """The value of ``lost`` at the last flush."""
-        # If any step fails, everything acquired before is released: memory, threads, files, the directory lock.
+        partitions: list[Partition] = []
+        # If any step fails, everything acquired before is released, in the order of ``close``.
         with contextlib.ExitStack() as undo:
-            self.recorder = self._open_recorder()
+            record = self.config.record
+            self.recorder = Recorder(Path(record.path), record.limit, self.clock) if record.path else None
             if self.recorder is not None:
                 undo.callback(self.recorder.close)
+            undo.callback(_each, partitions, Partition.free)
             self.key_ring = open_ring(self.config.security, self.clock)
             if self.key_ring is not None:
                 undo.callback(self.key_ring.close)
                 self.key_ring.start()
+            undo.callback(_each, partitions, Partition.close)
             context = StoreContext(
                 self.clock, self.feed, itertools.count(), self.recorder, self.key_ring, disk, mapped=shared
             )
 
-            def opened(partition: Partition) -> Partition:
-                undo.callback(partition.free)
-                undo.callback(partition.close)
-                return partition
-
-            self.main = opened(Partition(self.config, context, shares.quotas, aside))
+            self.main = Partition(self.config, context, shares.quotas, aside)
             """The partition of all tenants without a reserved share."""
+            partitions.append(self.main)
             # Those of ``main``, for benchmarks and tests: most stores have no other partition.
             self.index, self.dram, self.pipeline = self.main.index, self.main.dram, self.main.pipeline
             shares.clear()
             for tenant, settings in shares.reserved.items():
-                self._reserved[tenant] = opened(Partition(settings, context))
-            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for c in self.main.colds))
+                self._reserved[tenant] = Partition(settings, context)
+                partitions.append(self._reserved[tenant])
+            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for p in partitions for c in p.colds))
             undo.callback(self.copier.close)
             for partition in self.partitions:
                 partition.start(self._told)
@@ -100,24 +102,17 @@ class Store(SessionHost):
             if self._measuring is not None:
                 undo.callback(self._measuring.close)
                 self._measuring.start()
+            if self.recorder is not None:
+                self._report_recording(self.recorder.path.absolute())
             undo.pop_all()
 
-    def _open_recorder(self) -> Recorder | None:
-        settings = self.config.record
-        if not settings.path:
-            return None
-        recorder = Recorder(Path(settings.path), settings.limit, self.clock)
-        try:
-            if (audit := audit_of(self.config.security, self.clock)) is not None:
-                audit.record("record requests", "begun", file=str(recorder.path.absolute()))
-        except BaseException:
-            recorder.close()
-            raise
+    def _report_recording(self, path: Path) -> None:
+        if (audit := audit_of(self.config.security, self.clock)) is not None:
+            audit.record("record requests", "begun", file=str(path))
         log.warning(
             "requests of all tenants are recorded in %s: lengths, times and which blocks they share, but no content",
-            recorder.path.absolute(),
+            path,
         )
-        return recorder
 
     def _measured_disk(self) -> Measuring | None:
         """Measures the disk for all partitions, which use the same; None if there is no NVMe tier."""
@@ -242,18 +237,25 @@ class Store(SessionHost):
         if self.recorder is not None:
             stack.callback(to_the_end, self.recorder.close)
         stack.callback(to_the_end, self.copier.close)
-        for partition in self.partitions:
-            stack.callback(to_the_end, partition.free)
+        partitions = self.partitions
+        stack.callback(_each, partitions, Partition.free)
         if self.key_ring is not None:
             stack.callback(to_the_end, self.key_ring.close)
-        for partition in self.partitions:
-            stack.callback(to_the_end, partition.close)
+        stack.callback(_each, partitions, Partition.close)
+        for partition in reversed(partitions):
+            stack.callback(partition.finish)
         if self._measuring is not None:
             stack.callback(to_the_end, self._measuring.close)
-        for partition in reversed(self.partitions):
-            stack.callback(partition.finish)
         # Nothing is released before everything is on the stack: if interrupted before that, the caller can close again.
         with stack:
             self._ended = True
             if self.recorder is not None:
                 self.recorder.end()  # early: the remaining steps may outlast a node's shutdown time limit
+
+
+def _each(partitions: Sequence[Partition], end: Callable[[Partition], None]) -> None:
+    """Close or free partitions, each although another fails: ``main`` first, because it applies to all of them what
+    other users of shared storage have dropped."""
+    with contextlib.ExitStack() as stack:
+        for partition in reversed(partitions):
+            stack.callback(to_the_end, functools.partial(end, partition))

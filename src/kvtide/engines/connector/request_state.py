@@ -11,20 +11,7 @@ from kvtide.engines.connector.sessions import SessionPool, TenantSessions
 from kvtide.index.keys import Chain, Extra
 from kvtide.store.match import Load, Match
 
-__all__ = ["Offer", "Probe", "RequestState"]
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A lookup ahead of the engine's question, without a lease."""
-
-    found: Future[bool]
-    until: float
-    """The time until which a prompt that was not found counts as absent."""
-
-    def is_stale(self, now: float) -> bool:
-        """Whether the prompt may be in the store by now, although it was not found."""
-        return now >= self.until and self.found.done() and not self.found.result()
+__all__ = ["Offer", "RequestState"]
 
 
 @dataclass(slots=True)
@@ -55,7 +42,6 @@ class RequestState:
     """Extended on the node thread."""
     extras: Sequence[Extra] = ()
     tenant_sessions: TenantSessions | None = None
-    probe: Probe | None = None
     asked: Future[Offer | None] | None = None
     since: float = 0.0
     """When the request was first looked up; 0 if it was not, or if the result is known."""

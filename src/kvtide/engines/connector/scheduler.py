@@ -6,10 +6,6 @@ the offer, and only until the workers have asked for the blocks' addresses: if t
 fails, and the prefix is computed. Engines ask at every step while a request waits for pages: an offer is made once,
 kept, and released whatever the engine does next.
 
-The prompts that the engine will ask for next are looked up ahead, without a lease (``Probe``). If the node has nothing
-of a prompt, the engine does not wait when it asks. A lookup takes up to a millisecond, and if the answer came after the
-engine's short wait, the request would miss a step, which would then be half empty.
-
 All communication with the node runs on the node thread (``node_thread.py``). The engine's loop waits at most
 milliseconds for it. A late answer means "ask again" for a load, until the request's time limit ends; for a store it is
 used in a later step, if the pages are still there.
@@ -34,7 +30,7 @@ from kvtide.engines.connector.node_thread import NodeThread, attempt
 from kvtide.engines.connector.orders import Loading, Orders
 from kvtide.engines.connector.request import PageGeometry, Pages, Prompt, TokenSource, Work
 from kvtide.engines.connector.request_options import NOTHING
-from kvtide.engines.connector.request_state import Offer, Probe, RequestState
+from kvtide.engines.connector.request_state import Offer, RequestState
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.store_planner import StorePlanner
 from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
@@ -46,10 +42,6 @@ _ANSWER = 2.0
 """Seconds that a request waits for a lookup, but no longer than a quarter of the time to compute its prompt."""
 _LOAD = 10.0
 """Seconds that a request waits for blocks from colder tiers while the cost of computing them is unknown."""
-_AHEAD = 16384
-"""Prompts are looked up ahead up to this many tokens in all: about two steps of an engine."""
-_FRESH = 0.25
-"""Seconds for which a prompt that was not found ahead counts as absent."""
 _OTHERS = 4
 """A request may wait this many times its own limit while the node answers other requests."""
 _ENOUGH = 128
@@ -96,10 +88,6 @@ class Scheduler:
         complete no block: they should cost next to nothing."""
         self._arriving: dict[bytes, str] = {}
         """Blocks being loaded, with the request whose pages they are loaded into."""
-        self._unasked: dict[str, RequestState] = {}
-        """Requests that the engine has not asked for yet."""
-        self._uncounted: list[RequestState] = []
-        """Requests that were not looked up when the engine asked: the node is yet to count their lookups."""
         self._loads: list[Loading] = []
         self._leaving: set[str] = set()
         self._numbers = itertools.count(1)
@@ -119,10 +107,7 @@ class Scheduler:
     # -- loading ------------------------------------------------------------------------------------------
 
     def arrived(self, prompt: Prompt) -> None:
-        self._requests[prompt.id] = r = RequestState(prompt, settled=prompt.options.no_load)
-        if not r.settled and self._loadable(r) >= self._tokens:
-            self._unasked[prompt.id] = r
-            self._look_ahead()
+        self._requests[prompt.id] = RequestState(prompt, settled=prompt.options.no_load)
 
     def matched(self, request: str, have: int) -> int | None:
         """How many tokens beyond ``have`` can be loaded; None: ask again."""
@@ -140,10 +125,6 @@ class Scheduler:
                 r.skip -= 1
                 return None
             if r.asked is None:
-                self._unasked.pop(request, None)
-                if self._is_absent(r, have):
-                    self._uncounted.append(r)
-                    return self._settle(r)
                 r.since, r.heard = r.since or self._now(), 0.0
                 r.asked = self._node_thread.ask(partial(self._find, r, r.unnamed(known), have, self.prefill), None)
             if not self._node_thread.soon(r.asked):
@@ -167,35 +148,6 @@ class Scheduler:
             return None  # the engine will soon have these pages itself
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
-
-    def _look_ahead(self) -> None:
-        """Look up the next prompts."""
-        now, tokens = self._now(), 0
-        for r in self._unasked.values():
-            if tokens >= _AHEAD:
-                break
-            tokens += len(r.prompt.tokens)
-            if r.probe is None or r.probe.is_stale(now):
-                found = self._node_thread.ask(partial(self._probe, r, r.unnamed(self._loadable(r))), True)
-                r.probe = Probe(found, now + _FRESH)
-
-    def _probe(self, r: RequestState, unnamed: tuple[int, Sequence[int]]) -> bool:
-        """Whether the store has the start of a prompt, or is about to have it. Runs on the node thread."""
-        if r.over:
-            return False
-        chain, tenant_sessions = r.named(self._session_pool, *unnamed)
-        # With a speed of 0 computing is never quicker: whether to load is decided when the engine asks.
-        match, _ = tenant_sessions.longest(chain, r.extras, 0, 0, again=True, record=False)
-        with match:
-            return bool(match.tokens or match.pending)
-
-    def _is_absent(self, r: RequestState, have: int) -> bool:
-        """Whether a prompt was just found to be absent. Of a prompt whose first ``have`` tokens are in the engine, the
-        store may have the following blocks without the first."""
-        probe, r.probe = r.probe, None
-        if probe is None or have or self._now() >= probe.until:
-            return False
-        return self._node_thread.soon(probe.found) and not probe.found.result()
 
     def _loadable(self, r: RequestState) -> int:
         """Tokens that may be loaded. An engine that has a whole prompt computes the last token again; a window has
@@ -339,11 +291,6 @@ class Scheduler:
         share = 1.0 if parts or not self._page_geometry.lasting else _DECODING
         orders.stores = attempt(lambda: self._room.stores(now, self._requests, share), [])
         orders.closing = self._room.closing()
-        # After the reservations, because the engine waits for those.
-        for r in self._uncounted:
-            self._node_thread.ask(partial(_count, r), None)
-        self._uncounted = []
-        self._look_ahead()
         self.quiet.update(self._room.quiet(now.values(), self._requests))
         self._node_thread.step()
         return orders
@@ -388,7 +335,6 @@ class Scheduler:
         """Called at the end of a request. Returns whether the engine is to keep its ``pages`` until each worker has
         reported that it no longer needs them."""
         r = self._requests.get(request)
-        self._unasked.pop(request, None)
         if r is not None:
             r.over = True
             if self._room.finished(r, () if r.loading else pages):
@@ -430,14 +376,6 @@ def _held_tokens(match: Match, load: Load) -> int:
     at the end of the load; asking it for fewer maps the blocks' memory, which only workers need."""
     held = match.held_tokens
     return held if held == match.tokens else load.wait().tokens
-
-
-def _count(r: RequestState) -> None:
-    """Look up an absent prompt, for the node's statistics and recording."""
-    if r.chain is not None and r.tenant_sessions is not None:
-        first, r.matched = not r.matched, True
-        match, _ = r.tenant_sessions.longest(r.chain, r.extras, 0, None, record=first)
-        match.release()
 
 
 def _drop(asked: Future[Offer | None]) -> None:

@@ -59,27 +59,17 @@ class TenantSessions:
         return self.layout_sessions[0]
 
     def longest(
-        self,
-        chain: Chain,
-        extras: Sequence[Extra],
-        have: int,
-        prefill: Prefill | None,
-        *,
-        again: bool = False,
-        record: bool,
+        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
     ) -> tuple[Match, WorkerGroup]:
-        """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``again``: it
-        is not counted as a use. ``record``: whether this is the first lookup for the request."""
+        """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
+        whether this is the first lookup for the request."""
         own = self.own
-        best = own.session.match(chain, have=have, prefill=prefill, again=again, record=record)
-        worker_group = own.worker_group
+        best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
         for layout_session in self.layout_sessions[1:]:
             if best.blocks == chain.blocks:
                 break
             try:
-                other = layout_session.session.match(
-                    chain.named, extras, have=have, prefill=prefill, again=again, record=False
-                )
+                other = layout_session.session.match(chain.named, extras, have=have, prefill=prefill, record=False)
             except BaseException:
                 best.release()
                 raise
