@@ -1,7 +1,7 @@
 """Measure the store beside its peers, and write records, plots and docs/benchmarks.md.
 
 The figures are those of ``kvtide bench store``; ``codec``, which is ``kvtide bench codec``; and what only
-kvtide's own bars need: the index at scale, opening a tier, the pipeline and the connector's scheduler. Records go to
+kvtide's own targets need: the index at scale, opening a tier, the pipeline and the connector's scheduler. Records go to
 ``bench/results``; a figure that is not measured this time keeps its last one.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import functools
 import itertools
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -29,7 +30,8 @@ from kvtide.benchmarks import FIGURES, STORAGES, run
 from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
 from kvtide.benchmarks.record import BenchRecord, Contestant, Sample
-from kvtide.benchmarks.settings import NoPeers, Settings
+from kvtide.benchmarks.settings import NoPeers, Settings, check_free_space
+from kvtide.errors import ConfigError
 from kvtide.testing.servers import S3Server, ValkeyServer
 
 OWN: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
@@ -38,7 +40,7 @@ OWN: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "pipeline": bookkeeping.pipeline,
     "scheduler": scheduler,
 }
-"""Figures that only kvtide's own bars need."""
+"""Figures that only kvtide's own targets need."""
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")
 """Its best ways to a disk; those through the page cache end before the bytes are on it."""
 LMCACHE_SERVER = ("handle", "shm")
@@ -186,13 +188,20 @@ def main() -> None:
         with ExitStack() as stack:
             peers = NoPeers() if given.no_peers else RealPeers(stack)
             folder = Path(tempfile.gettempdir())
-            settings = Settings(False, folder, "make bench", _progress, peers)
-            for record in _records(settings, given.figures or known):
+            command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
+            settings = Settings(False, folder, command, _progress, peers)
+            names = given.figures or known
+            if names != ["codec"]:  # all others may write to the folder
+                try:
+                    check_free_space(settings)
+                except ConfigError as e:
+                    parser.exit(1, f"{e}\n")
+            for record in _records(settings, names):
                 record.write(RESULTS)
                 told = "" if record.ratio is None else f", {record.ratio:.2f} x {record.against}"
                 print(f"{record.name}: {record.ours:g} {record.unit}{told}{_verdict(record.met)}", flush=True)
                 missed += record.met is False
-        print(f"{missed} bars missed" if missed else "all bars met")
+        print(f"{missed} targets missed" if missed else "all targets met")
     write_report()
 
 

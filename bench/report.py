@@ -26,9 +26,10 @@ PARTS = {
     "direct I/O of whole blocks at the same depth into a file whose extents were written before. The peers do not "
     "verify. "
     "A virtual machine's first direct read into memory that its host has not written for some seconds runs "
-    "slower, so each contestant goes once over its memory right before the turn that counts. The arena of an embedded "
-    "store is in huge pages where the system gives them; a node's is shared memory, which the kernel is asked to "
-    'collapse into huge pages: the figures named "shared" say how much remains. At 2 MiB our own Python '
+    "slower, so each contestant accesses all its memory once right before the measurement that counts. The arena "
+    "of an embedded store is in huge pages where the system gives them; a node's is shared memory, which the "
+    'kernel is asked to collapse into huge pages: the figures named "shared" say how much remains. At 2 MiB our '
+    "own Python "
     "counts: 64 calls for checksums, a header and two journal records a block.",
     "sealed": "The same, encrypted with a key for the tenant and verified by its tags, beside blocks in the open. "
     "Where the cipher is not the limit (16 cores, below) blocks of 32 MiB load nearly as fast as in the open; those "
@@ -49,12 +50,16 @@ PARTS = {
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "
     "with all that an engine asks and gives back at a time.",
     "probe": "Can a tenant tell by the time of a match, or to the first token, that another has cached a prompt? "
-    "Prompts that another tenant has cached, that nobody has, and that who asks has itself, as many of each, asked "
-    "for once, in an order that was drawn. `p` is how likely times differ as much by chance alone, by the "
-    "Mann-Whitney and Kolmogorov-Smirnov tests (twice the smaller; both are the lowest and highest). Above 0.01 "
-    "no difference was measured; that one's own prompts are far below says that the test can see. With `files`, "
-    "prompts have to be looked for in a folder that others write to as well. `vllm` is the time to the first "
-    "token of a real engine, the tenants told apart by their salts: `.venv-vllm/bin/python -m bench.vllm probe`.",
+    "One tenant asks for three kinds of prompts: those that another tenant has cached, those that nobody has cached, "
+    "and those that it has cached itself. There are as many of each kind; each prompt is asked for once, in random "
+    "order. The times of the first and of the third kind are compared with those of the second. `p` is the probability "
+    "that chance alone makes times differ as much: twice the smaller result of the Mann-Whitney and the "
+    "Kolmogorov-Smirnov test (the column of lowest and highest has the results of the two tests). A `p` above 0.01 "
+    "means that no difference was found. The tenant's own prompts have a far smaller `p`, which shows that the "
+    "tests do find a "
+    "difference where there is one. With `files`, prompts have to be looked for in a folder that other hosts write to "
+    "as well. `vllm` is the time to the first token of a real engine, whose tenants differ in their cache salts: "
+    "`.venv-vllm/bin/python -m bench.vllm probe`.",
     "codec": "The KV of a real model (SmolLM2-135M-Instruct, 4,096 tokens of each of three texts) in every lossy form "
     "and through the lossless codec. Divergence is that of what the model expects next, over KV that went through the "
     "form, from what it expects over KV as computed, at each of the 512 tokens that follow; agreement is how often its "
@@ -125,19 +130,36 @@ def page(records: Sequence[BenchRecord]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `make bench` from the records in `bench/results`; do not edit. Contestants take turns within one",
-        "run; ours is the median of the rounds, the ratio the median of the rounds' ratios. Peers: LMCache 0.5.6 in",
-        "process (`mp` is its StorageManager, `legacy` its older backends) and vLLM 0.32.0's `fs` tier, each in an",
-        "environment of its own. For a look at your own machine, without peers: `kvtide bench store --quick`. A record",
-        "keeps the command with which it was measured; `scale`, `opening`, `pipeline` and `scheduler`, once figures of",
-        "`kvtide bench store`, are now measured by `python -m bench NAME`, and the connector on a GPU by",
+        "Written by `make bench` from the records in `bench/results`; do not edit. A *contestant* is a system that",
+        "does the task of a figure: kvtide, a peer, or a plain program that shows the limit of the hardware. All",
+        "contestants of a figure are measured in one run: in every round each of them does the task once, one after",
+        "the other, so that a change in the machine's load affects all of them. A *target* is a value that",
+        "kvtide should reach; the records call it `bar`. The columns:",
+        "",
+        "| column | meaning |",
+        "|---|---|",
+        "| figure, unit | the name of the measurement, and the unit of all values in its row except the ratio |",
+        "| ours | kvtide's value, the median of all rounds |",
+        "| lowest to highest (rounds) | kvtide's lowest and highest value in a round, and the number of rounds |",
+        "| limit | the value of the plain program, such as a memcpy or raw direct I/O, in the same run |",
+        "| peers | the values of other systems in the same run |",
+        "| ratio | kvtide compared with the named reference, usually the limit or a peer: the median of the rounds' "
+        "ratios. More than 1 means that kvtide is better, whether the unit is a speed or a cost |",
+        "| target | the target, and whether it was met. It applies to the ratio, or to kvtide's value if there is "
+        "no ratio |",
+        "| note | what was measured, where the name does not say it |",
+        "",
+        "The peers are LMCache 0.5.6 in process (`mp` is its StorageManager, `legacy` its older backends), LMCache's",
+        "server, and vLLM 0.32.0's `fs` tier, each in an environment of its own. To measure your machine, without",
+        "peers: `kvtide bench store --quick`. A record keeps the command with which it was measured; `scale`,",
+        "`opening`, `pipeline` and `scheduler` are measured by `python -m bench NAME`, and the connector on a GPU by",
         "`python -m bench.connector`.",
         "",
     ]
     if records:
         lines += [f"Machine: {records[0].machine}.", ""]
     missed = [r.name for r in records if r.met is False]
-    lines += [f"Bars missed: {', '.join(missed) if missed else 'none'}.", ""]
+    lines += [f"Targets missed: {', '.join(missed) if missed else 'none'}.", ""]
     for part, text in PARTS.items():
         mine = [r for r in records if r.name.split("-")[0] == part]
         if not mine:
@@ -146,7 +168,7 @@ def page(records: Sequence[BenchRecord]) -> str:
         if any(_plotted(r) for r in mine):
             lines += [f"![{part}](plots/{part}.svg)", ""]
         lines += [
-            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
+            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | target | note |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_row(r) for r in mine),
             "",
@@ -166,7 +188,7 @@ def _elsewhere() -> list[str]:
             "",
             f"![{name}](plots/{name}.svg)",
             "",
-            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | asked for | note |",
+            "| figure | unit | ours | lowest to highest (rounds) | limit | peers | ratio | target | note |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_row(r) for r in records),
             "",

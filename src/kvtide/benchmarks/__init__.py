@@ -1,9 +1,8 @@
-"""Benchmarks that a user runs on his own machine, compared with memory and the disk. Those that serve only the
+"""Benchmarks that a user runs on their machine, compared with memory and the disk. Those that serve only the
 development of kvtide are in ``bench/``, beside the other systems that it is compared with."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.benchmarks.disk import nvme
@@ -13,9 +12,8 @@ from kvtide.benchmarks.memory import dram, match
 from kvtide.benchmarks.node import node
 from kvtide.benchmarks.probe import probe
 from kvtide.benchmarks.record import BenchRecord
-from kvtide.benchmarks.settings import MIB, Settings, chosen
+from kvtide.benchmarks.settings import Settings, check_free_space, chosen
 from kvtide.benchmarks.storage import objects, valkey
-from kvtide.errors import ConfigError
 
 __all__ = ["FIGURES", "run"]
 
@@ -37,8 +35,6 @@ STORAGES = ("objects", "valkey")
 def run(settings: Settings, only: Sequence[str] = ()) -> Iterator[BenchRecord]:
     """Run all benchmarks, or only the named ones."""
     figures = chosen(FIGURES, only or [name for name in FIGURES if name not in STORAGES])
-    free = shutil.disk_usage(settings.folder).free
-    if free < (4 if settings.quick else 16) * 1024 * MIB:
-        raise ConfigError(f"{settings.folder} has only {free // MIB} MiB free; give --path on a disk with more")
+    check_free_space(settings)
     for measure in figures:
         yield from measure(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "Peers",
     "Settings",
     "block_sources",
+    "check_free_space",
     "chosen",
     "configured",
     "environment",
@@ -104,6 +106,16 @@ def chosen(figures: Mapping[str, F], only: Sequence[str]) -> list[F]:
         if name not in figures:
             raise ConfigError(f"there is no figure {name!r}; choose of {', '.join(figures)}")
     return [figures[name] for name in only or figures]
+
+
+def check_free_space(settings: Settings) -> None:
+    """Raises ConfigError if the folder has less free space than the largest benchmark may write."""
+    free, needed = shutil.disk_usage(settings.folder).free, (4 if settings.quick else 16) * 1024 * MIB
+    if free < needed:
+        raise ConfigError(
+            f"{settings.folder} has only {free // MIB} MiB free, and benchmarks may need {needed // MIB}; choose a "
+            "folder on a disk with more (--path of kvtide bench, or the environment variable TMPDIR)"
+        )
 
 
 def configured(**sections: Any) -> configuration.Config:
