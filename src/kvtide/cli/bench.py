@@ -59,7 +59,7 @@ def store(
 ) -> None:
     """The store: match, DRAM, NVMe, shared files, encrypted blocks, the node, what tenants can learn, and storage.
 
-    Contestants take turns; figures are medians, with the lowest and highest round. Speeds are compared with a plain
+    The variants take turns; figures are medians, with the lowest and highest round. Speeds are compared with a plain
     memcpy, raw direct I/O and plain clients in the same run. Separate temporary stores are used: the store that you
     have configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in
     a folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
