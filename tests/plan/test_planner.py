@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvtide import Group, Kind, Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
-from kvtide.plan.cost import Speed
 from kvtide.plan.planner import Plan, Planner, Source
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
+from kvtide.plan.tier_speed import Speed
 from kvtide.testing import blocks
 from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, keep, open_store, prompt
 

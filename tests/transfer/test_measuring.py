@@ -15,7 +15,7 @@ from kvtide import Store, config
 from kvtide.block import Span
 from kvtide.clock import SystemClock
 from kvtide.errors import TierError
-from kvtide.plan.cost import SpeedStatistics
+from kvtide.plan.tier_speed import SpeedStatistics
 from kvtide.testing.clock import FakeClock
 from kvtide.tiers.disk import Disk
 from kvtide.tiers.nvme import measure

@@ -10,7 +10,7 @@ import pytest
 
 from kvtide import Session, Store, config
 from kvtide.index.index import DRAM, SEALED, Index
-from kvtide.plan.cost import Speed
+from kvtide.plan.tier_speed import Speed
 from kvtide.testing.clock import FakeClock
 from kvtide.transfer import prefetch
 from kvtide.transfer.prefetch import Prefetcher

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kvtide.plan.cost import SpeedStatistics
+    from kvtide.plan.tier_speed import SpeedStatistics
     from kvtide.store.node_statistics import Status
 
 __all__ = ["app"]

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from kvtide.block import Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows, every
-from kvtide.plan.cost import Speed
 from kvtide.plan.prefill import PrefillCost
+from kvtide.plan.tier_speed import Speed
 
 __all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
 

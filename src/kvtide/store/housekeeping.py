@@ -1,4 +1,4 @@
-"""The thread of a partition that removes expired blocks, and prefetches expected prompts.
+"""The thread of a partition that removes expired blocks (``Partition.tidy``), and prefetches expected prompts.
 
 It sleeps until work is due, and then works in slices (``kvtide.index.slices``), so that no caller waits long for it. It
 starts when the first block gets an expiry or is expected back, ends when the partition is closed, and does not keep

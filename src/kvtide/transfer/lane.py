@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from kvtide.clock import Clock
-from kvtide.plan.cost import Speed, SpeedStatistics
+from kvtide.plan.tier_speed import Speed, SpeedStatistics
 from kvtide.tiers.base import NOWHERE, Read, ReadDone, ReadResult, Tier, Write
 
 __all__ = ["Lane", "LaneStatistics"]

@@ -24,7 +24,7 @@ from typing import Protocol
 from kvtide.clock import Clock
 from kvtide.counts import Count
 from kvtide.index.index import Index
-from kvtide.plan.cost import Speed
+from kvtide.plan.tier_speed import Speed
 from kvtide.transfer.transfer import Transfer
 
 __all__ = ["PrefetchBackend", "Prefetcher"]

@@ -244,7 +244,7 @@ def test_a_worker_that_is_cut_off_costs_one_store(engines: Engines, rank: int) -
     serve(toy, "first", prompt(1))
 
     def cut() -> None:
-        client = toy.workers[rank]._connector.client()
+        client = toy.workers[rank]._node_access.client()
         client.link.close()
         eventually(lambda: client.connected)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.engines.connector.node_connector import NodeConnector
+from kvtide.engines.connector.node_access import NodeAccess
 from kvtide.index.keys import Chain, Extra, Model, Tenant
 from kvtide.node.client.client import Client
 from kvtide.node.client.workers import WorkerGroup
@@ -91,19 +91,19 @@ class SessionPool:
     ) -> None:
         """``models`` differ in their layouts only; the engine's own layout comes first."""
         self.clock = clock or SystemClock()
-        self._connector = NodeConnector(dial, self.clock)
+        self._node_access = NodeAccess(dial, self.clock)
         self._models = models
         self._ranks = ranks
         self._session_pool: OrderedDict[bytes, TenantSessions] = OrderedDict()
 
     def client(self) -> Client:
         """Raises NodeUnavailable if no node can be reached."""
-        return self._connector.client()
+        return self._node_access.client()
 
     @property
     def dram(self) -> int:
         """DRAM budget in bytes for the node's blocks; 0 until a node was reached. May be called from any thread."""
-        return self._connector.dram
+        return self._node_access.dram
 
     def dropped(self, reason: DropReason, blocks: int) -> None:
         """Report blocks that could not be stored: see ``Client``."""
@@ -163,4 +163,4 @@ class SessionPool:
 
     def close(self) -> None:
         self._session_pool.clear()
-        self._connector.close()
+        self._node_access.close()

@@ -30,7 +30,7 @@ import numpy as np
 from kvtide import forks
 from kvtide.block import Layout, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.engines.connector.node_connector import NodeConnector
+from kvtide.engines.connector.node_access import NodeAccess
 from kvtide.engines.connector.node_thread import NodeThread
 from kvtide.engines.connector.orders import Loading, Orders, Storing
 from kvtide.engines.paged.mover import Move, Mover
@@ -117,7 +117,7 @@ class ConnectorWorker:
         tokens of a page of each group as the scheduler counts pages; such a page may be several pages in memory."""
         clock = clock or SystemClock()
         self._now = clock.monotonic
-        self._connector = NodeConnector(dial, clock)
+        self._node_access = NodeAccess(dial, clock)
         self._rank = rank
         self._see = pages
         self._tokens = tokens
@@ -135,7 +135,7 @@ class ConnectorWorker:
         self._bad: set[str] = set()
         self._lost: list[str] = []
         self._moved = Moved()
-        self._node_thread.ask(self._connector.client, None)  # connect early, so that the first request finds a client
+        self._node_thread.ask(self._node_access.client, None)  # connect early, so that the first request finds a client
         self._origin = forks.here
         _alive.add(self)
 
@@ -200,7 +200,7 @@ class ConnectorWorker:
         """Join a worker group. Groups that are ``busy`` are not left: the node would reuse the memory of their
         blocks."""
         if group_token not in self._workers:
-            self._workers[group_token] = self._connector.client().join(group_token, self._rank)
+            self._workers[group_token] = self._node_access.client().join(group_token, self._rank)
             idle = [c for c in self._workers if c not in busy]
             for one in idle[: max(0, len(self._workers) - _GROUPS)]:
                 self._workers.pop(one).close()
@@ -342,7 +342,7 @@ class ConnectorWorker:
     def _dropped(self, answer: Future[_Visited | None], tokens: int) -> None:
         visited = answer.result()
         if visited is not None:
-            self._connector.client().dropped("late", tokens // visited.worker.layout.block_tokens)
+            self._node_access.client().dropped("late", tokens // visited.worker.layout.block_tokens)
 
     def take(self) -> Moved:
         moved, self._moved = self._moved, Moved()
@@ -372,7 +372,7 @@ class ConnectorWorker:
     def _hang_up(self) -> None:
         for worker in self._workers.values():
             worker.close()
-        self._connector.close()
+        self._node_access.close()
 
 
 _alive: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from kvtide.errors import KvtideError
 from kvtide.node.client.client import Client
 from kvtide.node.client.link import NodeUnavailable
 
-__all__ = ["NodeConnector"]
+__all__ = ["NodeAccess"]
 
 log = logging.getLogger("kvtide.engines")
 
@@ -23,7 +23,7 @@ _AGAIN = 30.0
 """Seconds between attempts."""
 
 
-class NodeConnector:
+class NodeAccess:
     """For use by the node thread."""
 
     def __init__(self, dial: Callable[[], Client], clock: Clock) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.plan.cost import Speed
+from kvtide.plan.tier_speed import Speed
 
 
 def test_before_any_measurement_it_is_a_guess_and_says_so() -> None:
