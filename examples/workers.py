@@ -21,9 +21,8 @@ def work(address: str, token: str, rank: int, loads: list[str], stores: list[str
             me.part("full", view)[:] = rank + 1  # stands for what this rank's GPU has computed
         for loaded in filter(None, step.loads):
             right = all((me.part("full", view) == rank + 1).all() for view in loaded.blocks)
-            # One write for the whole line: the other worker writes to the same output.
             line = f"worker {rank} has its heads of {loaded.tokens} tokens, right in every byte: {right}\n"
-            print(line, end="", flush=True)
+            print(line, end="", flush=True)  # in one write: the other worker prints too
 
 
 if __name__ == "__main__":
