@@ -441,17 +441,19 @@ class Partition:
     def drop_here(self, keys: Sequence[BlockKey]) -> None:
         """Drop blocks without waiting, but leave shared storage alone. Raises ClosedError if the tiers are closed: then
         the blocks would be on the disk when it is opened again."""
+        self._check_open()
+        self._drop(keys)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("blocks are not dropped: the store is closed")
-        self._drop(keys)
 
     def _drop(self, keys: Sequence[BlockKey]) -> None:
         self.pipeline.drop(keys, lambda failed: None, shared=False)
 
     def forget_here(self, tenant: bytes) -> None:
         """Drop a tenant's blocks without waiting, but leave shared storage alone."""
-        if self._closed:
-            raise ClosedError("a tenant's blocks are not dropped: the store is closed")
+        self._check_open()
         with self.pipeline.forgetting(tenant):
             self.drop_here(self.shred(tenant, ()))
             self._zero_traces_later(tenant)

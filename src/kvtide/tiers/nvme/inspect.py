@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -628,6 +628,12 @@ def _damage(place: int, key: str, why: Rejected) -> Damage:
     return Damage(segment_of(place), slot_of(place), key, str(why), why.reason)
 
 
+def _reasons(found: Sequence[Damage]) -> str:
+    """How many blocks have each reason, the most frequent first."""
+    counted = Counter(d.reason for d in found)
+    return ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
+
+
 def advice(report: InspectionReport) -> list[str]:
     """What happens to the findings, and what the operator can do. There is no repair step: the next opening handles
     them."""
@@ -667,18 +673,14 @@ def advice(report: InspectionReport) -> list[str]:
             "reused in the current format once its blocks are gone."
         )
     if report.kept:
-        reasons = Counter(d.reason for d in report.kept)
-        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         said.append(
-            f"{len(report.kept)} records were written by another version of kvtide ({listed}). They are misses, but "
-            "stay where they are and count; upgrade kvtide to use them, or drop their blocks."
+            f"{len(report.kept)} records were written by another version of kvtide ({_reasons(report.kept)}). They are "
+            "misses, but stay where they are and count; upgrade kvtide to use them, or drop their blocks."
         )
     if report.damaged:
-        reasons = Counter(d.reason for d in report.damaged)
-        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         said.append(
-            f"{len(report.damaged)} damaged blocks ({listed}) are misses: each is dropped when it is first asked for "
-            "and computed again, and its slot is reused. Nothing needs to be done."
+            f"{len(report.damaged)} damaged blocks ({_reasons(report.damaged)}) are misses: each is dropped when it is "
+            "first asked for and computed again, and its slot is reused. Nothing needs to be done."
         )
         codes = {d.code for d in report.damaged}
         if codes & NO_KEY:
