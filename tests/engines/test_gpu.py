@@ -32,9 +32,14 @@ def engine(pages: int, fill: int | None = None) -> list[torch.Tensor]:
     return [(bits + i).view(torch.bfloat16) for i in range(4)]
 
 
+@pytest.mark.parametrize("uninterrupted", [1, 100_000, 32 * MIB])
 @pytest.mark.parametrize("staging", [4096, 300_000, None])
-def test_staging_may_be_smaller_than_a_block(staging: int | None) -> None:
-    """Many blocks in one buffer, or some sections of one: the bytes are the same. Several moves at once."""
+def test_staging_may_be_smaller_than_a_block(
+    staging: int | None, uninterrupted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many blocks in one buffer, or some sections of one, with and without pauses: the bytes are the same. Several
+    moves at once."""
+    monkeypatch.setattr("kvtide.engines.paged.gpu._UNINTERRUPTED", uninterrupted)
     order = np.random.default_rng(0).permutation(20 * 16).reshape(20, 16)
     before = engine(20 * 16)
     with kvtide.open(dram={"budget": "512MiB"}, nvme={"path": ""}) as store:
@@ -63,6 +68,28 @@ def test_staging_may_be_smaller_than_a_block(staging: int | None) -> None:
         ours.close()
         with pytest.raises(ClosedError):
             ours.store(pages, [])
+
+
+def test_an_engines_own_copy_to_the_host_does_not_wait_for_a_whole_store() -> None:
+    """It copies the tokens of each step, and the GPU executes all copies to the host in one order."""
+    blocks = 2048
+    caches = engine(blocks * 16, fill=1)
+    order = np.arange(blocks * 16).reshape(blocks, 16)
+    with kvtide.open(dram={"budget": "1536MiB", "prefault": True}, nvme={"path": ""}) as store:
+        session = store.session(kvtide.Model(LAYOUT, "gpu"))
+        ours, pages = mover(torch.device("cuda")), Pages.of(LAYOUT, "full", caches, "k p t h d")
+        tokens, token = torch.zeros(64, device="cuda"), torch.zeros(64, pin_memory=True)
+        with session.reserve(np.arange(blocks * 256, dtype=np.uint32)) as held:
+            copies = [Copy(v, p) for v, p in zip(held.views, order, strict=True)]
+            ours.store(pages, copies).wait()  # the memory is registered with the driver at its first use
+            move = ours.store(pages, copies)
+            move.join()  # all of it is queued
+            with torch.cuda.stream(torch.cuda.Stream()):
+                token.copy_(tokens, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+            assert not move.done()
+            move.wait()
+        ours.close()
 
 
 @pytest.mark.parametrize("staging", [300_000, None])

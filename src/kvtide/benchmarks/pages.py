@@ -4,11 +4,14 @@ For the shape of a whole model the limit is large copies between the GPU and pin
 reach that: a rank's heads are rows with the heads of other ranks between them, and small blocks make small pieces.
 Their limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. The speed of
 the gather kernel alone is reported too.
+
+Meanwhile an engine copies the tokens of each step to the host. How long such a small copy takes while blocks are stored
+is compared with the same beside large copies that are queued without pauses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -167,6 +170,14 @@ class PagedEngine:
             "both": timed(go, 0, 1, nbytes=2 * self.nbytes),
         }
 
+    def own_copy(self) -> Mapping[str, Sample]:
+        """A small copy to the host while blocks are stored."""
+        move = self._mover.store(self._pages, self._first)
+        move.join()  # all of it is queued
+        sample = timed(_small_copy)
+        move.wait()
+        return {"copy": sample}
+
     def gather(self) -> float:
         """GB/s of the kernel alone, with as many blocks as fit into a buffer."""
         from kvtide.engines.paged.gpu import AT_ONCE, launch, word_of
@@ -184,6 +195,29 @@ class PagedEngine:
         end.synchronize()
         seconds: float = start.elapsed_time(end) / 1e3
         return 10 * len(some) * block / seconds / 1e9
+
+
+def _small_copy() -> None:
+    """What an engine copies to the host at each step."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.zeros(64, dtype=torch.int64, device="cuda").to("cpu")
+
+
+def _queued(nbytes: int) -> Contestant:
+    """A small copy to the host while as many bytes in large copies are queued."""
+    there = torch.empty(8, nbytes // 8, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(8, nbytes // 8, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream()
+
+    def contestant() -> Mapping[str, Sample]:
+        with torch.cuda.stream(stream):
+            for part in range(8):
+                pinned[part].copy_(there[part], non_blocking=True)
+        sample = timed(_small_copy)
+        torch.cuda.synchronize()
+        return {"copy": sample}
+
+    return contestant
 
 
 def bus(nbytes: int) -> Contestant:
@@ -226,6 +260,14 @@ def _pages(settings: Settings, shape: PagesShape) -> Iterator[BenchRecord]:
         limit = engine.alone() if shape.pieces else bus(engine.nbytes)
         rounds = compare({"kvtide": ours, "limit": limit}, settings.rounds(15, 5), settings.progress)
         gathered = engine.gather()
+        if not shape.pieces:
+            contestants = {
+                "kvtide": engine.own_copy,
+                "queued": _queued(engine.nbytes),
+                "alone": lambda: {"copy": timed(_small_copy)},
+            }
+            waits = compare(contestants, settings.rounds(15, 5), settings.progress, warm_up=3)
+            yield _own_copy(settings, shape, {name: [s.seconds for s in one["copy"]] for name, one in waits.items()})
     named = f"the DMA alone, of {shape.pieces}" if shape.pieces else "large copies of pinned memory"
     for task in ("out", "in", "both"):
         yield figure(
@@ -239,3 +281,18 @@ def _pages(settings: Settings, shape: PagesShape) -> Iterator[BenchRecord]:
             note=f"{shape.note}; pages of {_PAGE} tokens in a random order; {torch.cuda.get_device_name()}; limit: "
             f"{named}; the kernel gathers {gathered:,.0f} GB/s alone",
         )
+
+
+def _own_copy(settings: Settings, shape: PagesShape, seconds: Mapping[str, Sequence[float]]) -> BenchRecord:
+    return figure(
+        "gpu-own-copy",
+        "ms",
+        [1e3 * s for s in seconds["kvtide"]],
+        better="lower",
+        limit=[1e3 * s for s in seconds["alone"]],
+        against="the same beside as many bytes in large copies",
+        reference=[1e3 * s for s in seconds["queued"]],
+        command=settings.command,
+        note=f"a copy of 512 bytes to the host, as engines make at each step, while {shape.blocks} blocks are stored; "
+        f"{shape.note}; {torch.cuda.get_device_name()}; limit: nothing else is copied",
+    )

@@ -20,7 +20,9 @@ from kvtide.engines.connector.store_planner import StorePlanner
 from kvtide.engines.paged import packing
 from kvtide.errors import ConfigError
 from kvtide.index.keys import Model, Tenant
+from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
+from kvtide.node.client.link import NodeLink
 from kvtide.plan.prefill import PrefillCost
 from tests.engines.connector.conftest import Engines, windows
 from tests.engines.connector.toy import Request, Toy
@@ -185,6 +187,51 @@ def test_packings_are_converted_on_load(engines: Engines) -> None:
     for layout in layouts:
         toy = engines(layout=layout, others=[other for other in layouts if other != layout], ranks=2)
         assert [serve(toy, f"of {name}", prompt(name)).cached for name in packing.names()] == [256] * len(layouts)
+
+
+def test_a_prompt_that_is_nowhere_is_looked_up_with_two_requests(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many packings the engine can read: it waits for each request."""
+    layouts = [
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in packing.names()
+    ]
+    toy = engines(layout=layouts[0], others=layouts[1:])
+    serve(toy, "which opens the sessions", prompt(1))
+    sent: list[list[type]] = []
+    ask = NodeLink.ask
+
+    def counted(link: NodeLink, operations: list[p.Operation]) -> list[p.Answer]:
+        sent.append([type(operation) for operation in operations])
+        return ask(link, operations)
+
+    monkeypatch.setattr(NodeLink, "ask", counted)
+    serve(toy, "new", prompt(2))
+    looked = [types for types in sent if p.Match in types or p.Find in types]
+    assert looked == [[p.Match], [p.Find] * (len(layouts) - 1)]
+
+
+@pytest.mark.parametrize(("own", "other"), [(0, 1), (0, 4), (1, 4), (3, 4), (4, 1), (4, 4)])
+def test_the_longest_prefix_of_all_packings_is_loaded(engines: Engines, own: int, other: int) -> None:
+    plain, vec = (
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
+    )
+    for layout, blocks in ((plain, own), (vec, other)):
+        serve(engines(layout=layout), f"writer of {blocks}", prompt(1)[: blocks * BLOCK + 1])
+    assert serve(engines(layout=plain, others=[vec]), "reader", prompt(1)).cached == BLOCK * max(own, other)
+
+
+def test_a_window_in_another_packing_is_found_without_its_first_blocks(node: Process, engines: Engines) -> None:
+    plain, vec = (
+        Layout((Group("window", Kind.WINDOW, 2, 4, 32, "bfloat16", window=40, packing=name),), BLOCK)
+        for name in ("plain", "vec")
+    )
+    serve(engines(layout=vec), "writer", prompt(1))
+    with Client(node.path) as client:
+        session = client.session(Model(vec, "given:toy"))
+        session.drop(prompt(1)[:BLOCK])
+        assert session.find(prompt(1)) == [False, True, True, True]
+    assert serve(engines(layout=plain, others=[vec]), "reader", prompt(1)).cached == 256
 
 
 def test_a_converted_prefix_is_stored_again_only_for_what_follows_it(node: Process, engines: Engines) -> None:

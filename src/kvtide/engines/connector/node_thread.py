@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -36,11 +38,14 @@ _CLOSING = 3.0
 
 
 class NodeThread:
-    """Runs calls one after the other. ``ask`` may be called from any thread, ``soon`` only from the engine's."""
+    """Runs calls one after the other. ``ask`` may be called from any thread, all else only from the engine's."""
 
     def __init__(self, name: str) -> None:
         self._calls = SerialExecutor(name)
         self._calls.put(unbind_thread)
+        self._in_turn: deque[Callable[[], None]] = deque()
+        """Calls of ``ask_in_turn``: the one that runs, or is queued to run, and those after it."""
+        self._turn_lock = threading.Lock()
         self._late: Future[Any] | None = None
         """A call whose answer did not arrive in time. Until it is done, the loop does not wait for other answers."""
         self._waited = 0.0
@@ -52,6 +57,28 @@ class NodeThread:
         answer: Future[T] = Future()
         self._calls.put(lambda: answer.set_result(attempt(job, otherwise)))
         return answer
+
+    def ask_in_turn(self, job: Callable[[], T], otherwise: T) -> Future[T]:
+        """As ``ask``, for calls of which there may be many: they run in their order, but after each of them the calls
+        of ``ask`` go first."""
+        answer: Future[T] = Future()
+        with self._turn_lock:
+            if not self._in_turn:
+                self._calls.put(self._next_in_turn)
+            self._in_turn.append(lambda: answer.set_result(attempt(job, otherwise)))
+        return answer
+
+    def _next_in_turn(self) -> None:
+        with self._turn_lock:
+            if not self._in_turn:  # the caller was interrupted
+                return
+        try:
+            self._in_turn[0]()
+        finally:
+            with self._turn_lock:
+                self._in_turn.popleft()
+                if self._in_turn:
+                    self._calls.put(self._next_in_turn)
 
     def soon(self, answer: Future[T], share: float = 1.0) -> bool:
         """Return whether the answer has arrived, waiting for what is left of this step's limit, or of a ``share`` of

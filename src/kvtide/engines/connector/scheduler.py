@@ -126,7 +126,9 @@ class Scheduler:
                 return None
             if r.asked is None:
                 r.since, r.heard = r.since or self._now(), 0.0
-                r.asked = self._node_thread.ask(partial(self._find, r, r.unnamed(known), have, self.prefill), None)
+                find = partial(self._find, r, r.unnamed(known), have, self.prefill)
+                # Stores of this step must not wait for the lookups of all prompts that arrived together.
+                r.asked = self._node_thread.ask_in_turn(find, None)
             if not self._node_thread.soon(r.asked):
                 return None if self._waits(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
@@ -222,7 +224,7 @@ class Scheduler:
         asked, offer = r.asked, r.offer
         r.asked = r.offer = None
         if asked is not None:
-            self._node_thread.ask(partial(_drop, asked), None)
+            self._node_thread.ask_in_turn(partial(_drop, asked), None)
         if offer is not None:
             self._node_thread.ask(offer.match.release, None)
 

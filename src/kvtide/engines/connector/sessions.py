@@ -11,12 +11,13 @@ import contextlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.connector.node_access import NodeAccess
 from kvtide.index.keys import Chain, Extra, Model, Tenant
+from kvtide.node.client.backend import RemoteBackend, find_each
 from kvtide.node.client.client import Client
 from kvtide.node.client.workers import WorkerGroup
 from kvtide.node.protocol import DropReason
@@ -43,6 +44,12 @@ class _LayoutSession:
     session: Session
     worker_group: WorkerGroup
 
+    @property
+    def backend(self) -> RemoteBackend:
+        backend = self.session.backend
+        assert isinstance(backend, RemoteBackend)
+        return backend
+
 
 @dataclass(slots=True)
 class TenantSessions:
@@ -65,18 +72,32 @@ class TenantSessions:
         whether this is the first lookup for the request."""
         own = self.own
         best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
-        for layout_session in self.layout_sessions[1:]:
-            if best.blocks == chain.blocks:
-                break
-            try:
+        try:
+            for layout_session in self._others_with_more(chain, extras, best.blocks):
                 other = layout_session.session.match(chain.named, extras, have=have, prefill=prefill, record=False)
-            except BaseException:
-                best.release()
-                raise
-            if other.tokens > best.tokens:
-                best, other, worker_group = other, best, layout_session.worker_group
-            other.release()
+                if other.tokens > best.tokens:
+                    best, other, worker_group = other, best, layout_session.worker_group
+                other.release()
+                if best.blocks == chain.blocks:
+                    break
+        except BaseException:
+            best.release()
+            raise
         return best, worker_group
+
+    def _others_with_more(self, chain: Chain, extras: Sequence[Extra], blocks: int) -> Iterator[_LayoutSession]:
+        """The sessions of other layouts that may have a longer prefix of the prompt than ``blocks`` blocks. Most
+        prompts are in none of them, and the engine waits: one request for all is quicker than a match of each."""
+        others = self.layout_sessions[1:]
+        if not others or blocks >= chain.blocks:
+            return
+        # A longer prefix has the next block, unless it is a window's: of that one, the first blocks may be missing.
+        window = any(group.window for group in self.own.session.layout.groups)
+        known = chain.named if window else chain.named[: (blocks + 1) * chain.block_tokens]
+        found = find_each([(other.backend, other.session.chain(known, extras)) for other in others])
+        for other, there in zip(others, found, strict=True):
+            if any(there[blocks:]):
+                yield other
 
     def close(self) -> None:
         for layout_session in self.layout_sessions:

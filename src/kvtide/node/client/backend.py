@@ -215,12 +215,17 @@ class RemoteBackend:
 
     def find(self, names: BlockNames) -> list[bool]:
         try:
-            link, session = self._session()
-            found = link.ask_one(p.Find(session, names.joined))
+            link, operation = self.finding(names)
+            found = link.ask_one(operation)
             assert isinstance(found, p.Found)
             return found.blocks
         except NodeUnavailable:
             return [False] * names.blocks
+
+    def finding(self, names: BlockNames) -> tuple[NodeLink, p.Find]:
+        """The request of ``find``, and the link to send it over. Raises NodeUnavailable."""
+        link, session = self._session()
+        return link, p.Find(session, names.joined)
 
     def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
@@ -477,3 +482,16 @@ class RemoteBackend:
         with contextlib.suppress(NodeUnavailable), self._lock:
             if self._link is not None and self._link.alive:
                 self._link.post(p.Close(self._number))
+
+
+def find_each(prompts: Sequence[tuple[RemoteBackend, BlockNames]]) -> list[list[bool]]:
+    """``find`` for each of these prompts, in one request. All backends are of one client. What the node refuses to look
+    up counts as not found."""
+    found = [[False] * names.blocks for _, names in prompts]
+    try:
+        requests = [backend.finding(names) for backend, names in prompts]
+        # If the link was replaced between two of these, the node that is asked does not know the earlier sessions.
+        answers = requests[-1][0].ask([operation for _, operation in requests]) if requests else []
+    except NodeUnavailable:
+        return found
+    return [a.blocks if isinstance(a, p.Found) else none for a, none in zip(answers, found, strict=True)]
