@@ -23,7 +23,7 @@ from kvtide.index.index import DRAM, Index
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.admit import Through
 from kvtide.plan.policy import Lru
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.tiers.base import Identity, Read, Write
 from kvtide.tiers.dram.tier import Dram
 from kvtide.tiers.format.scratch import Scratch

@@ -41,13 +41,13 @@ class _Worker:
 
     def __init__(self, path: Path) -> None:
         self._client = Client(path)
-        self._crews: dict[str, Worker] = {}
+        self._groups: dict[str, Worker] = {}
 
     def fill(self, orders: Orders) -> None:
         for store in orders.stores:
-            if store.crew not in self._crews:
-                self._crews[store.crew] = self._client.join(store.crew, 0)
-            with self._crews[store.crew].step(stores=[store.ticket]):
+            if store.group_token not in self._groups:
+                self._groups[store.group_token] = self._client.join(store.group_token, 0)
+            with self._groups[store.group_token].step(stores=[store.ticket]):
                 pass
 
     def close(self) -> None:

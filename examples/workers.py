@@ -31,7 +31,7 @@ if __name__ == "__main__":
         while not Path(folder, "node.sock").exists():
             time.sleep(0.01)
         with kvtide.connect(address := f"unix:{folder}/node.sock") as client:
-            group = client.crew(session := client.session(MODEL), ranks=2)
+            group = client.worker_group(session := client.session(MODEL), ranks=2)
             ticket = group.delegate(PROMPT).ticket  # the engine sends tickets to its workers over its own channel
             pool.starmap(work, [(address, group.token, rank, [], [ticket]) for rank in range(2)])
             with session.match(PROMPT) as match:

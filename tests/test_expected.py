@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtide import Store, Tenant, config
 from kvtide.index.index import DRAM
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.testing.clock import FakeClock
 from tests.plan.small import MODEL, SLOTS, keep, prompt, right
 

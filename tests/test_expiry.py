@@ -17,7 +17,7 @@ import pytest
 from kvtide import Group, Kind, Layout, Model, Tenant, config
 from kvtide.errors import ClosedError, KvtideError, LayoutError, UnknownTenantError
 from kvtide.events import BlockRemoved, Event
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.store.housekeeping import Housekeeper
 from kvtide.store.session import Session
 from kvtide.store.store import Store
@@ -134,8 +134,8 @@ def test_what_expires_is_removed_by_time_alone_in_slices(store: Store, clock: Fa
         clock.advance(61)
         assert not any(session.find(prompts[7])), "what has expired is not found, removed or not"
         until(lambda: store.index.statistics().blocks == 2)
-        assert lock.most <= slices.SLICE
-        assert store.pipeline.largest_slice <= slices.SLICE
+        assert lock.most <= work_slices.SLICE
+        assert store.pipeline.largest_slice <= work_slices.SLICE
         assert store.statistics().counts["blocks expired"] == 3000
         store.flush(60)
         assert {name: tier.blocks for name, tier in store.statistics().tiers.items()} == dict.fromkeys(
@@ -152,7 +152,7 @@ def test_a_call_removes_no_more_than_a_slice(store: Store, clock: FakeClock) -> 
         clock.advance(61)
         for calls in range(1, 5):
             assert not any(session.find(prompts[3])), "not removed yet, and not found"
-            assert len(store.index) == 1200 - calls * slices.SLICE
+            assert len(store.index) == 1200 - calls * work_slices.SLICE
         for _ in range(5):
             session.find(prompts[0])
         assert len(store.index) == 0
@@ -162,7 +162,7 @@ def test_a_call_removes_no_more_than_a_slice(store: Store, clock: FakeClock) -> 
 def test_a_prompt_that_was_asked_for_lately_is_not_found_when_it_has_expired(
     store: Store, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "SLICE", 1)
+    monkeypatch.setattr(work_slices, "SLICE", 1)
     with store.session(MODEL) as session:
         put(session, *range(100, 110), ttl=5)  # these are removed first
         put(session, 1, 2, 3, ttl=5)
@@ -177,7 +177,7 @@ def test_a_prompt_that_was_asked_for_lately_is_not_found_when_it_has_expired(
 def test_what_has_expired_and_is_not_removed_yet_can_be_stored_anew(
     store: Store, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "SLICE", 1)
+    monkeypatch.setattr(work_slices, "SLICE", 1)
     with store.session(MODEL) as session:
         put(session, *range(100, 110), ttl=5)
         put(session, 1, 2, 3, ttl=5)
@@ -195,7 +195,7 @@ def test_a_drop_of_a_long_prompt_goes_in_slices(store: Store) -> None:
         store.flush(60)
         lock = watch(store)
         assert session.drop(long) == 900
-        assert lock.most <= slices.SLICE
+        assert lock.most <= work_slices.SLICE
         assert not any(session.find(long))
         assert found(session, 1, 2) == 2
 
@@ -217,9 +217,9 @@ def test_a_forget_goes_in_slices_and_lets_nothing_of_its_tenant_in(store: Store)
         lock = watch(store)
         assert store.forget(ANN.tag).blocks == 1200
         stop()
-        assert len(tried) >= 1200 // slices.SLICE
+        assert len(tried) >= 1200 // work_slices.SLICE
         assert not any(tried)
-        assert lock.most <= slices.SLICE
+        assert lock.most <= work_slices.SLICE
         assert not any(hit for tokens in [*prompts, prompt(7, 8)] for hit in ann.find(tokens))
         assert store.statistics().counts["stores dropped: their tenant is being forgotten"] == 2 * len(tried)
         put(ann, 7, 8)
@@ -288,7 +288,7 @@ def test_closing_a_session_with_many_pins_goes_in_slices(store: Store, monkeypat
 
         monkeypatch.setattr(store.index, "unpin_some", unpin_some)
         session.close()
-        assert (sum(ended), max(ended)) == (900, slices.SLICE)
+        assert (sum(ended), max(ended)) == (900, work_slices.SLICE)
         assert store.statistics().pinned == 1
 
 

@@ -27,8 +27,8 @@ from kvtide.events import BlockRemoved
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.interface import HYBRID, MODEL, PLAIN, SIZE, data, everything, length, prompt, until
-from kvtide.tiers.disk import Disk
-from kvtide.transfer import search
+from kvtide.tiers.syscalls import Disk
+from kvtide.transfer import pending_blocks
 from tests.pairs import run_both
 
 TIMEOUT = 0.2
@@ -291,7 +291,7 @@ def test_nobody_joins_a_load_that_was_given_up(tmp_path: Path) -> None:
 
 def test_a_long_prompt_with_a_hole_is_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its first block is elsewhere: the rest need not be looked for, however much it is."""
-    monkeypatch.setattr(search, "_STEP", 1)
+    monkeypatch.setattr(pending_blocks, "_STEP", 1)
     tokens = prompt(*range(600))
     with sessions(tmp_path, count=2) as (here, there):
         here.store(tokens, data(PLAIN, tokens))
@@ -561,7 +561,7 @@ def test_who_cannot_know_what_was_removed_forgets_all_and_finds_it_again(tmp_pat
         with session.match(prompt(1, 2), wait=30) as match:
             assert match.tokens == 2 * SIZE
         store.follow(told.append)
-        store.main.search.removed("files", None)
+        store.main.pending_blocks.removed("files", None)
         keys = session.chain(prompt(1, 2)).keys(PLAIN.groups[0].suffix)
         assert told == [BlockRemoved("files", tuple(keys), "forgotten")]
         assert store.statistics().blocks == 0

@@ -27,7 +27,7 @@ from kvtide.store.session import Session
 from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 from tests.books import agree, tier_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -41,7 +41,7 @@ from kvtide import Unwritten, config
 from kvtide.block import BlockKey, Group, Kind, Layout, Span
 from kvtide.errors import TierError
 from kvtide.events import BlockStored, Event, EventsLost
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.index import ABSENT, DRAM, SEALED, Rows
 from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
@@ -353,7 +353,7 @@ class Machine(RuleBasedStateMachine):
                 self.gates.pop().open()
         for right in self.rights:
             self.check(right)
-        assert self.store.pipeline.largest_slice <= slices.SLICE, "too much was removed in one hold of the lock"
+        assert self.store.pipeline.largest_slice <= work_slices.SLICE, "too much was removed in one hold of the lock"
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
         pinned = sorted(key for key in self.pinned if self.allowed(key))
@@ -861,7 +861,7 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a prompt of the machine has several."""
-    monkeypatch.setattr(slices, "SLICE", 3)
+    monkeypatch.setattr(work_slices, "SLICE", 3)
 
 
 @pytest.mark.usefixtures("small_slices")

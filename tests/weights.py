@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvtide.index.weights import WeightsId, from_samples, places
+from kvtide.index.weights_identity import WeightsId, from_samples, places
 
 
 def from_parameters(parameters: Iterable[tuple[str, npt.NDArray[Any]]]) -> WeightsId:

@@ -24,7 +24,7 @@ from kvtide.node.client.client import Client
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.server import Node
 from kvtide.store.store import Store
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 from tests.node import host
 
 __all__ = ["Apart", "Process", "Served", "Thread", "apart", "eventually"]

@@ -165,7 +165,7 @@ def test_an_engine_of_several_processes_may_only_read_too(node: Process) -> None
 
     def read() -> None:
         with Client(node.path) as client, client.session(MODEL) as session:
-            group = client.crew(session, 1)
+            group = client.worker_group(session, 1)
             with client.join(group.token, 0) as worker, session.match(prompt(1)) as match:
                 with worker.step(loads=[group.ticket(match)]) as step:
                     (loaded,) = step.loads

@@ -226,11 +226,11 @@ def test_arguments_of_a_worker_group_are_checked_too(world: World) -> None:
     session = world.beside
     for ranks in (2.0, "2", True, None):
         with pytest.raises(ArgumentError):
-            world.client.crew(session, ranks)  # type: ignore[arg-type]
+            world.client.worker_group(session, ranks)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="ranks is 0"):
-        world.client.crew(session, 0)
+        world.client.worker_group(session, 0)
     with world.client.session(MODEL) as apart:
-        group = world.client.crew(apart, 1)
+        group = world.client.worker_group(apart, 1)
         with pytest.raises(ArgumentError, match="priority"):
             group.delegate(prompt(7), priority=1.5)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="rank"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtide import Group, Kind, Layout, Model
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.node.client.client import Client
 from kvtide.testing.clock import FakeClock
 from tests.bounds import watch
@@ -18,7 +18,7 @@ from tests.node.serving import Thread, eventually
 TOKENS = 16
 MODEL = Model(Layout((Group("mla", Kind.MLA, 1, 1, 128, "bfloat16", page=TOKENS),), TOKENS), "housekeeping")
 BLOCK = np.zeros(MODEL.layout.geometry["mla"].nbytes, np.uint8)
-COUNT = 4 * slices.SLICE
+COUNT = 4 * work_slices.SLICE
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_blocks_of_a_client_that_expire_cost_another_nothing(node: Thread, clock
         while two.statistics().blocks > 1:
             with others.match(prompt(1)) as match:
                 assert match.blocks == 1
-        assert lock.most <= slices.SLICE
+        assert lock.most <= work_slices.SLICE
         assert two._link is line, "nobody was cut off"
 
 
@@ -64,8 +64,8 @@ def test_a_client_drops_and_expires_in_turns_with_others(node: Thread, clock: Fa
         turns.clear()
         lock = watch(node.store)
         assert session.drop(LONG[: TOKENS * (COUNT // 2)]) == COUNT // 2
-        assert lock.most <= slices.SLICE
-        assert len(turns) == COUNT // 2 // slices.SLICE
+        assert lock.most <= work_slices.SLICE
+        assert len(turns) == COUNT // 2 // work_slices.SLICE
         clock.advance(601)
         eventually(lambda: client.statistics().blocks == 0)
 

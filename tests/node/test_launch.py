@@ -18,7 +18,7 @@ from kvtide.errors import ConfigError, TierError
 from kvtide.node import protocol
 from kvtide.node.client.client import Client
 from kvtide.node.client.launch import open_node, place
-from kvtide.node.server.ledger import beside
+from kvtide.node.server.mapped_memory import beside
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt
 from tests.node.serving import eventually
 

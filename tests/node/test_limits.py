@@ -19,7 +19,7 @@ from kvtide.errors import LayoutError, RightError, TierError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
-from kvtide.node.server import client_handler, ledger, server
+from kvtide.node.server import client_handler, mapped_memory, server
 from kvtide.store.store import Statistics
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from tests.node.raw import answer, dialled, greet
@@ -324,7 +324,7 @@ def test_many_questions_for_statistics_in_one_frame_are_answered_once(
 
 
 def test_a_process_leaves_memory_of_so_many_clients(node: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_CLIENTS", 3)
+    monkeypatch.setattr(mapped_memory, "_CLIENTS", 3)
     opening = p.Open(p.describe(PLAIN), PLAIN.block_tokens, MODEL.namespace(), DEFAULT_TENANT.tag)
     for name in ("one", "two", "three"):
         with dialled(node.path) as sock:

@@ -321,7 +321,7 @@ def test_a_worker_that_misses_gives_up_what_it_was_to_write(
     node: Process, client: Client, other: Client, session: Session, slow: bool
 ) -> None:
     with other.session(MODEL) as scheduler:
-        group = other.crew(scheduler, 1)
+        group = other.worker_group(scheduler, 1)
         with client.join(group.token, 0) as worker, scheduler.match(prompt(1, 2)) as match:
             given = group.delegate(prompt(7, 8))
             assert len(given.keys) == 2
@@ -342,7 +342,7 @@ def test_a_worker_that_wrote_is_believed_though_the_node_was_slow(
     node: Process, client: Client, other: Client, session: Session
 ) -> None:
     with other.session(MODEL) as scheduler:
-        group = other.crew(scheduler, 1)
+        group = other.worker_group(scheduler, 1)
         with client.join(group.token, 0) as worker:
             given = group.delegate(prompt(7, 8))
             with contextlib.ExitStack() as stack:
@@ -359,7 +359,7 @@ def test_a_worker_that_wrote_is_believed_though_the_node_was_slow(
 
 def test_who_could_not_join_in_time_can_join_later(node: Process, client: Client, other: Client) -> None:
     with other.session(MODEL) as scheduler:
-        group = other.crew(scheduler, 1)
+        group = other.worker_group(scheduler, 1)
         with stopped(node), pytest.raises(TierError, match="no node answers"):
             client.join(group.token, 0)
         client.join(group.token, 0).close()

@@ -27,7 +27,7 @@ from pathlib import Path
 from kvtide import config
 from kvtide.node import run
 from kvtide.store.store import Store
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 
 class Hanging(Disk):
     armed = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node import work_limits
@@ -152,7 +152,7 @@ def test_pins_and_drops_are_made_in_slices(pair: Pair, monkeypatch: pytest.Monke
         sizes.append(len(keys))
         return drop(keys, *args)
 
-    monkeypatch.setattr(slices, "SLICE", 16)
+    monkeypatch.setattr(work_slices, "SLICE", 16)
     monkeypatch.setattr(index, "pin", pinned)
     monkeypatch.setattr(pipeline, "drop_some", dropped)
     digests = os.urandom(32 * 4 * work_limits.SLICE)
@@ -297,7 +297,7 @@ def test_a_step_that_is_too_much_for_one_request_is_made_in_several(
     with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
         for tokens in prompts:
             session.store(tokens, data(PLAIN, tokens))
-        group = client.crew(session, 1)
+        group = client.worker_group(session, 1)
         matches = [session.match(tokens) for tokens in prompts]
         with other.join(group.token, 0) as worker, worker.step([group.ticket(m) for m in matches]) as step:
             assert [loaded and loaded.tokens for loaded in step.loads] == [len(tokens) for tokens in prompts]
@@ -314,11 +314,11 @@ def test_drops_of_one_client_have_one_turn_together(pair: Pair, monkeypatch: pyt
         return drop(*args)
 
     monkeypatch.setattr(pipeline, "drop_some", dropped)
-    blocks = os.urandom(32 * 2 * slices.SLICE)
+    blocks = os.urandom(32 * 2 * work_slices.SLICE)
     numbers = pair.ask(pair.busy, [p.Drop(pair.session, blocks, 0)] * 50)
     assert all(isinstance(number, int) for number in numbers)
     eventually(lambda: pair.order.count("busy") == 100)
-    pair.served_within(2 * work_limits.SLICE // slices.SLICE)
+    pair.served_within(2 * work_limits.SLICE // work_slices.SLICE)
 
 
 def test_several_holdings_given_back_before_a_match_are_free_after_it(pair: Pair) -> None:
@@ -392,7 +392,7 @@ def test_a_flush_that_cannot_begin_is_told_and_the_next_can(node: Thread, monkey
 def test_a_drop_is_done_before_what_follows_it_in_a_request_and_after_its_client_is_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "SLICE", 16)
+    monkeypatch.setattr(work_slices, "SLICE", 16)
     monkeypatch.setattr(work_limits, "TURN", 1)
     tokens = prompt(*range(1, 101))
     with Client(pair.node.path) as client, client.session(MODEL) as session:

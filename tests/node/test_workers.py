@@ -39,7 +39,7 @@ def engine(node: Process, layout: Layout, ranks: int) -> Iterator[tuple[Session,
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client(node.path))
         session = stack.enter_context(client.session(Model(layout, "given:worker_group")))
-        worker_group = client.crew(session, ranks)
+        worker_group = client.worker_group(session, ranks)
         workers = [
             stack.enter_context(stack.enter_context(Client(node.path)).join(worker_group.token, rank))
             for rank in range(ranks)
@@ -138,7 +138,7 @@ def test_what_a_worker_reads_stays_on_the_account_of_who_closed_its_session(tmp_
     try:
         with Client(node.path) as client, Client(node.path) as other:
             session = client.session(MODEL)
-            worker_group = client.crew(session, 1)
+            worker_group = client.worker_group(session, 1)
             worker = other.join(worker_group.token, 0)
             others = TOKENS + np.uint32(1000)
             for tokens in (TOKENS, others):
@@ -265,7 +265,7 @@ def half_written(node: Process, worker_group: WorkerGroup, ticket: str) -> Itera
 
 def test_a_worker_that_dies_half_way(node: Process) -> None:
     with Client(node.path) as client, client.session(MODEL) as session:
-        worker_group = client.crew(session, 2)
+        worker_group = client.worker_group(session, 2)
         with Client(node.path).join(worker_group.token, 0) as worker:
             given = worker_group.delegate(TOKENS)
             with half_written(node, worker_group, given.ticket) as process:
@@ -283,7 +283,7 @@ def test_a_worker_that_dies_half_way(node: Process) -> None:
 def test_a_stopped_worker_keeps_its_slots_from_others(node: Process) -> None:
     """It may write when it goes on: nobody must be there then."""
     with Client(node.path) as client, client.session(MODEL) as session:
-        worker_group = client.crew(session, 2)
+        worker_group = client.worker_group(session, 2)
         given = worker_group.delegate(TOKENS)
         with half_written(node, worker_group, given.ticket) as process:
             process.send_signal(signal.SIGSTOP)
@@ -310,7 +310,7 @@ def test_a_stopped_worker_keeps_its_slots_from_others(node: Process) -> None:
 def test_a_worker_group_ends_with_its_scheduler(node: Process) -> None:
     with Client(node.path) as client, Client(node.path) as other:
         session = client.session(MODEL)
-        worker_group = client.crew(session, 1)
+        worker_group = client.worker_group(session, 1)
         worker = other.join(worker_group.token, 0)
         given = worker_group.delegate(TOKENS)
         step = worker.step(stores=[given.ticket])
@@ -433,7 +433,7 @@ def test_a_worker_may_use_one_right_twice_at_a_time(node: Process) -> None:
 def test_a_scheduler_does_not_map_what_its_workers_read(node: Process) -> None:
     """Mapping gigabytes takes tens of milliseconds, in the request that is the first to find them."""
     with Client(node.path) as client, client.session(MODEL) as session, Client(node.path) as other:
-        worker_group = client.crew(session, 1)
+        worker_group = client.worker_group(session, 1)
         with other.join(worker_group.token, 0) as worker:
             while (given := worker_group.delegate(TOKENS)).again:
                 given.abort()

@@ -15,7 +15,7 @@ from kvtide.block import ALIGN, BlockKey
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan.evict import Evictor
 from kvtide.plan.policy import Lru
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.testing import blocks
 from kvtide.tiers.segments import Segments
 from tests.plan.small import LAYOUT, MODEL, SLOTS, Clock, content, keep, length, open_store, prompt, right

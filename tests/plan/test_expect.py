@@ -10,12 +10,13 @@ import pytest
 
 from kvtide import Tenant, config
 from kvtide.index.index import DRAM, Index
-from kvtide.plan import policy, usage
+from kvtide.plan import policy
+from kvtide.plan import usage_tracker as usage
 from kvtide.plan.eviction_ages import TickClock
 from kvtide.plan.expected_use import ExpectedUse
 from kvtide.plan.history import Curves
 from kvtide.plan.policy import Policy
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.replay.simulation import Simulation
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.policy import Forest

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.policies import lru_hits
 from kvtide import config
 from kvtide.errors import ConfigError, TraceError
-from kvtide.plan import usage
+from kvtide.plan import usage_tracker
 from kvtide.replay.optimum import optimum
 from kvtide.replay.plot import svg, sweep_svg
 from kvtide.replay.run import ReplayReport, led, replay
@@ -77,7 +77,7 @@ def test_what_each_admission_writes() -> None:
 
 def test_what_never_comes_back_is_not_written_once_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten documents asked for in turn, and between them prompts that nobody asks for again."""
-    monkeypatch.setattr(usage, "_BATCH", 1000)
+    monkeypatch.setattr(usage_tracker, "_BATCH", 1000)
     prompts = [p for n in range(500) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
     trace = chains(TraceRequest(float(i), p) for i, p in enumerate(prompts))
     through, ghost = (run(trace, dram=5, budget=16, store=store) for store in ("through", "ghost"))
@@ -117,7 +117,7 @@ def test_an_empty_trace_is_an_error() -> None:
 
 def test_who_led_is_told_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """One document between many that nobody asks for again: what was learnt does better than LRU."""
-    monkeypatch.setattr(usage, "_BATCH", 500)
+    monkeypatch.setattr(usage_tracker, "_BATCH", 500)
     prompts = [p for n in range(400) for p in ((0, n % 10, 1, 2, 3, 4), (1, 1000 + n, *range(18)))]
     trace = chains(TraceRequest(float(i), p) for i, p in enumerate(prompts))
     report = run(trace, dram=5, dram_policy="auto")

@@ -16,7 +16,7 @@ from kvtide.errors import AuditError, ConfigError, HeldError, KvtideError, TierE
 from kvtide.security.audit import verify
 from kvtide.security.key_file import KeyFile
 from kvtide.testing.faults import Fault, FaultyDisk
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 from tests.node.serving import Served, Thread
 from tests.test_forget import OTHER, blocks, environment, settings, store
 

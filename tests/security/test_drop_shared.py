@@ -22,12 +22,12 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.format.encryption import OPEN
 from kvtide.tiers.shared import drop_log
 from kvtide.tiers.shared.blobs import ROOT
 from kvtide.tiers.shared.drop_log import DropLog
 from kvtide.tiers.shared.files import Files
+from kvtide.tiers.syscalls import Disk
 
 TOKENS = prompt(1, 2, 3)
 OTHERS = prompt(7, 8)

@@ -17,8 +17,8 @@ from kvtide.security.key_file import KeyFile
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.shared import drop_log
+from kvtide.tiers.syscalls import Disk
 from tests.node.serving import Served
 
 GONE = Tenant("gone", b"7" * 32)

@@ -29,7 +29,6 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.nvme.directory import SegmentHeader
 from kvtide.tiers.nvme.journal import FREED, HOLDS, RECORD, Journal, boot_id, entry
@@ -37,6 +36,7 @@ from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
 from kvtide.tiers.shared.files import Files
 from kvtide.tiers.shared.tier import BlobEntry, Shared
+from kvtide.tiers.syscalls import Disk
 
 WHO = shaped(4, 5000)
 OTHER = shaped(2, 9000)

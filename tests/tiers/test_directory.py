@@ -17,10 +17,10 @@ from kvtide.block import ALIGN
 from kvtide.errors import ConfigError, TierError, TierLockedError, TierVersionError
 from kvtide.testing.blocks import keys
 from kvtide.testing.tier import GEOMETRIES, Caller, shaped
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.format.record import Header, Rejected
 from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
 from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.syscalls import Disk
 
 BUDGET = 4 << 20
 WHO = GEOMETRIES["padded sections"]

@@ -15,10 +15,10 @@ from kvtide.testing.blocks import aligned, keys
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.tier import Caller, shaped
 from kvtide.tiers.base import NOWHERE
-from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.files import Files
 from kvtide.tiers.shared.tier import Permit, Shared
+from kvtide.tiers.syscalls import AnyPath, Disk
 
 
 class Until:

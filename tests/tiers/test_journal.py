@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvtide.testing.blocks import keys
 from kvtide.testing.faults import FaultyDisk
-from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.nvme.journal import (
     FREED,
     HOLDS,
@@ -28,6 +27,7 @@ from kvtide.tiers.nvme.journal import (
     latest,
     replay,
 )
+from kvtide.tiers.syscalls import AnyPath, Disk
 
 BOOT = b"this boot"
 NAMES = keys(40)

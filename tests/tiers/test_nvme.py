@@ -27,12 +27,12 @@ from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.tier import Answer, Caller, shaped
 from kvtide.tiers.base import NOWHERE, Identity
-from kvtide.tiers.disk import AnyPath, Disk
 from kvtide.tiers.format.record import MAGIC
 from kvtide.tiers.nvme.directory import Directory
 from kvtide.tiers.nvme.journal import HOLDS, RECORD
 from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.segments import segment_of, slot_of
+from kvtide.tiers.syscalls import AnyPath, Disk
 
 BUDGET = 4 << 20
 SMALL, LARGE = shaped(4, 4100), shaped(8, 20480)

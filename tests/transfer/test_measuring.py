@@ -17,10 +17,10 @@ from kvtide.clock import SystemClock
 from kvtide.errors import TierError
 from kvtide.plan.tier_speed import SpeedStatistics
 from kvtide.testing.clock import FakeClock
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.nvme import measure
 from kvtide.tiers.nvme.speeds import DiskSpeeds, recall, remember
 from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.syscalls import Disk
 from kvtide.transfer import disk_measurement
 from tests.plan.small import MODEL, Clock, keep, length, open_store, prompt
 

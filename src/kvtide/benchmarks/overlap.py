@@ -39,7 +39,7 @@ from kvtide.errors import ConfigError
 from kvtide.index.index import DRAM
 from kvtide.plan.prefill import PrefillCost
 from kvtide.store.session import Session
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 
 __all__ = ["crossing", "measure", "overlap"]
 

@@ -17,7 +17,7 @@ from kvtide import config as configuration
 from kvtide.benchmarks.record import Contestant
 from kvtide.block import BLOCK_TOKENS
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk import Disk
+from kvtide.tiers.syscalls import Disk
 
 __all__ = [
     "MIB",

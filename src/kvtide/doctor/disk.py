@@ -13,8 +13,8 @@ from kvtide.config import Nvme
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError, TierError
 from kvtide.formatting import size
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.nvme.directory import Directory
+from kvtide.tiers.syscalls import Disk
 
 __all__ = ["check", "measure"]
 

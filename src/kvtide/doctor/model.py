@@ -16,7 +16,7 @@ from kvtide.block import BLOCK_TOKENS, Group, Kind, Layout
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.formatting import size
-from kvtide.index.weights import SHARDS, identify
+from kvtide.index.weights_identity import SHARDS, identify
 
 __all__ = ["check", "folder_of", "layout_of", "nbytes"]
 

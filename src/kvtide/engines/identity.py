@@ -10,8 +10,8 @@ these would take longer than all the rest. On a GPU it runs on a stream of its o
 under the assumption that the model has not changed.
 
 *When the quick check differs* the weights are named anew, by thousands of elements of every tensor
-(``index/weights.py``): the name is the same in every process with the same weights. If torch counted a change that
-these elements do not show, the weights get a unique random name. That costs misses, and never a wrong byte.
+(``index/weights_identity.py``): the name is the same in every process with the same weights. If torch counted a change
+that these elements do not show, the weights get a unique random name. That costs misses, and never a wrong byte.
 
 Not detected are changes that are neither counted nor sampled (a few elements, through ``.data``), and what hooks do to
 a model.
@@ -31,7 +31,7 @@ import torch
 from kvtide.canonical import Value
 from kvtide.engines.paged.pages import WORDS
 from kvtide.errors import LayoutError
-from kvtide.index.weights import WeightsId, from_samples, places
+from kvtide.index.weights_identity import WeightsId, from_samples, places
 
 __all__ = ["Moment", "Weights", "adapters", "settings"]
 

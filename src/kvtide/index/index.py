@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvtide.block import DIGEST, BlockKey, Group, Layout
 from kvtide.index.columns import column
-from kvtide.index.holds import Holds, Rows
+from kvtide.index.hold_counts import HoldCounts, Rows
 from kvtide.index.pins import Pins
 from kvtide.index.tenant_usage import TenantUsage
 
@@ -102,7 +102,7 @@ class Index:
         size = 1024
         self.state = [np.zeros(size, np.uint8) for _ in range(tiers)]
         self.place = [np.full(size, NOWHERE, np.int64) for _ in range(tiers)]
-        self._held = Holds(size)
+        self._held = HoldCounts(size)
         self.hold = self._held.move
         """Protect distinct rows, which begin to move between tiers, from eviction until ``unhold``."""
         self.lease = self._held.note

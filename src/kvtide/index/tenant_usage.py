@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import ALIGN
-from kvtide.index.holds import Rows
+from kvtide.index.hold_counts import Rows
 
 __all__ = ["TenantUsage"]
 

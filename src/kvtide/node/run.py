@@ -20,8 +20,8 @@ from kvtide.errors import ConfigError, KvtideError
 from kvtide.forks import LockFile
 from kvtide.node.admin.auth import HttpAuth
 from kvtide.node.admin.http import Http
-from kvtide.node.server.ledger import Ledger, beside
 from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.server import Node
 from kvtide.store.store import Store
 from kvtide.version import __version__
@@ -64,11 +64,11 @@ async def _serve(
         if not alone:
             return True
         passes = HttpAuth(config.node)
-        ledger = Ledger(beside(path, "lent"))
-        store = Store(config, shared=True, aside=ledger.elsewhere)
+        mapped_memory = MappedMemory(beside(path, "lent"))
+        store = Store(config, shared=True, aside=mapped_memory.elsewhere)
         node = None
         try:
-            node = Node(store, path, ledger)
+            node = Node(store, path, mapped_memory)
             http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)

@@ -26,10 +26,10 @@ import numpy as np
 
 from kvtide.histogram import HistogramStatistics
 from kvtide.index.index import PENDING, SEALED, Index, Mask, Rows
-from kvtide.plan.coldest import LOWEST, Coldest, Queue
 from kvtide.plan.eviction_ages import Ages
 from kvtide.plan.policy import Policy, Scores
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.ranking_cache import LOWEST, Queue, RankingCache
+from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.tiers.segments import EMPTY, Segment, Segments, size_of
 
 __all__ = ["Eviction", "Evictor", "EvictorStatistics", "Slotted", "room"]
@@ -126,7 +126,7 @@ class Evictor:
         self._takes_slots = takes_slots
         self._hopeless: dict[tuple[int, bool], tuple[int, int, int]] = {}
         """By kind: the index's change count, and how full the tier was, when no segment could be emptied."""
-        self.ranked = Coldest(index, number, policy, uses, may_leave)
+        self.ranked = RankingCache(index, number, policy, uses, may_leave)
         self._ages = Ages(uses.tick_clock)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvtide.counts import TierCount
 from kvtide.index.index import Index, Rows
 from kvtide.index.tenant_usage import TenantUsage
-from kvtide.plan.coldest import Coldest, Queue
+from kvtide.plan.ranking_cache import Queue, RankingCache
 
 __all__ = ["Quota", "TenantQuotas"]
 
@@ -35,7 +35,7 @@ class TenantQuotas:
 class Quota:
     """The quotas of one tier, for all tenants with a quota there. All calls need the index lock."""
 
-    def __init__(self, index: Index, number: int, name: str, account: TenantUsage, coldest: Coldest) -> None:
+    def __init__(self, index: Index, number: int, name: str, account: TenantUsage, coldest: RankingCache) -> None:
         self._index = index
         self._number = number
         self._name = name

@@ -19,7 +19,7 @@ from kvtide.config import Config
 from kvtide.counts import Count, TierCount
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
-from kvtide.plan.usage import TURNS
+from kvtide.plan.usage_tracker import TURNS
 from kvtide.replay.simulation import TraceClock
 from kvtide.store.session import Session
 from kvtide.store.store import Store

@@ -20,7 +20,7 @@ from kvtide.events import Feed
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.plan import admit, policy
 from kvtide.plan.evict import Evictor, room
-from kvtide.plan.usage import TURNS, UsageTracker
+from kvtide.plan.usage_tracker import TURNS, UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.replay.simulated_tier import SimulatedDram, SimulatedTier
 from kvtide.tiers.base import Identity

@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvtide import Tenant
 from kvtide.engines.transformers.attached import Attached
 from kvtide.engines.transformers.loading import LoadedModel
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.serve.text import Decoder, Stops
 
 __all__ = ["Answered", "Ask", "GenerationEngine", "Sampling"]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 
 __all__ = [
     "ONE_KIND",

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
@@ -27,7 +27,7 @@ from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.prompt_cache import CachedPrompt, PromptCache, PromptRows
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.store.partition import Partition
 from kvtide.store.recorder import RecordedShape
 from kvtide.tiers.base import Identity
@@ -267,7 +267,7 @@ class LocalBackend:
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self.pins = Pins(charge)
         self._prompt_cache = PromptCache(self._index)
-        self._more = partial(partition.search.pending, layout, self._identities)
+        self._more = partial(partition.pending_blocks.pending, layout, self._identities)
         self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
@@ -556,7 +556,7 @@ class LocalBackend:
     def _remove_expired(self, groups: Sequence[Group], names: BlockNames, stop: int, now: float) -> None:
         """Remove the expired blocks of a prompt, so that they can be stored again."""
         for group in groups:
-            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+            for keys in work_slices.parts(names.keys(group.suffix)[:stop]):
                 try:
                     with self._index.lock:
                         rows = self._index.rows(keys)
@@ -603,7 +603,7 @@ class LocalBackend:
         index, count, now = self._index, 0, self.partition.clock.time()
         for group in self.layout.groups:
             size, mine = self.layout.geometry[group.name].footprint, self._identities[group.name].fingerprint
-            for keys in slices.parts(names.keys(group.suffix)[:stop]):
+            for keys in work_slices.parts(names.keys(group.suffix)[:stop]):
                 with index.lock:
                     try:
                         rows = index.own_rows(keys, mine) if step > 0 else index.rows(keys)
@@ -676,7 +676,7 @@ class LocalBackend:
         while more:
             with self._index.lock:
                 try:
-                    more = self._index.unpin_some(self.pins, slices.SLICE)
+                    more = self._index.unpin_some(self.pins, work_slices.SLICE)
                 except BaseException:
                     self._index.repair_pins(self.pins)
                     raise

@@ -1,6 +1,6 @@
 """The thread of a partition that removes expired blocks (``Partition.tidy``), and prefetches expected prompts.
 
-It sleeps until work is due, and then works in slices (``kvtide.index.slices``), so that no caller waits long for it. It
+It sleeps until work is due, and then works in slices (``index/work_slices.py``): no caller waits long for it. It
 starts when the first block gets an expiry or is expected back, ends when the partition is closed, and does not keep
 an otherwise unreferenced one alive. A call that arrives when blocks have expired does one slice itself: if no thread
 can be started, the work is still done, a little with every call.
@@ -17,7 +17,7 @@ import weakref
 from typing import Protocol
 
 from kvtide.clock import Clock, TurnedClock
-from kvtide.index.slices import rest
+from kvtide.index.work_slices import rest
 
 __all__ = ["Housekeeper", "Housekept"]
 

@@ -29,26 +29,25 @@ from kvtide.clock import Clock
 from kvtide.config import Config, Storage
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.orphans import Orphans
-from kvtide.index.slices import rest
 from kvtide.index.tenant_usage import TenantUsage
+from kvtide.index.work_slices import rest
 from kvtide.interrupts import to_the_end
 from kvtide.plan import admit, policy
-from kvtide.plan.coldest import Coldest
 from kvtide.plan.evict import Evictor, room
-from kvtide.plan.learner import Learner
+from kvtide.plan.learning_thread import LearningThread
 from kvtide.plan.planner import Planner, Source
 from kvtide.plan.quota import Quota, TenantQuotas
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.ranking_cache import RankingCache
+from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
 from kvtide.store.housekeeping import Housekeeper
 from kvtide.store.recorder import Recorder
 from kvtide.store.restore import adopt, charge
 from kvtide.store.statistics import ScratchStatistics, Statistics, TenantStatistics
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram.tier import Dram
 from kvtide.tiers.format.encryption import Encryption
 from kvtide.tiers.format.record import belongs
@@ -61,11 +60,12 @@ from kvtide.tiers.shared.credits import BudgetThread, WriteCredits
 from kvtide.tiers.shared.drop_log import DropLogReader, DropNotice
 from kvtide.tiers.shared.open import storages
 from kvtide.tiers.shared.tier import Shared
+from kvtide.tiers.syscalls import Disk
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
+from kvtide.transfer.pending_blocks import PendingBlocks
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.prefetch import Prefetcher
-from kvtide.transfer.search import Search
 from kvtide.transfer.write_results import Flushed
 
 __all__ = ["NVME", "Partition", "StoreContext"]
@@ -159,10 +159,10 @@ class Partition:
             )
             speeds = [c.lane.read_speed for c in self.colds]
             self.prefetcher = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
-            self.search = Search(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
+            self.pending_blocks = PendingBlocks(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
-            self._learner = Learner(self._uses)
-            self._running.callback(to_the_end, self._learner.close)
+            self._learning_thread = LearningThread(self._uses)
+            self._running.callback(to_the_end, self._learning_thread.close)
             self.index.on_earlier_expiry = self._housekeeper.wake
             if context.key_ring is not None:
                 context.key_ring.on_gone(self._key_gone)  # last: it cannot be taken back
@@ -251,7 +251,7 @@ class Partition:
         self._scratch.append(pool)
         return pool
 
-    def _quota(self, name: str, number: int, coldest: Coldest) -> Quota | None:
+    def _quota(self, name: str, number: int, coldest: RankingCache) -> Quota | None:
         quotas = self._quotas.of(name)
         return Quota(self.index, number, name, TenantUsage(self.index, quotas), coldest) if quotas else None
 
@@ -280,7 +280,7 @@ class Partition:
         )
         lane = Lane(tier, self.clock, settings.queue, 4 * settings.threads, tier.call_soon)
         number = len(self.colds) + 1
-        quota = self._quota(name, number, Coldest(self.index, number, policy.Lru(self.index), self._uses))
+        quota = self._quota(name, number, RankingCache(self.index, number, policy.Lru(self.index), self._uses))
         patience = 2 * settings.timeout
         sync = tier.sync if isinstance(blobs, LastingBlobs) else None
         self._listeners.append(DropLogReader(tier.drops, settings.lease / 6))
@@ -305,7 +305,7 @@ class Partition:
             coordination,
             settings.budget,
             lambda: self.pipeline.catch_up(name),
-            lambda names: self.search.removed(name, names),
+            lambda names: self.pending_blocks.removed(name, names),
             lambda: self.pipeline.waiting(name),
             self.clock,
         )
@@ -365,7 +365,7 @@ class Partition:
         elif not self._orphans.due():
             rows = self._orphans.by_depth()
             with self.index.lock:
-                events = self.pipeline.expire(self._orphans.find(rows, slices.SLICE))
+                events = self.pipeline.expire(self._orphans.find(rows, work_slices.SLICE))
             self._orphans.let_go()
             self.feed.publish(events)
         else:
@@ -375,7 +375,7 @@ class Partition:
     def _expire_some(self, now: float) -> None:
         with self.index.lock:
             try:
-                events = self.expire_rows(self.index.expired(now, slices.SLICE))
+                events = self.expire_rows(self.index.expired(now, work_slices.SLICE))
             except BaseException:  # expired rows may remain that would not be searched for again
                 to_the_end(self.index.look_again)
                 raise
@@ -460,7 +460,7 @@ class Partition:
 
     def drop_all_here(self) -> None:
         """Drop all blocks without waiting, but leave shared storage alone."""
-        for some in slices.slices(np.arange(self.index.size)):
+        for some in work_slices.slices(np.arange(self.index.size)):
             with self.index.lock:
                 there = np.zeros(len(some), np.bool_)
                 for state in self.index.state:
@@ -486,7 +486,7 @@ class Partition:
                 continue
             places, names = tier.shred(lambda page: belongs(page, tenant, data_keys))
             keys += names
-            for some in slices.slices(np.array(places, np.int64)):
+            for some in work_slices.slices(np.array(places, np.int64)):
                 with index.lock:
                     rows = tier.owners(some)
                     here = (rows > 0) & (index.state[cold.number][rows] == SEALED)

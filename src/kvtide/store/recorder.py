@@ -47,7 +47,7 @@ from kvtide import forks
 from kvtide.clock import Clock
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.index.slices import SLICE, rest
+from kvtide.index.work_slices import SLICE, rest
 
 __all__ = ["REASONS", "RecordedShape", "Recorder", "RecorderStatistics"]
 

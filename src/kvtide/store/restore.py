@@ -10,7 +10,7 @@ import numpy as np
 from kvtide.config import Security
 from kvtide.index.index import SEALED, Index
 from kvtide.index.tenant_usage import TenantUsage
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.security.key_file import KeyFile
 from kvtide.tiers.nvme.tier import Nvme
 

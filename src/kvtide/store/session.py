@@ -26,7 +26,7 @@ from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.plan.prefill import Prefill, PrefillCost
-from kvtide.plan.usage import TURNS, Turn
+from kvtide.plan.usage_tracker import TURNS, Turn
 from kvtide.store.backend import Backend
 from kvtide.store.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.dram.copy import Copier, bytes_of, same_shape

@@ -19,7 +19,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.config import Config
 from kvtide.events import Event, Feed
 from kvtide.index.keys import Model, Tenant
-from kvtide.index.weights import WeightsId, identify
+from kvtide.index.weights_identity import WeightsId, identify
 from kvtide.interrupts import to_the_end
 from kvtide.security.audit import audit_of
 from kvtide.security.key_ring import open_ring
@@ -30,10 +30,10 @@ from kvtide.store.recorder import Recorder
 from kvtide.store.reserved_shares import divide
 from kvtide.store.session import SessionHost
 from kvtide.store.statistics import Statistics, TenantStatistics
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.dram.copy import Copier
 from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.shared.drop_log import DropNotice
+from kvtide.tiers.syscalls import Disk
 from kvtide.transfer.disk_measurement import Measuring
 from kvtide.transfer.write_results import Flushed, Unwritten
 

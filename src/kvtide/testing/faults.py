@@ -45,7 +45,7 @@ from kvtide.tiers.base import (
     Write,
     WriteDone,
 )
-from kvtide.tiers.disk import AnyPath, Disk
+from kvtide.tiers.syscalls import AnyPath, Disk
 
 __all__ = ["Fault", "FaultyDisk", "FaultyTier", "Gate", "How"]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtide.index.index import DRAM, SEALED, Index, Rows, marks
 from kvtide.plan.policy import Policy
-from kvtide.plan.usage import Turn, UsageTracker
+from kvtide.plan.usage_tracker import Turn, UsageTracker
 from kvtide.testing import blocks
 from kvtide.testing.clock import FakeClock
 

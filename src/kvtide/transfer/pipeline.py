@@ -36,15 +36,15 @@ import numpy as np
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
-from kvtide.index.slices import rest
 from kvtide.index.tenant_usage import TenantUsage
+from kvtide.index.work_slices import rest
 from kvtide.plan.evict import Evictor, EvictorStatistics, room
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota, TenantQuotas
-from kvtide.plan.usage import Turn, UsageTracker
+from kvtide.plan.usage_tracker import Turn, UsageTracker
 from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
@@ -913,7 +913,7 @@ class Expiring:
     def step(self) -> bool:
         """Change the next slice; returns whether another remains."""
         shorten = self._at >= self._heads
-        stop = min(self._at + slices.SLICE, len(self._keys) if shorten else self._heads)
+        stop = min(self._at + work_slices.SLICE, len(self._keys) if shorten else self._heads)
         found, renew = self._pipeline.expire_some(
             self._keys[self._at : stop], self._who, self._when, self._now, shorten
         )
@@ -958,7 +958,7 @@ class DropRequest:
 
     def step(self) -> bool:
         """Drop the next slice; returns whether another remains."""
-        keys = self._keys[self._at : self._at + slices.SLICE]
+        keys = self._keys[self._at : self._at + work_slices.SLICE]
         self._at += len(keys)
         if keys:
             try:

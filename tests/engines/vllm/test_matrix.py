@@ -25,7 +25,7 @@ from kvtide.block import Group, Kind, Layout
 from kvtide.engines.identity import settings
 from kvtide.engines.paged import packing
 from kvtide.index.keys import Model
-from kvtide.index.weights import identify
+from kvtide.index.weights_identity import identify
 from kvtide.node.client.client import Client
 from kvtide.node.client.launch import open_node
 from tests.engines.vllm.checkpoints import random_llama

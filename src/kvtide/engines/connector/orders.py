@@ -12,7 +12,7 @@ class Loading:
     """Load blocks into the pages of a request that waits for them."""
 
     request: str
-    crew: str
+    group_token: str
     """Token of the worker group that the ticket belongs to."""
     ticket: str
     start: int
@@ -29,7 +29,7 @@ class Storing:
     """Store pages that form complete blocks once this step has been computed."""
 
     request: str
-    crew: str
+    group_token: str
     ticket: str
     start: int
     """Number of the first of these blocks."""

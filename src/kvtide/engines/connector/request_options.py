@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from kvtide.errors import ConfigError
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 
 __all__ = ["NOTHING", "RequestOptions", "read_options"]
 

@@ -138,7 +138,7 @@ class SessionPool:
             with contextlib.ExitStack() as stack:
                 sessions = [stack.enter_context(client.session(model, tenant)) for model in self._models]
                 self._session_pool[tag] = TenantSessions(
-                    [_LayoutSession(s, client.crew(s, self._ranks)) for s in sessions]
+                    [_LayoutSession(s, client.worker_group(s, self._ranks)) for s in sessions]
                 )
                 stack.pop_all()
         self._session_pool.move_to_end(tag)

@@ -150,7 +150,7 @@ class ConnectorWorker:
         self._closing.update(dict.fromkeys(orders.closing, self._begun + _ANSWER))
         before = [v for v in self._visits if v.stores and (v.until < math.inf or v.requests & orders.leaving)]
         for load in orders.loads:
-            self._ask(load.crew, {load.request}, [load], [])
+            self._ask(load.group_token, {load.request}, [load], [])
         for visit in before:
             if not visit.moves:
                 self._give_up(visit)  # the engine may already have zeroed the pages for their next request
@@ -161,7 +161,7 @@ class ConnectorWorker:
                 log.debug("a store failed", exc_info=True)
         by_group: dict[str, list[Storing]] = {}
         for store in orders.stores:
-            by_group.setdefault(store.crew, []).append(store)
+            by_group.setdefault(store.group_token, []).append(store)
         for group_token, stores in by_group.items():
             self._ask(group_token, {s.request for s in stores}, [], stores)
 

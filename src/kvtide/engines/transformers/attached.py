@@ -60,7 +60,7 @@ from kvtide.engines.transformers.prefill import Prefill
 from kvtide.engines.transformers.prompts import Call, PromptRefused, Prompts, arguments, read
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.store.match import Loaded
 from kvtide.store.session import Session, SessionHost, hints
 

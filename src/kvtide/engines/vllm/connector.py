@@ -51,7 +51,7 @@ from kvtide.engines.vllm.layout import Layouts, layouts, pages
 from kvtide.engines.vllm.metrics import KvtidePromMetrics, KvtideStats
 from kvtide.errors import ConfigError, KvtideError, LayoutError
 from kvtide.index.keys import DEFAULT_TENANT, Extra, Model, Tenant
-from kvtide.index.weights import identify
+from kvtide.index.weights_identity import identify
 from kvtide.node.client.client import Client
 from kvtide.node.client.launch import open_node
 

@@ -18,7 +18,7 @@ from kvtide.canonical import Value
 from kvtide.engines.identity import settings
 from kvtide.engines.vllm.layout import Layouts
 from kvtide.errors import ConfigError
-from kvtide.index.weights import WeightsId, identify
+from kvtide.index.weights_identity import WeightsId, identify
 
 __all__ = ["ModelIdentity", "identity"]
 

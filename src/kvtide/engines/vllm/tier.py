@@ -55,7 +55,7 @@ from kvtide.config import Config
 from kvtide.engines.bounded_executor import BoundedExecutor
 from kvtide.engines.chunks import Chunks, Row, model_of
 from kvtide.errors import ConfigError, KvtideError
-from kvtide.index.weights import identify
+from kvtide.index.weights_identity import identify
 from kvtide.node.client.client import Client
 from kvtide.node.client.launch import open_node
 

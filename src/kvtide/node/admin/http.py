@@ -33,8 +33,8 @@ from kvtide.node.admin.auth import HttpAuth, HttpCaller
 from kvtide.node.host_names import HostNames
 from kvtide.node.protocol import NO_TENANT
 from kvtide.node.roles import Role
-from kvtide.node.server.context import NodeContext
 from kvtide.node.server.forget import erase
+from kvtide.node.server.handler_context import NodeContext
 from kvtide.store.forget import Forgotten
 from kvtide.store.node_statistics import Status, least
 

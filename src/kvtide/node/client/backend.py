@@ -22,7 +22,7 @@ from kvtide.node.client.completions import Completion
 from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost
-from kvtide.plan.usage import Turn
+from kvtide.plan.usage_tracker import Turn
 from kvtide.serial_executor import SerialExecutor
 from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
 from kvtide.transfer.transfer import Transfer

@@ -34,7 +34,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.errors import KvtideError, LayoutError, RightError, TierError, UnknownTenantError
 from kvtide.events import Backlog, BlockRemoved, BlockStored, Event, EventsLost, Feed
 from kvtide.index.keys import Model, Tenant
-from kvtide.index.weights import WeightsId, identify
+from kvtide.index.weights_identity import WeightsId, identify
 from kvtide.node import protocol as p
 from kvtide.node.client.backend import RemoteBackend
 from kvtide.node.client.completions import Completion
@@ -249,7 +249,7 @@ class Client(SessionHost):
             backend.open()
         return backend
 
-    def crew(self, session: Session, ranks: int) -> WorkerGroup:
+    def worker_group(self, session: Session, ranks: int) -> WorkerGroup:
         """Open a session to the workers of an engine of several processes, one for each of ``ranks`` ranks."""
         forks.check(self.origin, "client")
         ranks = arguments.integer(ranks, "ranks")

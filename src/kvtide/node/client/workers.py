@@ -3,7 +3,7 @@
 The scheduler's process has a session and makes a ``WorkerGroup`` of it; each worker's process joins with the group's
 token and its rank. Only tickets are passed between them, over the engine's own channel::
 
-    group = client.crew(session, ranks=2)         worker = client.join(token, rank)
+    group = client.worker_group(session, ranks=2)  worker = client.join(token, rank)
     match = session.match(tokens)
     ticket = group.ticket(match)          --->    with worker.step(loads=[ticket]) as step: ...
     match.release()                       <---    (all have loaded)
@@ -72,7 +72,7 @@ class Delegated:
 
 
 class WorkerGroup:
-    """The scheduler's side. Made by ``client.crew``; ends with its session."""
+    """The scheduler's side. Made by ``client.worker_group``; ends with its session."""
 
     def __init__(self, session: Session, ranks: int) -> None:
         assert isinstance(session.backend, RemoteBackend)

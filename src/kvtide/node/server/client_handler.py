@@ -23,7 +23,7 @@ import msgspec
 
 from kvtide.counts import Count
 from kvtide.errors import KvtideError, LayoutError, RightError
-from kvtide.index import slices
+from kvtide.index import work_slices
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.index.lease import Reservation
 from kvtide.node import protocol as p
@@ -32,14 +32,14 @@ from kvtide.node.roles import NEEDS, Role
 from kvtide.node.server.access import Access
 from kvtide.node.server.client_groups import ClientGroups
 from kvtide.node.server.connection import Connection
-from kvtide.node.server.context import NodeContext
 from kvtide.node.server.forget import erase
+from kvtide.node.server.handler_context import NodeContext
 from kvtide.node.server.notices import NoticeSender
 from kvtide.node.server.segments import SegmentExporter
 from kvtide.node.server.session import ClientMemory, ServerSession, WireBlockNames
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.plan.prefill import PrefillCost
-from kvtide.plan.usage import TURNS
+from kvtide.plan.usage_tracker import TURNS
 from kvtide.security.key_ring import OWN
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.forget import Forgotten
@@ -126,7 +126,7 @@ class ClientHandler:
         self.notices = NoticeSender(host.store.feed, host.soon, self._numbers, access.tag, mine)
         self._sessions: dict[int, ServerSession] = {}
         self._exporter = SegmentExporter(host.store, access.role >= Role.WRITE)
-        self._crews = ClientGroups(host.worker_groups, self._exporter, self._numbers, access)
+        self._groups = ClientGroups(host.worker_groups, self._exporter, self._numbers, access)
         memory = sum(partition.config.dram.budget for partition in host.store.partitions)
         self._account = ClientMemory(int(memory * host.store.config.node.client_share))
         self._decoder = msgspec.msgpack.Decoder(p.Request)
@@ -151,12 +151,12 @@ class ClientHandler:
 
     @property
     def rights(self) -> int:
-        return sum(s.rights for s in self._sessions.values()) + self._crews.visits
+        return sum(s.rights for s in self._sessions.values()) + self._groups.visits
 
     def statistics(self) -> ClientStatistics:
         c, age, sessions = self._connection, self._context.loop.time() - self._came, self._sessions.values()
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
-        rights = len(sessions), reading, writing, self._crews.visits
+        rights = len(sessions), reading, writing, self._groups.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
         # Each model once, and only a few of them: the statistics of all clients must fit into one answer.
         models = {(s.model.namespace, s.layout.digest): s.model for s in sessions if s.model is not None}
@@ -310,7 +310,9 @@ class ClientHandler:
             self._connection.send(p.Reply(number, answers, [], gone))
             return
         try:
-            self._context.ledger.lent(self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new])
+            self._context.mapped_memory.lent(
+                self.name, self._connection.pid, [n.serial for n in new], [n.nbytes for n in new]
+            )
         except OSError:
             for lent in new:
                 os.close(lent.fd)
@@ -561,7 +563,7 @@ class ClientHandler:
         self._context.worker_groups[o.token] = session.worker_group
 
     def _leave(self, o: p.Leave) -> None:
-        self._spent += self._crews.leave(o)
+        self._spent += self._groups.leave(o)
 
     # -- keeping, removing, watching ----------------------------------------------------------------------
 
@@ -623,13 +625,13 @@ class ClientHandler:
         follows."""
         try:
             while step():
-                yield slices.SLICE * work_limits.MOVE
+                yield work_slices.SLICE * work_limits.MOVE
         except (
             GeneratorExit
         ):  # the client hung up. Blocks that are half dropped would come back, so the work is still completed
             self._in_turns(step)
             raise
-        self._spent += slices.SLICE * work_limits.MOVE
+        self._spent += work_slices.SLICE * work_limits.MOVE
 
     def _in_turns(self, step: Callable[[], bool]) -> None:
         """Call ``step`` until it returns False, and serve the other clients in between."""
@@ -702,7 +704,7 @@ class ClientHandler:
 
     def _unmapped(self, o: p.Unmapped) -> None:
         self._spent += len(o.names)
-        self._context.ledger.unmapped(self.name, o.names)
+        self._context.mapped_memory.unmapped(self.name, o.names)
 
     def _forget_other(self, o: p.Forget) -> None:
         if o.token != self.token:
@@ -715,7 +717,7 @@ class ClientHandler:
         self._forget()
         self._exporter.close()
         self.notices.close()
-        self._crews.lost()
+        self._groups.lost()
         for session in self._sessions.values():
             if session.worker_group is not None:
                 self._withdraw(session.worker_group)
@@ -739,7 +741,7 @@ class ClientHandler:
 
     def _end(self) -> None:
         self._ended = True
-        self._crews.end()
+        self._groups.end()
         self._give_back(self._ending())
 
     def _ending(self) -> Iterator[int]:
@@ -747,7 +749,7 @@ class ClientHandler:
             yield from self._end_session(session)
         self._sessions.clear()
         os.close(self._pidfd)
-        self._context.ledger.left(self.name)
+        self._context.mapped_memory.left(self.name)
         self._context.left(self.token, self.domain, self.requests, self.failures)
 
     def _give_back(self, steps: Iterator[int]) -> None:
@@ -784,11 +786,11 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Follow: ClientHandler._follow,
     p.Unmapped: ClientHandler._unmapped,
     p.Invite: ClientHandler._invite,
-    p.Join: lambda handler, o: handler._crews.join(o, handler._charge),
-    p.Visit: lambda handler, o: handler._crews.visit(o, handler._charge),
-    p.Fill: lambda handler, o: handler._crews.fill(o, handler._charge),
+    p.Join: lambda handler, o: handler._groups.join(o, handler._charge),
+    p.Visit: lambda handler, o: handler._groups.visit(o, handler._charge),
+    p.Fill: lambda handler, o: handler._groups.fill(o, handler._charge),
     p.Leave: lambda handler, o: handler._leave(o),
-    p.Resign: lambda handler, o: handler._crews.resign(o),
+    p.Resign: lambda handler, o: handler._groups.resign(o),
     p.Forget: ClientHandler._forget_other,
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,

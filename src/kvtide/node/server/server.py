@@ -29,8 +29,8 @@ from kvtide.node.roles import Role
 from kvtide.node.server.access import Access, AccessList
 from kvtide.node.server.client_handler import LARGEST_PART, ClientHandler
 from kvtide.node.server.connection import Connection, Peer
-from kvtide.node.server.ledger import Ledger, beside
 from kvtide.node.server.loop import Loop
+from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.security.audit import audit_of
@@ -72,13 +72,13 @@ _PAUSE = 0.5
 class Node:
     """Serves a store at ``path``. Create it and call its methods in the thread of a ``Loop``."""
 
-    def __init__(self, store: Store, path: Path, ledger: Ledger | None = None) -> None:
+    def __init__(self, store: Store, path: Path, mapped_memory: MappedMemory | None = None) -> None:
         self.store = store
         self.path = path
         loop = asyncio.get_running_loop()
         assert isinstance(loop, Loop)
         self.loop = loop
-        self.ledger = ledger or Ledger(beside(path, "lent"))
+        self.mapped_memory = mapped_memory or MappedMemory(beside(path, "lent"))
         self._connections: set[Connection] = set()
         self._strangers: defaultdict[int, dict[Connection, asyncio.TimerHandle]] = defaultdict(dict)
         """By user: connections that have not sent a hello."""
@@ -105,7 +105,7 @@ class Node:
         self._listener = self._bind()
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
-        self.ledger.attach(self.loop, [partition.dram for partition in store.partitions])
+        self.mapped_memory.attach(self.loop, [partition.dram for partition in store.partitions])
 
     def _listen(self) -> None:
         self.loop.add_reader(self._listener.fileno(), self._accept)
@@ -239,7 +239,7 @@ class Node:
     def _largest_hello(self) -> int:
         """Maximum bytes of a hello, which may also name memory of earlier nodes."""
         drams = [partition.config.dram for partition in self.store.partitions]
-        segments = sum(-(-dram.budget // dram.segment) for dram in drams) + self.ledger.segments
+        segments = sum(-(-dram.budget // dram.segment) for dram in drams) + self.mapped_memory.segments
         return _GREETING + _MAPPED * segments
 
     def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
@@ -307,7 +307,7 @@ class Node:
                 connection.close("no pidfd of its own process came with its hello")
                 return
             name = hello.client or secrets.token_hex(16)
-            if wrong := self.ledger.arrived(name, connection.pid, hello.mapped):
+            if wrong := self.mapped_memory.arrived(name, connection.pid, hello.mapped):
                 os.close(pidfd)
                 self._refuse(connection, "TierError", wrong)
                 return
@@ -328,7 +328,7 @@ class Node:
                 config.plan.deadline_seconds,
                 config.nvme.token_ids,
                 min(self.store.main.largest_part, LARGEST_PART),
-                self.ledger.life,
+                self.mapped_memory.life,
                 config.dram.budget,
                 self.store.main.has_colder,
                 p.MINOR,
@@ -369,4 +369,4 @@ class Node:
             connection.close()
         for sock in self._turned_away:
             sock.close()
-        self.ledger.close()
+        self.mapped_memory.close()

@@ -34,10 +34,10 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN, BlockKey, Geometry, Span, padded
 from kvtide.security.key_ring import OWN, DataKey, KeyRing
 from kvtide.security.wrapping import KeyState, Unavailable, aead
-from kvtide.tiers.disk import VECTORS
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import BODY, FLAG_SEALED, NotForAsker, Rejected, cuts_of, plain, sealed_by
 from kvtide.tiers.format.scratch import Scratch
+from kvtide.tiers.syscalls import VECTORS
 
 __all__ = ["OPEN", "TAG", "Encryption", "FileCipher", "RecordCipher", "TaggedBuffer"]
 

@@ -29,11 +29,11 @@ from xxhash import xxh3_128_digest
 from kvtide.block import ALIGN
 from kvtide.errors import TierError, TierLockedError, TierVersionError
 from kvtide.forks import LockFile
-from kvtide.tiers.disk import Disk, read_whole
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected, parse, recognise
 from kvtide.tiers.format.scratch import Scratch
+from kvtide.tiers.syscalls import Disk, read_whole
 
 __all__ = ["FORMAT", "Directory", "SegmentHeader", "unreadable"]
 

@@ -12,7 +12,7 @@ import json
 import threading
 from pathlib import Path
 
-from kvtide.tiers.disk import read_whole
+from kvtide.tiers.syscalls import read_whole
 
 __all__ = ["DropLogPositions"]
 

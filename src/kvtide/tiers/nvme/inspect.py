@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, Span, padded
 from kvtide.errors import TierError, TierVersionError
-from kvtide.tiers.disk import AnyPath, Disk, check_regular
 from kvtide.tiers.format.codec import PLANES, RAW, ZSTD
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import check_sections
@@ -39,6 +38,7 @@ from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader, unreadable
 from kvtide.tiers.nvme.journal import HOLDS, PER_SLOT, RESERVE, boot_id, latest, longest, replay
 from kvtide.tiers.segments import place_of, segment_of, slot_of
+from kvtide.tiers.syscalls import AnyPath, Disk, check_regular
 
 __all__ = [
     "Block",

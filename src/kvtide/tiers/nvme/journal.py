@@ -42,9 +42,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvtide import forks
 from kvtide.security.key_ring import OWN
-from kvtide.tiers.disk import Disk, read_whole
 from kvtide.tiers.format.encryption import OPEN, Encryption, FileCipher
 from kvtide.tiers.format.record import FAR, Rejected
+from kvtide.tiers.syscalls import Disk, read_whole
 
 __all__ = [
     "FREED",

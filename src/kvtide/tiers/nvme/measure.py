@@ -22,8 +22,8 @@ from typing import NamedTuple
 from kvtide import forks
 from kvtide.block import Span
 from kvtide.clock import Clock
-from kvtide.tiers.disk import Disk, check_regular
 from kvtide.tiers.format.scratch import Scratch
+from kvtide.tiers.syscalls import Disk, check_regular
 
 __all__ = ["FILE", "Measured", "Piece", "measure_file", "measure_slots"]
 

@@ -29,7 +29,6 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, BlockKey, padded
 from kvtide.errors import TierError, TierVersionError
 from kvtide.tiers.base import Held
-from kvtide.tiers.disk import Irregular, check_regular
 from kvtide.tiers.format.reason import NO_KEY, Reason
 from kvtide.tiers.format.record import FAR, Header, OtherVersion, Rejected
 from kvtide.tiers.nvme.directory import FORMAT, Directory, SegmentHeader
@@ -47,6 +46,7 @@ from kvtide.tiers.nvme.journal import (
     replay,
 )
 from kvtide.tiers.segments import KEPT, OLD, Segment, Segments, by_segment, place_of, segment_of, slot_of
+from kvtide.tiers.syscalls import Irregular, check_regular
 
 __all__ = ["ANY", "Recovery", "current"]
 

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtide.tiers.disk import read_whole
+from kvtide.tiers.syscalls import read_whole
 
 __all__ = ["DiskSpeeds", "recall", "remember"]
 

@@ -28,7 +28,6 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.interrupts import to_the_end
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
-from kvtide.tiers.disk import VECTORS, Disk
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
@@ -40,6 +39,7 @@ from kvtide.tiers.nvme.measure import Measured
 from kvtide.tiers.nvme.volume import MakeRoom, Volume
 from kvtide.tiers.nvme.writer import Run, Writer
 from kvtide.tiers.segments import Segments
+from kvtide.tiers.syscalls import VECTORS, Disk
 
 __all__ = ["Nvme"]
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtide.block import ALIGN, Span
-from kvtide.tiers.disk import Disk, Irregular, check_regular
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.shared.blobs import Turn
+from kvtide.tiers.syscalls import Disk, Irregular, check_regular
 
 __all__ = ["Files"]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from kvtide import config as configuration
 from kvtide.config import Config, Storage
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk import Disk
 from kvtide.tiers.shared.blobs import ROOT, Blobs
 from kvtide.tiers.shared.files import Files
 from kvtide.tiers.shared.valkey import Valkey
+from kvtide.tiers.syscalls import Disk
 
 __all__ = ["open_objects", "storages"]
 

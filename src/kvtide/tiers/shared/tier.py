@@ -11,7 +11,7 @@ but is not a record of its block would occupy the name for ever, so the tier rem
 Blocks that were dropped, or whose tenant was forgotten, are not served even if another host writes them again: see
 drop_log.py.
 
-Storage can hang, and no caller waits for it: see jobs.py. A read that hangs may still fill its span when storage
+Storage can hang, and no caller waits for it: see io_jobs.py. A read that hangs may still fill its span when storage
 recovers, so the caller is told that it is late, and does not reuse that memory until the read ends.
 """
 
@@ -43,7 +43,7 @@ from kvtide.tiers.format.scratch import Pool, Scratch
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.drop_log import NOT_OURS, PAGE, DropLog
-from kvtide.tiers.shared.jobs import Batch, Jobs, Trickle
+from kvtide.tiers.shared.io_jobs import Batch, Jobs, Trickle
 
 __all__ = ["BlobEntry", "Credit", "Permit", "Shared", "Wish", "place_of"]
 

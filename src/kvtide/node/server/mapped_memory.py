@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from kvtide.tiers.dram.tier import Dram
 
-__all__ = ["Ledger", "beside"]
+__all__ = ["MappedMemory", "beside"]
 
 log = logging.getLogger("kvtide.node")
 
@@ -58,7 +58,7 @@ def beside(socket: Path, kind: str) -> Path:
     return socket.with_name(f"{socket.name.removesuffix('.sock')}.{kind}")
 
 
-class Ledger:
+class MappedMemory:
     """The record of lent memory. Once it is attached, call its methods only in the node's loop."""
 
     def __init__(self, path: Path) -> None:

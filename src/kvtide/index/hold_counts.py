@@ -14,12 +14,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Holds", "Rows"]
+__all__ = ["HoldCounts", "Rows"]
 
 Rows = npt.NDArray[np.int64]
 
 
-class Holds:
+class HoldCounts:
     """Requires the index lock."""
 
     def __init__(self, size: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvtide.index.index import DRAM
-from kvtide.plan.coldest import Coldest, Queue
 from kvtide.plan.policy import Reuse, Terms
+from kvtide.plan.ranking_cache import Queue, RankingCache
 from kvtide.testing.policy import Forest
 
 
@@ -15,7 +15,7 @@ class Ranked:
 
     def __init__(self) -> None:
         self.forest = Forest(lambda index, room: Reuse(index, DRAM, room), room=1000)
-        self.coldest = Coldest(self.forest.index, DRAM, self.forest.policy, self.forest.uses)
+        self.coldest = RankingCache(self.forest.index, DRAM, self.forest.policy, self.forest.uses)
 
     def stay(self, ticks: int, longest: int | None = None) -> None:
         assert isinstance(self.forest.policy, Reuse)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from kvtide.node.server.ledger import Ledger
 from kvtide.node.server.loop import Loop
+from kvtide.node.server.mapped_memory import MappedMemory
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.store.node_statistics import Status
@@ -21,7 +21,7 @@ class NodeContext(Protocol):
 
     store: Store
     loop: Loop
-    ledger: Ledger
+    mapped_memory: MappedMemory
     numbers: Iterator[int]
     """Numbers of sessions, rights and completions: never reused during the node's run."""
     worker_groups: dict[str, ServerWorkerGroup]

@@ -16,8 +16,8 @@ import pytest
 from kvtide.block import Layout
 from kvtide.index.keys import Model
 from kvtide.node.client.client import Client
-from kvtide.node.server.ledger import Ledger
 from kvtide.node.server.loop import run_in_loop
+from kvtide.node.server.mapped_memory import MappedMemory
 from kvtide.store.match import Match
 from kvtide.store.session import Session
 from kvtide.tiers.dram.tier import Dram
@@ -93,7 +93,7 @@ def test_a_match_keeps_its_own_memory_beyond_the_nodes_death_and_no_other(node: 
 def test_the_memory_of_a_dead_client_is_free_for_the_next_node(node: Process) -> None:
     holder = (
         "import sys; from kvtide.node.client.client import Client; from kvtide.index.keys import Model;"
-        "from tests.node.test_ledger import LAYOUT, held, store;"
+        "from tests.node.test_mapped_memory import LAYOUT, held, store;"
         "from pathlib import Path; c = Client(Path(sys.argv[1])); s = c.session(Model(LAYOUT, 'test'));"
         "store(s); v = s.load(held(s)).wait(); print('ready', flush=True); sys.stdin.readline()"
     )
@@ -125,21 +125,21 @@ def test_a_broken_book_is_told_and_does_no_harm(node: Process) -> None:
 
 def test_a_version_that_was_torn_leaves_the_one_before(tmp_path: Path) -> None:
     async def written() -> None:
-        ledger = Ledger(tmp_path / "node.lent")
-        ledger.attach(asyncio.get_running_loop(), [dram])
+        mapped_memory = MappedMemory(tmp_path / "node.lent")
+        mapped_memory.attach(asyncio.get_running_loop(), [dram])
         for serial in (1, 2, 3):
-            ledger.lent("a client", os.getpid(), [serial], [serial << 20])
+            mapped_memory.lent("a client", os.getpid(), [serial], [serial << 20])
         # It dies: nothing is closed.
 
     dram = Dram(8 << 20, segment=1 << 20)
     run_in_loop(written())
     book = tmp_path / "node.lent"
-    assert Ledger(book).elsewhere == 6 << 20
+    assert MappedMemory(book).elsewhere == 6 << 20
     whole = book.read_bytes()
     assert book.stat().st_blocks * 512 < 1 << 20, "it is sparse"
     places = [0, whole.rindex(b"a client") & ~0xFFFFF]
     # One has all three, the other what there was before the last.
-    assert {Ledger(_torn(book, whole, place)).elsewhere for place in places} == {3 << 20, 6 << 20}
+    assert {MappedMemory(_torn(book, whole, place)).elsewhere for place in places} == {3 << 20, 6 << 20}
     dram.close()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.usage_tracker import UsageTracker
 
-__all__ = ["Learner"]
+__all__ = ["LearningThread"]
 
 log = logging.getLogger("kvtide.plan")
 
 
-class Learner:
+class LearningThread:
     """Learns whenever there is enough to learn from, until it is closed."""
 
     def __init__(self, uses: UsageTracker) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import ConfigError, LayoutError
-from kvtide.index import weights
-from kvtide.index.weights import SAMPLES, identify
+from kvtide.index import weights_identity
+from kvtide.index.weights_identity import SAMPLES, identify
 from tests.weights import from_parameters
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -42,14 +42,14 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Counts files read, and lets the cache keep stamps of files as young as a test's."""
-    real, seen = weights._read, Reads()
+    real, seen = weights_identity._read, Reads()
 
     def counted(file: Path) -> tuple[tuple[int, int, int, int], str]:
         seen.names.append(file.name)
         return real(file)
 
-    monkeypatch.setattr(weights, "_read", counted)
-    monkeypatch.setattr(weights, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(weights_identity, "_read", counted)
+    monkeypatch.setattr(weights_identity, "_SETTLED_NS", -(10**18))
     return seen
 
 
@@ -183,7 +183,7 @@ def test_writers_keep_each_others_entries(
     model: Path, cache: Path, reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = shutil.copytree(model, tmp_path / "other")
-    load, loads = weights._load, iter([True])
+    load, loads = weights_identity._load, iter([True])
 
     def while_another_saves(place: Path | None) -> object:
         found = load(place)
@@ -191,7 +191,7 @@ def test_writers_keep_each_others_entries(
             identify(other, cache=cache)
         return found
 
-    monkeypatch.setattr(weights, "_load", while_another_saves)
+    monkeypatch.setattr(weights_identity, "_load", while_another_saves)
     identify(model, cache=cache)
     reads.take()
     identify(model, cache=cache)
@@ -236,7 +236,7 @@ def test_a_file_that_changes_while_it_is_read(model: Path, cache: Path, monkeypa
         def hexdigest(self) -> str:
             return self.hasher.hexdigest()
 
-    monkeypatch.setattr(weights, "blake3", Meddling)
+    monkeypatch.setattr(weights_identity, "blake3", Meddling)
     with pytest.raises(ConfigError, match=r"a\.safetensors changed while it was read"):
         identify(model, cache=cache)
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_told_is_refused() -> None:
 
 @given(st.integers(0, 3 * SAMPLES) | st.integers(0, 1 << 40))
 def test_samples_are_spread_over_all_of_it(size: int) -> None:
-    places = weights.places(size)
+    places = weights_identity.places(size)
     assert len(places) == min(size, SAMPLES)
     if size:
         assert (places[0], places[-1]) == (0, size - 1)

@@ -26,12 +26,12 @@ from kvtide.clock import Clock
 from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
-from kvtide.index.slices import slices
+from kvtide.index.work_slices import slices
 from kvtide.tiers.base import Identity
 from kvtide.tiers.shared.tier import BlobEntry, Shared, Wish, place_of
 from kvtide.transfer.cold_tier import ColdTier
 
-__all__ = ["Search"]
+__all__ = ["PendingBlocks"]
 
 _STEP = 32
 """Blocks of a prompt that are searched for at a time."""
@@ -42,7 +42,7 @@ Keys = Callable[[bytes], list[BlockKey]]
 """Returns the keys of a prompt's blocks in a group, given the group's key suffix."""
 
 
-class Search:
+class PendingBlocks:
     """Used by backends. Methods that say so need the index lock."""
 
     def __init__(

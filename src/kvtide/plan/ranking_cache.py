@@ -13,9 +13,9 @@ import numpy as np
 
 from kvtide.index.index import Index, Mask, Rows
 from kvtide.plan.policy import Policy, Scores
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.usage_tracker import UsageTracker
 
-__all__ = ["LOWEST", "Coldest", "Queue"]
+__all__ = ["LOWEST", "Queue", "RankingCache"]
 
 LOWEST = -(1 << 60)
 """Below every score."""
@@ -38,7 +38,7 @@ class Queue:
     at: int = 0
 
 
-class Coldest:
+class RankingCache:
     """For one tier. All calls need the index lock."""
 
     def __init__(

@@ -11,7 +11,7 @@ import pytest
 from kvtide.clock import SystemClock
 from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.interface import until
-from kvtide.tiers.shared.jobs import Batch, Jobs, Trickle
+from kvtide.tiers.shared.io_jobs import Batch, Jobs, Trickle
 
 TIMEOUT = 0.2
 

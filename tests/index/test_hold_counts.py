@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.index.holds import Holds, Rows
+from kvtide.index.hold_counts import HoldCounts, Rows
 
 SIZE = 8
 ROWS = st.sets(st.integers(1, SIZE - 1), min_size=1).map(lambda rows: np.array(sorted(rows), np.int64))
@@ -16,7 +16,7 @@ ROWS = st.sets(st.integers(1, SIZE - 1), min_size=1).map(lambda rows: np.array(s
 
 @given(st.lists(ROWS, max_size=8), st.randoms(use_true_random=False))
 def test_who_looks_sees_every_hold(pieces: list[Rows], chance: random.Random) -> None:
-    holds = Holds(SIZE)
+    holds = HoldCounts(SIZE)
     steps = [(i, begin) for i in range(1, len(pieces) + 1) for begin in (True, False)]
     chance.shuffle(steps)
     open_now: list[int] = []
@@ -43,7 +43,7 @@ def test_who_looks_sees_every_hold(pieces: list[Rows], chance: random.Random) ->
 
 
 def test_a_hold_on_nothing_is_not_kept_in_mind() -> None:
-    holds = Holds(SIZE)
+    holds = HoldCounts(SIZE)
     for i in range(1000):
         holds.note(i, np.zeros(0, np.int64))
     assert len(holds) == 0

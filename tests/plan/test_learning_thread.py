@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any, cast
 
-from kvtide.plan.learner import Learner
-from kvtide.plan.usage import UsageTracker
+from kvtide.plan.learning_thread import LearningThread
+from kvtide.plan.usage_tracker import UsageTracker
 
 
 class Slow:
@@ -25,7 +25,7 @@ class Slow:
 
 def test_it_ends_though_it_was_about_to_learn_when_it_was_told() -> None:
     uses = Slow()
-    learner = Learner(cast("UsageTracker", cast(Any, uses)))
+    learner = LearningThread(cast("UsageTracker", cast(Any, uses)))
     uses.due.set()
     assert uses.begun.wait(30)
     closing = threading.Thread(target=learner.close, daemon=True)
