@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.connector import node_thread
-from kvtide.engines.connector.request import Prompt, Work
 from kvtide.engines.connector.request_options import RequestOptions
 from kvtide.engines.paged import Copy, HostMover, Move, Pages
-from kvtide.index.keys import DEFAULT_TENANT, Model
+from kvtide.index.keys import Model
 from kvtide.node.client.client import Client
 from kvtide.testing.interface import until
 from tests.engines.connector.toy import LAYOUT, Request, Toy
@@ -81,31 +79,6 @@ def test_pages_that_were_taken_away_are_not_stored(toy: Toy) -> None:
     held.go()
     toy.run()  # which compares every byte
     toy.run(Request("again", request.tokens))
-
-
-@pytest.mark.parametrize(
-    ("last", "computing", "waits"), [(False, False, False), (True, False, True), (False, True, True)]
-)
-def test_an_engine_that_computes_nothing_waits_only_for_stores_of_requests_that_may_end(
-    toy: Toy, last: bool, computing: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_thread, "_MOMENT", 0.01)
-    monkeypatch.setattr(node_thread, "_LONGEST", 0.01)
-    scheduler, gate = toy.scheduler, threading.Event()
-    scheduler.arrived(Prompt("late", list(range(250)), list, DEFAULT_TENANT, RequestOptions(no_load=True)))
-    pages = [list(range(1, 17))]
-    if computing:
-        scheduler.step([], [(0, 200)])
-    scheduler._node_thread.ask(gate.wait, False)
-    work = Work("late", 200, lambda: pages, last)
-    assert not scheduler.step([work], [(0, 200)]).stores
-    assert (scheduler._node_thread._late is not None) == waits
-    gate.set()
-    scheduler._node_thread.ask(int, 0).result()
-    stores = scheduler.step([Work("late", 201, lambda: pages)]).stores
-    assert [store.start for store in stores] == [0], "the answer is used in the next step"
-    scheduler.lost([store.ticket for store in stores])
-    scheduler.finished("late")
 
 
 # -- requests that are over before there is room for their blocks ------------------------------------------------

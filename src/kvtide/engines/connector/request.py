@@ -38,8 +38,6 @@ class Work:
     upto: int
     """Number of tokens whose KV is final once the step has been computed."""
     pages: Callable[[], Pages]
-    last: bool = True
-    """Whether the request may end with this step, and its pages with it."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -281,7 +281,7 @@ class Scheduler:
         left out. ``prompts``: ranges of prompt tokens that the step computes."""
         orders = Orders(loads=self._loads, leaving=self._leaving)
         self._loads, self._leaving = [], set()
-        parts, idle = list(prompts), not self._steps
+        parts = list(prompts)
         if (tokens := sum(stop - start for start, stop in parts)) >= _ENOUGH:
             orders.number = next(self._numbers)
             self._steps[orders.number] = self._now(), tokens, sum(reach(*part) for part in parts)
@@ -290,21 +290,12 @@ class Scheduler:
             cost = self.prefill
             self._node_thread.takes(_FIRST_STEP if cost is None else sum(cost.seconds(*part) for part in parts))
         now = {w.id: w for w in work}
-        orders.stores = attempt(partial(self._room.stores, now, self._requests, self._share(now, parts, idle)), [])
+        share = 1.0 if parts or not self._page_geometry.lasting else _DECODING
+        orders.stores = attempt(lambda: self._room.stores(now, self._requests, share), [])
         orders.closing = self._room.closing()
         self.quiet.update(self._room.quiet(now.values(), self._requests))
         self._node_thread.step()
         return orders
-
-    def _share(self, work: Mapping[str, Work], parts: Sequence[tuple[int, int]], idle: bool) -> float:
-        """The share of the wait limit that a step may wait for the reservations of its stores. ``idle``: whether the
-        engine computes nothing meanwhile, so that it would start later. Then only requests that may end with the step
-        wait: the answer for others is used in the next one."""
-        if not self._page_geometry.lasting:
-            return 1.0
-        if not parts:
-            return _DECODING
-        return 1.0 if not idle or any(w.last for w in work.values()) else 0.0
 
     def lost(self, tickets: Iterable[str]) -> None:
         """Called when some worker will not store the blocks of these tickets."""

@@ -249,9 +249,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if count == 1 and done + 1 < quiet.get(id_, 0):
                 continue
             if (request := self._requests.get(id_)) is not None:
-                pages = functools.partial(_resolve, state, id_)
-                last = done + count + 1 >= request.num_prompt_tokens + request.max_tokens
-                work.append(Work(id_, min(done + count, request.num_tokens), pages, last))
+                work.append(Work(id_, min(done + count, request.num_tokens), functools.partial(_resolve, state, id_)))
                 if done < request.num_prompt_tokens:
                     prompts.append((done, done + count))
         return KvtideMetadata(self._scheduler.step(work, prompts))
