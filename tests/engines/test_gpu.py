@@ -82,13 +82,16 @@ def test_an_engines_own_copy_to_the_host_does_not_wait_for_a_whole_store() -> No
         with session.reserve(np.arange(blocks * 256, dtype=np.uint32)) as held:
             copies = [Copy(v, p) for v, p in zip(held.views, order, strict=True)]
             ours.store(pages, copies).wait()  # the memory is registered with the driver at its first use
-            move = ours.store(pages, copies)
-            move.join()  # all of it is queued
-            with torch.cuda.stream(torch.cuda.Stream()):
-                token.copy_(tokens, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
-            assert not move.done()
-            move.wait()
+            before = []
+            for _ in range(5):  # this thread may be interrupted for longer than a store takes, but not each time
+                move = ours.store(pages, copies)
+                move.join()  # all of it is queued
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    token.copy_(tokens, non_blocking=True)
+                    torch.cuda.current_stream().synchronize()
+                before.append(not move.done())
+                move.wait()
+            assert any(before)
         ours.close()
 
 

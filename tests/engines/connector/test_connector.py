@@ -190,7 +190,7 @@ def test_packings_are_converted_on_load(engines: Engines) -> None:
 
 
 def test_a_prompt_that_is_nowhere_is_looked_up_with_two_requests(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many packings the engine can read: it waits for each request."""
     layouts = [
@@ -209,6 +209,8 @@ def test_a_prompt_that_is_nowhere_is_looked_up_with_two_requests(
     serve(toy, "new", prompt(2))
     looked = [types for types in sent if p.Match in types or p.Find in types]
     assert looked == [[p.Match], [p.Find] * (len(layouts) - 1)]
+    with Client(node.path) as client:
+        assert client.statistics().planner.prompts == 2
 
 
 @pytest.mark.parametrize(("own", "other"), [(0, 1), (0, 4), (1, 4), (3, 4), (4, 1), (4, 4)])
@@ -219,6 +221,34 @@ def test_the_longest_prefix_of_all_packings_is_loaded(engines: Engines, own: int
     for layout, blocks in ((plain, own), (vec, other)):
         serve(engines(layout=layout), f"writer of {blocks}", prompt(1)[: blocks * BLOCK + 1])
     assert serve(engines(layout=plain, others=[vec]), "reader", prompt(1)).cached == BLOCK * max(own, other)
+
+
+def test_another_packing_is_searched_for_in_shared_storage(tmp_path: Path) -> None:
+    plain, vec = (
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
+    )
+    nodes = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        nodes.append(Process(tmp_path / name, KVTIDE_NVME_PATH="", KVTIDE_FILES_PATH=str(tmp_path / "shared")))
+    one, other = nodes
+    writer = Toy(lambda: Client(one.path), layout=vec)
+    serve(writer, "writer", prompt(1))
+    with Client(one.path) as client:
+        assert client.flush(60)
+    reader = Toy(lambda: Client(other.path), layout=plain, others=[vec])
+    found: list[int] = []
+
+    def hit() -> bool:
+        found.append(serve(reader, f"reader {len(found)}", prompt(1), RequestOptions(no_store=True)).cached)
+        return found[-1] > 0
+
+    eventually(hit)
+    assert found[-1] == 256, "one search finds all of it"
+    for toy in (writer, reader):
+        toy.close()
+    for node in nodes:
+        node.kill()
 
 
 def test_a_window_in_another_packing_is_found_without_its_first_blocks(node: Process, engines: Engines) -> None:

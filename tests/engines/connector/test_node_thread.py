@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from kvtide.engines.connector import node_thread
 from kvtide.engines.connector.node_thread import NodeThread
 
 
@@ -27,7 +30,24 @@ def test_a_call_in_turn_that_fails_does_not_stop_those_after_it() -> None:
     exits = thread.ask_in_turn(_exit, None)
     after = thread.ask_in_turn(lambda: 5, 0)
     gate.set()
-    assert (failed.result(), after.result(), exits.done()) == (-1, 5, False)
+    assert (failed.result(), exits.result(), after.result()) == (-1, None, 5)
+    thread.close()
+
+
+def test_a_late_call_in_turn_does_not_keep_the_engine_from_waiting_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread, gate = NodeThread("test"), threading.Event()
+    monkeypatch.setattr(node_thread, "_MOMENT", 0.01)
+    late = thread.ask_in_turn(gate.wait, False)
+    assert not thread.soon(late, in_turn=True)
+    thread.step()
+    assert not thread.soon(thread.ask_in_turn(int, 0), in_turn=True)
+    assert not thread._waited, "it runs after the late one"
+    monkeypatch.setattr(node_thread, "_MOMENT", 60.0)
+    store = thread.ask(int, 0)
+    gate.set()
+    assert thread.soon(store)
     thread.close()
 
 

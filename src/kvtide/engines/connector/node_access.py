@@ -31,9 +31,12 @@ class NodeAccess:
         self._clock = clock
         self._client: Client | None = None
         self._tried: float | None = None
+        self._closed = False
 
     def client(self) -> Client:
         """Raises NodeUnavailable if there is no client."""
+        if self._closed:
+            raise NodeUnavailable
         if self._client is None:
             now = self._clock.monotonic()
             if self._tried is not None and now < self._tried + _AGAIN:
@@ -53,6 +56,7 @@ class NodeAccess:
         return client.dram if client is not None else 0
 
     def close(self) -> None:
+        self._closed = True
         if self._client is not None:
             self._client.close()
             self._client = None

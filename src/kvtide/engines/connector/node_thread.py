@@ -16,8 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
+from kvtide import forks
 from kvtide.cpu_binding import unbind_thread
 from kvtide.errors import KvtideError
 from kvtide.node.client.link import NodeUnavailable
@@ -46,8 +48,11 @@ class NodeThread:
         self._in_turn: deque[Callable[[], None]] = deque()
         """Calls of ``ask_in_turn``: the one that runs, or is queued to run, and those after it."""
         self._turn_lock = threading.Lock()
+        forks.tell(self)
         self._late: Future[Any] | None = None
-        """A call whose answer did not arrive in time. Until it is done, the loop does not wait for other answers."""
+        self._late_in_turn: Future[Any] | None = None
+        """The last call of ``ask``, and of ``ask_in_turn``, whose answer did not arrive in time. Until it is done, the
+        loop does not wait for calls that run after it."""
         self._waited = 0.0
         self._seconds = 0.0
         """Estimated duration of this step, if known."""
@@ -55,7 +60,7 @@ class NodeThread:
     def ask(self, job: Callable[[], T], otherwise: T) -> Future[T]:
         """Queue ``job``. The result is ``otherwise`` if it fails: no error here may stop the engine."""
         answer: Future[T] = Future()
-        self._calls.put(lambda: answer.set_result(attempt(job, otherwise)))
+        self._calls.put(partial(_answer, job, otherwise, answer))
         return answer
 
     def ask_in_turn(self, job: Callable[[], T], otherwise: T) -> Future[T]:
@@ -65,7 +70,7 @@ class NodeThread:
         with self._turn_lock:
             if not self._in_turn:
                 self._calls.put(self._next_in_turn)
-            self._in_turn.append(lambda: answer.set_result(attempt(job, otherwise)))
+            self._in_turn.append(partial(_answer, job, otherwise, answer))
         return answer
 
     def _next_in_turn(self) -> None:
@@ -80,21 +85,28 @@ class NodeThread:
                 if self._in_turn:
                     self._calls.put(self._next_in_turn)
 
-    def soon(self, answer: Future[T], share: float = 1.0) -> bool:
+    def forked(self) -> None:
+        self._turn_lock = threading.Lock()
+
+    def soon(self, answer: Future[T], share: float = 1.0, *, in_turn: bool = False) -> bool:
         """Return whether the answer has arrived, waiting for what is left of this step's limit, or of a ``share`` of
-        it."""
+        it. ``in_turn``: the call is one of ``ask_in_turn``."""
         if answer.done():
             return True
         left = max(_MOMENT, min(_LONGEST, self._seconds / 30)) * share - self._waited
-        if left <= 0 or (self._late is not None and not self._late.done()):
+        before = (self._late, self._late_in_turn) if in_turn else (self._late,)
+        if left <= 0 or any(late is not None and not late.done() for late in before):
             return False
         began = time.monotonic()
         with contextlib.suppress(TimeoutError):
             answer.result(left)
         self._waited += time.monotonic() - began
-        if not answer.done():
+        done = answer.done()
+        if not done and in_turn:
+            self._late_in_turn = answer
+        elif not done:
             self._late = answer
-        return answer.done()
+        return done
 
     def step(self) -> None:
         """Start a new step of the engine."""
@@ -106,8 +118,16 @@ class NodeThread:
         self._seconds = seconds
 
     def close(self) -> None:
-        """Finish the calls already queued; wait for that no longer than ``_CLOSING``."""
+        """Finish the calls that ``ask`` has queued; wait for that no longer than ``_CLOSING``."""
         self._calls.close(_CLOSING)
+
+
+def _answer(job: Callable[[], T], otherwise: T, answer: Future[T]) -> None:
+    result = otherwise
+    try:
+        result = attempt(job, otherwise)
+    finally:  # even after a SystemExit: the engine, or a later call, may wait for the answer
+        answer.set_result(result)
 
 
 def attempt(job: Callable[[], T], otherwise: T) -> T:

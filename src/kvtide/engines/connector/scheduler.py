@@ -129,7 +129,7 @@ class Scheduler:
                 find = partial(self._find, r, r.unnamed(known), have, self.prefill)
                 # Stores of this step must not wait for the lookups of all prompts that arrived together.
                 r.asked = self._node_thread.ask_in_turn(find, None)
-            if not self._node_thread.soon(r.asked):
+            if not self._node_thread.soon(r.asked, in_turn=True):
                 return None if self._waits(r) else self._settle(r)
             r.offer, r.asked = r.asked.result(), None
             if r.pending and self._now() - r.since < self._patience(r):
@@ -176,7 +176,7 @@ class Scheduler:
         self, r: RequestState, unnamed: tuple[int, Sequence[int]], have: int, prefill: PrefillCost | None
     ) -> Offer | None:
         """Look up a prompt. Runs on the node thread."""
-        if r.over:
+        if r.over or r.settled:
             return None
         r.heard = self._now()
         chain, tenant_sessions = r.named(self._session_pool, *unnamed)

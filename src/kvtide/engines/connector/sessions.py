@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtide.block import Kind
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.connector.node_access import NodeAccess
 from kvtide.index.keys import Chain, Extra, Model, Tenant
@@ -32,6 +33,8 @@ log = logging.getLogger("kvtide.engines")
 _PINNED = 4
 """At most one in this many bytes of the node's DRAM may be pinned: else a few requests could take the space of all
 others."""
+_NEXT = 32
+"""Blocks after the longest known prefix that are looked up in other layouts."""
 _TENANTS, _MOST = 64, 512
 """Tenants with open sessions: above the first number only those in use or with pins remain, above the second only those
 in use."""
@@ -91,12 +94,14 @@ class TenantSessions:
         others = self.layout_sessions[1:]
         if not others or blocks >= chain.blocks:
             return
-        # A longer prefix has the next block, unless it is a window's: of that one, the first blocks may be missing.
-        window = any(group.window for group in self.own.session.layout.groups)
-        known = chain.named if window else chain.named[: (blocks + 1) * chain.block_tokens]
-        found = find_each([(other.backend, other.session.chain(known, extras)) for other in others])
+        # With full attention a longer prefix has the next block; a few more are named, so that the node searches shared
+        # storage for them too. Of a window or a state, all blocks but the last ones may be missing.
+        whole = any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
+        known = chain.named if whole else chain.named[: (blocks + _NEXT) * chain.block_tokens]
+        chains = [other.session.chain(known, extras) for other in others]
+        found = find_each([(o.backend, c.digests[blocks:]) for o, c in zip(others, chains, strict=True)])
         for other, there in zip(others, found, strict=True):
-            if any(there[blocks:]):
+            if any(there if whole else there[:1]):
                 yield other
 
     def close(self) -> None:

@@ -144,15 +144,18 @@ class _Pauses:
         self._word = torch.zeros(1, device=copies.device)
         self._copied, self._ran = torch.cuda.Event(), torch.cuda.Event()
         self._pause()  # loads the kernel, which takes longer than a pause
-        self.left = _UNINTERRUPTED
-        """Bytes to be copied before the next pause."""
+        self._since = 0
+
+    def left(self) -> int:
+        """Bytes that may be copied now; pauses first if that is due."""
+        if self._since >= _UNINTERRUPTED:
+            self._pause()
+            self._since = 0
+        return _UNINTERRUPTED - self._since
 
     def copied(self, nbytes: int) -> None:
         """So many bytes were queued."""
-        self.left -= nbytes
-        if self.left <= 0:
-            self._pause()
-            self.left = _UNINTERRUPTED
+        self._since += nbytes
 
     def _pause(self) -> None:
         """Let the copies that follow wait for a kernel that waits for those before. Events without a kernel between
@@ -305,9 +308,9 @@ class _Lane:
             self._kernels.synchronize()
             self._copies.synchronize()
             nbytes = max(self._nbytes, least)
-            self._buffers = itertools.cycle([_Buffer(nbytes, self._device) for _ in range(_BUFFERS)])
             if self._to_host and self._pauses is None:
                 self._pauses = _Pauses(self._copies)
+            self._buffers = itertools.cycle([_Buffer(nbytes, self._device) for _ in range(_BUFFERS)])
             self._nbytes = nbytes
 
     def _table(self, numbers: _Numbers) -> torch.Tensor:
@@ -392,7 +395,7 @@ class _Lane:
             return
         start = 0
         while start < rows:
-            some = range(start, min(rows, start + max(1, self._pauses.left // nbytes)))
+            some = range(start, min(rows, start + max(1, self._pauses.left() // nbytes)))
             yield some
             self._pauses.copied(len(some) * nbytes)
             start = some.stop

@@ -28,7 +28,7 @@ from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, Pr
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted, Unwritten
 
-__all__ = ["RemoteBackend"]
+__all__ = ["RemoteBackend", "find_each"]
 
 _FIRST_PART = 128 << 20
 _REST = 1 << 16
@@ -215,17 +215,18 @@ class RemoteBackend:
 
     def find(self, names: BlockNames) -> list[bool]:
         try:
-            link, operation = self.finding(names)
+            link, operation = self.finding(names.joined)
             found = link.ask_one(operation)
             assert isinstance(found, p.Found)
             return found.blocks
         except NodeUnavailable:
             return [False] * names.blocks
 
-    def finding(self, names: BlockNames) -> tuple[NodeLink, p.Find]:
-        """The request of ``find``, and the link to send it over. Raises NodeUnavailable."""
+    def finding(self, digests: bytes) -> tuple[NodeLink, p.Find]:
+        """The request that finds the blocks with these digests, and the link to send it over. Raises
+        NodeUnavailable."""
         link, session = self._session()
-        return link, p.Find(session, names.joined)
+        return link, p.Find(session, digests)
 
     def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
@@ -484,13 +485,14 @@ class RemoteBackend:
                 self._link.post(p.Close(self._number))
 
 
-def find_each(prompts: Sequence[tuple[RemoteBackend, BlockNames]]) -> list[list[bool]]:
-    """``find`` for each of these prompts, in one request. All backends are of one client. What the node refuses to look
-    up counts as not found."""
-    found = [[False] * names.blocks for _, names in prompts]
+def find_each(wanted: Sequence[tuple[RemoteBackend, Sequence[bytes]]]) -> list[list[bool]]:
+    """Which blocks with these digests the node has, for each backend, in one request. All backends are of one client.
+    Blocks that the node refuses to look up count as not found."""
+    found = [[False] * len(digests) for _, digests in wanted]
     try:
-        requests = [backend.finding(names) for backend, names in prompts]
-        # If the link was replaced between two of these, the node that is asked does not know the earlier sessions.
+        requests = [backend.finding(b"".join(digests)) for backend, digests in wanted]
+        # If the client reconnected between two of these, an earlier number may be another session of the new link:
+        # there the digests name no block, because those of each model and tenant are different.
         answers = requests[-1][0].ask([operation for _, operation in requests]) if requests else []
     except NodeUnavailable:
         return found
