@@ -25,6 +25,7 @@ from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.prompt_cache import CachedPrompt, PromptCache, PromptRows
+from kvtide.interrupts import to_the_end
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage_tracker import Turn
@@ -203,8 +204,12 @@ class LocalPrefixLease(PrefixLease):
 
     def release(self) -> None:
         lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
+        try:
+            if lease is not None:
+                lease.release()
+        except BaseException:
+            self.lease = lease  # an interrupted release can be repeated
+            raise
 
 
 class _Digests:
@@ -656,7 +661,7 @@ class LocalBackend:
                     if self._pipeline.keep_expected(rows, seconds):
                         begun = Transfer.within(self.partition.clock, seconds, 0.0)
             if begun is not None:
-                begun.on_end(holding.release)
+                begun.on_end(partial(to_the_end, holding.release))
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
                 for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
                     if not count:  # memory would have to be taken from the system, which is not worth waiting for here
