@@ -218,6 +218,8 @@ def cold(pairs: int, dram: str, names: list[str], only: list[str], warm: int) ->
                 took[name].append(ask(engines[name], prompts, out)[0])
                 ends[name].append(steps[name].take(began))
                 empty(engines[name])
+            last = {name: round(seconds[-1], 4) for name, seconds in took.items()}
+            print(json.dumps({"kind": kind, "round": number, **last}), flush=True)
         for name in names:
             ratios = [ours / without for ours, without in zip(took[name], took["none"], strict=True)]
             mean = statistics.mean(ratios)
