@@ -142,7 +142,7 @@ def test_a_failure_after_the_directory_was_opened_gives_its_lock_back(
     known = settings(tmp_path)
     kvtide.open(**known).close()
     before = taken()
-    for name in ("adopt", "Pipeline", "Search", "Planner", "Learner"):
+    for name in ("adopt", "Pipeline", "PendingBlocks", "Planner", "LearningThread"):
         with monkeypatch.context() as patch:
             patch.setattr(f"kvtide.store.partition.{name}", lambda *_: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):

@@ -1,7 +1,7 @@
 """Chooses the blocks to evict when a tier is full.
 
-A ``Policy`` ranks blocks: those with lower scores leave sooner, descendants before their ancestors. ``Coldest`` caches
-rankings. The ``Evictor`` decides which rows are ranked: those of one slot kind.
+A ``Policy`` ranks blocks: those with lower scores leave sooner, descendants before their ancestors. A ``RankingCache``
+keeps rankings. The ``Evictor`` decides which rows are ranked: those of one slot kind.
 
 *Shares.* The tenants that use a tier have equal shares of it. When the tier is full, a tenant beyond its share loses
 blocks first, its coldest, until it is within its share. Space that no other tenant needs it keeps.

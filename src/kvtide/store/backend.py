@@ -204,12 +204,8 @@ class LocalPrefixLease(PrefixLease):
 
     def release(self) -> None:
         lease, self.lease = self.lease, None
-        try:
-            if lease is not None:
-                lease.release()
-        except BaseException:
-            self.lease = lease  # an interrupted release can be repeated
-            raise
+        if lease is not None:
+            to_the_end(lease.release)  # a repeated call would find nothing to release
 
 
 class _Digests:

@@ -74,13 +74,11 @@ class Store(SessionHost):
             record = self.config.record
             self.recorder = Recorder(Path(record.path), record.limit, self.clock) if record.path else None
             if self.recorder is not None:
-                undo.callback(to_the_end, self.recorder.close)
-            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for p in partitions for c in p.colds))
-            undo.callback(to_the_end, self.copier.close)
+                undo.callback(self.recorder.close)
             undo.callback(_each, partitions, Partition.free)
             self.key_ring = open_ring(self.config.security, self.clock)
             if self.key_ring is not None:
-                undo.callback(to_the_end, self.key_ring.close)
+                undo.callback(self.key_ring.close)
                 self.key_ring.start()
             undo.callback(_each, partitions, Partition.close)
             context = StoreContext(
@@ -96,15 +94,17 @@ class Store(SessionHost):
             for tenant, settings in shares.reserved.items():
                 self._reserved[tenant] = Partition(settings, context)
                 partitions.append(self._reserved[tenant])
-            for partition in partitions:
+            self.copier = Copier(busy=lambda: any(c.lane.write_bytes for p in partitions for c in p.colds))
+            undo.callback(self.copier.close)
+            for partition in self.partitions:
                 partition.start(self._told)
             self._measuring = self._measured_disk()
             if self._measuring is not None:
-                undo.callback(to_the_end, self._measuring.close)
+                undo.callback(self._measuring.close)
                 self._measuring.start()
             if self.recorder is not None:
                 self._report_recording(self.recorder.path.absolute())
-            self._acquired = undo.pop_all()
+            undo.pop_all()
 
     def _report_recording(self, path: Path) -> None:
         if (audit := audit_of(self.config.security, self.clock)) is not None:
@@ -234,10 +234,17 @@ class Store(SessionHost):
         if not self._end_sessions():
             return
         stack = contextlib.ExitStack()
-        stack.enter_context(self._acquired)
-        for partition in reversed(self.partitions):
+        if self.recorder is not None:
+            stack.callback(to_the_end, self.recorder.close)
+        stack.callback(to_the_end, self.copier.close)
+        partitions = self.partitions
+        stack.callback(_each, partitions, Partition.free)
+        if self.key_ring is not None:
+            stack.callback(to_the_end, self.key_ring.close)
+        stack.callback(_each, partitions, Partition.close)
+        for partition in reversed(partitions):
             stack.callback(partition.finish)
-        if self._measuring is not None:  # first: it writes to the disk
+        if self._measuring is not None:
             stack.callback(to_the_end, self._measuring.close)
         # Nothing is released before everything is on the stack: if interrupted before that, the caller can close again.
         with stack:

@@ -1,7 +1,7 @@
 """The node thread: it talks to the node, so that an engine's loop never waits for a node that hangs.
 
 The loop queues a call and waits at most a few milliseconds per step; a node usually answers in a fraction of one. If
-the answer is late, the loop goes on without it, and does not wait again until that answer has arrived.
+the answer is late, the loop goes on without it, and waits for no call that runs after it until that answer has arrived.
 
 The thread is not bound to a core: an engine binds its own threads to cores, and threads that they start inherit that
 binding. The process does not wait for this thread to end.
@@ -87,6 +87,7 @@ class NodeThread:
 
     def forked(self) -> None:
         self._turn_lock = threading.Lock()
+        self._late = self._late_in_turn = None
 
     def soon(self, answer: Future[T], share: float = 1.0, *, in_turn: bool = False) -> bool:
         """Return whether the answer has arrived, waiting for what is left of this step's limit, or of a ``share`` of
@@ -118,7 +119,8 @@ class NodeThread:
         self._seconds = seconds
 
     def close(self) -> None:
-        """Finish the calls that ``ask`` has queued; wait for that no longer than ``_CLOSING``."""
+        """Finish the calls that ``ask`` has queued, and drop those of ``ask_in_turn``; wait for that no longer than
+        ``_CLOSING``."""
         self._calls.close(_CLOSING)
 
 

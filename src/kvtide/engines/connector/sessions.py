@@ -76,7 +76,9 @@ class TenantSessions:
         own = self.own
         best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
         try:
-            for layout_session in self._others_with_more(chain, extras, best.blocks):
+            for layout_session in self._others_with_more(
+                chain, extras, min(have // chain.block_tokens, best.blocks), best.blocks
+            ):
                 other = layout_session.session.match(chain.named, extras, have=have, prefill=prefill, record=False)
                 if other.tokens > best.tokens:
                     best, other, worker_group = other, best, layout_session.worker_group
@@ -88,9 +90,12 @@ class TenantSessions:
             raise
         return best, worker_group
 
-    def _others_with_more(self, chain: Chain, extras: Sequence[Extra], blocks: int) -> Iterator[_LayoutSession]:
-        """The sessions of other layouts that may have a longer prefix of the prompt than ``blocks`` blocks. Most
-        prompts are in none of them, and the engine waits: one request for all is quicker than a match of each."""
+    def _others_with_more(
+        self, chain: Chain, extras: Sequence[Extra], have: int, blocks: int
+    ) -> Iterator[_LayoutSession]:
+        """The sessions of other layouts that may have a longer prefix of the prompt than ``blocks`` blocks; the engine
+        has ``have`` of them itself. Most prompts are in none of them, and the engine waits: one request for all is
+        quicker than a match of each."""
         others = self.layout_sessions[1:]
         if not others or blocks >= chain.blocks:
             return
@@ -99,9 +104,9 @@ class TenantSessions:
         whole = any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
         known = chain.named if whole else chain.named[: (blocks + _NEXT) * chain.block_tokens]
         chains = [other.session.chain(known, extras) for other in others]
-        found = find_each([(o.backend, c.digests[blocks:]) for o, c in zip(others, chains, strict=True)])
+        found = find_each([(o.backend, c.digests[have:]) for o, c in zip(others, chains, strict=True)])
         for other, there in zip(others, found, strict=True):
-            if any(there if whole else there[:1]):
+            if any(there[blocks - have :] if whole else there[blocks - have : blocks - have + 1]):
                 yield other
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import AccessError, KvtideError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
+from kvtide.interrupts import to_the_end
 from kvtide.node import protocol as p
 from kvtide.node.client.completions import Completion
 from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
@@ -103,7 +105,7 @@ class RemotePrefixLease(PrefixLease):
     def release(self) -> None:
         backend, self._backend, self.slots = self._backend, None, None
         if backend is not None and self.link is not None:
-            backend.release(self.link, self.number)
+            to_the_end(partial(backend.release, self.link, self.number))
 
 
 class _RemoteReservation(Reservation):
