@@ -287,7 +287,7 @@ def test_when_a_client_leaves_a_stream_the_model_stops(served: Served) -> None:
 def test_when_a_client_leaves_without_a_stream_the_model_stops(served: Served) -> None:
     before = len(served.engine.answers)
     with pytest.raises(openai.APITimeoutError):
-        served.client.with_options(timeout=2).completions.create(model=NAME, prompt="Once", max_tokens=4000)
+        served.client.with_options(timeout=0.7).completions.create(model=NAME, prompt="Once", max_tokens=4000)
     eventually(lambda: len(served.engine.answers) > before)
     assert served.engine.answers[-1].completion < 4000
 
