@@ -146,8 +146,8 @@ class _Pauses:
         self._pause()  # loads the kernel, which takes longer than a pause
         self._since = 0
 
-    def left(self) -> int:
-        """Bytes that may be copied now; pauses first if that is due."""
+    def pause_if_due(self) -> int:
+        """Returns the bytes that may be copied before the next pause."""
         if self._since >= _UNINTERRUPTED:
             self._pause()
             self._since = 0
@@ -395,7 +395,7 @@ class _Lane:
             return
         start = 0
         while start < rows:
-            some = range(start, min(rows, start + max(1, self._pauses.left() // nbytes)))
+            some = range(start, min(rows, start + max(1, self._pauses.pause_if_due() // nbytes)))
             yield some
             self._pauses.copied(len(some) * nbytes)
             start = some.stop

@@ -3,7 +3,7 @@
 The scheduler's process has a session and makes a ``WorkerGroup`` of it; each worker's process joins with the group's
 token and its rank. Only tickets are passed between them, over the engine's own channel::
 
-    group = client.worker_group(session, ranks=2)  worker = client.join(token, rank)
+    group = client.worker_group(session, 2)       worker = client.join(token, rank)
     match = session.match(tokens)
     ticket = group.ticket(match)          --->    with worker.step(loads=[ticket]) as step: ...
     match.release()                       <---    (all have loaded)
