@@ -23,6 +23,7 @@ import msgspec
 from kvtide.block import Group, Kind, Layout
 
 __all__ = [
+    "ABSENT",
     "EXPECT",
     "FEATURES",
     "LARGEST",
@@ -33,6 +34,7 @@ __all__ = [
     "OPERATIONS",
     "PROTOCOL",
     "TOKENS_FROM_START",
+    "Absent",
     "Answer",
     "Cancel",
     "Close",
@@ -98,7 +100,9 @@ TOKENS_FROM_START: Final = "tokens from start"
 block."""
 EXPECT: Final = "expect"
 """The peer knows ``Expect``."""
-FEATURES: Final = (TOKENS_FROM_START, EXPECT)
+ABSENT: Final = "absent"
+"""The peer knows ``Absent``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -232,6 +236,18 @@ class Find(_Message, tag="find"):
 
     session: int
     digests: bytes
+
+
+class Absent(_Message, tag="absent"):
+    """Find out whether nothing is stored of the prompt with these blocks, nothing of it is being written, and nothing
+    may be in shared storage. Answer: true or false. For nodes with the feature ``ABSENT``."""
+
+    session: int
+    digests: bytes
+    tokens: int = 0
+    """Tokens of the prompt: see ``Match``."""
+    count: bool = True
+    """Whether a prompt of which there is nothing is counted and recorded, as a match that found nothing."""
 
 
 class Found(_Message, tag="found"):
@@ -514,6 +530,7 @@ Operation = (
     | Close
     | Match
     | Find
+    | Absent
     | Load
     | Cancel
     | Collect
@@ -552,7 +569,7 @@ class RawRequest(_Message):
     operations: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=OPERATIONS)]
 
 
-Answer = Matched | Found | Collected | Reserved | Joined | Failure | int | dict[str, Any] | None
+Answer = Matched | Found | Collected | Reserved | Joined | Failure | bool | int | dict[str, Any] | None
 
 
 class Reply(_Message):

@@ -35,6 +35,7 @@ NEEDS: Mapping[type, Role] = {
     p.Close: Role.READ,
     p.Match: Role.READ,
     p.Find: Role.READ,
+    p.Absent: Role.READ,
     p.Expect: Role.READ,
     p.Load: Role.READ,
     p.Cancel: Role.READ,

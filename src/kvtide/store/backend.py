@@ -300,12 +300,16 @@ class LocalBackend:
         finally:
             if self._ready:  # notify those who waited for loads that were abandoned or repaired here
                 self._pipeline.call_ready()
-        if self._recorder is not None and record and not again:
+        if record and not again:
+            self._record(names)
+        return found
+
+    def _record(self, names: BlockNames) -> None:
+        if self._recorder is not None:
             # A client's claim about its prompt's length is trusted only as far as its blocks confirm it.
             full = names.blocks * self._shape.block_tokens
             tokens = names.tokens if 0 <= names.tokens - full < self._shape.block_tokens else full
             self._recorder.request(names.joined, tokens, self._shape, self._tenant, self._tag)
-        return found
 
     def _match(
         self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
@@ -370,6 +374,25 @@ class LocalBackend:
                     self._pipeline.asked(r, blocks)
             self.partition.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalPrefixLease(self, plan, have, part, lease, True, False)
+
+    def is_absent(self, names: BlockNames, *, count: bool) -> bool:
+        """Whether nothing is stored of a prompt, nothing of it is being written, and nothing may be in shared storage.
+        If so and ``count``, it counts and is recorded as a match that found nothing."""
+        layout = self.layout
+        with self._index.lock:
+            rows = self._all_rows(names)
+            if not names.blocks or any(rows[g.name].any() for g in layout.groups if g.required):
+                return False
+            nothing = {name: np.zeros(names.blocks, np.bool_) for name in rows}
+            if self._more(names.keys, rows, nothing, np.zeros(0, np.bool_), 0):
+                return False
+            if count:
+                self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, layout.block_tokens)
+        if count:
+            if self.partition.prefetcher.wants_uses:
+                self.partition.prefetcher.used(self, names.blocks, names.parent)
+            self._record(names)
+        return True
 
     def find(self, names: BlockNames) -> list[bool]:
         layout, index, now = self.layout, self._index, self.partition.sweep()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtide.block import Group, Kind, Layout
-from kvtide.engines.connector import sessions, store_planner, worker
+from kvtide.engines.connector import node_thread, scheduler, sessions, store_planner, worker
 from kvtide.engines.connector.request_options import RequestOptions, read_options
 from kvtide.engines.connector.scheduler import Scheduler
 from kvtide.engines.connector.store_planner import StorePlanner
@@ -211,6 +211,127 @@ def test_a_prompt_that_is_nowhere_is_looked_up_with_two_requests(
     assert looked == [[p.Match], [p.Find] * (len(layouts) - 1)]
     with Client(node.path) as client:
         assert client.statistics().planner.prompts == 2
+
+
+def requests_of(monkeypatch: pytest.MonkeyPatch) -> list[list[p.Operation]]:
+    """The lookups and searches that are sent from now on, as they are sent together."""
+    sent: list[list[p.Operation]] = []
+    ask = NodeLink.ask
+
+    def noted(link: NodeLink, operations: list[p.Operation]) -> list[p.Answer]:
+        if any(isinstance(operation, p.Match | p.Find | p.Absent) for operation in operations):
+            sent.append(list(operations))
+        return ask(link, operations)
+
+    monkeypatch.setattr(NodeLink, "ask", noted)
+    return sent
+
+
+def test_prompts_that_arrive_together_are_searched_for_together(
+    node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine waits for one request, whatever their number; those that are not found are counted with it."""
+    plain, vec = (
+        Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
+    )
+    serve(engines(layout=vec), "of another packing", prompt("vec"))
+    toy = engines(layout=plain, others=[vec], pages=128)
+    serve(toy, "of its own", prompt("plain"))
+    sent = requests_of(monkeypatch)
+    many = {name: Request(name, prompt(name)) for name in ("plain", "vec", "a", "b", "c")}
+    toy.run(*many.values(), Request("shorter than a block", prompt(1, BLOCK - 1)))
+    toy.flush()
+    cached = {name: request.cached for name, request in many.items()}
+    assert cached == {"plain": 256, "vec": 256, "a": 0, "b": 0, "c": 0}
+    assert [type(operation) for operation in sent[0]] == [p.Absent] * 2 * len(many)
+    matches = [operation for some in sent for operation in some if isinstance(operation, p.Match)]
+    assert len(matches) == 3, "of the one that is in its own packing, and of the other in both"
+    with Client(node.path) as client:
+        planned = client.statistics().planner
+    assert planned.prompts == 2 + len(many) + 1, "one is counted in both packings"
+    assert (planned.blocks["dram"], planned.blocks["missed"]) == (8, 2 * 4 + 3 * 4 + 4)
+    again = [Request(f"{name} again", prompt(name)) for name in many]
+    toy.run(*again)
+    assert [request.cached for request in again] == [256] * len(many)
+
+
+def test_one_request_alone_is_looked_up_at_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = engines()
+    serve(toy, "writer", prompt(1))
+    sent = requests_of(monkeypatch)
+    assert serve(toy, "reader", prompt(1)).cached == 256
+    assert [type(operation) for some in sent for operation in some] == [p.Match]
+
+
+def test_a_search_is_of_few_tokens_and_of_one_tenant_and_valid_for_a_moment(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = engines(pages=256)
+    serve(toy, "which opens the sessions", prompt("any"))
+    monkeypatch.setattr(scheduler, "_SEARCH_TOKENS", 2 * 300 + 1)
+    sent = requests_of(monkeypatch)
+    toy.add(Request("0", prompt(0)))
+    toy.add(Request("of another", prompt(0), tenant=tenant(1)))
+    for i in range(1, 4):
+        toy.add(Request(f"{i}", prompt(i)))
+    eventually(lambda: toy.scheduler.matched("0", 0) == 0)
+    assert [len(some) for some in sent] == [2], "the third would be too many"
+    assert toy.scheduler.matched("1", 0) == 0, "it was searched for with the first"
+    eventually(lambda: toy.scheduler.matched("2", 0) == 0)
+    assert [len(some) for some in sent] == [2, 2]
+    serve(engines(), "of another engine", prompt(3))
+    toy.clock.advance(1)
+    last = toy.requests[-1]
+    toy.run()
+    assert last.cached == 256, "it was stored after the search"
+    assert sum(isinstance(operation, p.Absent) for some in sent for operation in some) == 4, "none is repeated"
+
+
+def test_answers_that_are_late_are_used_however_long_a_step_takes(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = engines(pages=128)
+    for i in range(4):
+        serve(toy, f"writer {i}", prompt(i))
+    monkeypatch.setattr(node_thread, "_MOMENT", 0.0)
+    many = [Request(f"{i}", prompt(i)) for i in range(4)]
+    for request in many:
+        toy.add(request)
+    while toy.requests:
+        toy.clock.advance(0.06)
+        toy.step()
+    assert [request.cached for request in many] == [256] * 4
+
+
+def test_blocks_that_are_just_being_written_are_waited_for_by_prompts_that_arrive_together(
+    node: Process, engines: Engines
+) -> None:
+    toy = engines()
+    with Client(node.path) as client, client.session(Model(toy.layout, "given:toy")) as session:
+        reservation = session.reserve(prompt(1))
+        waits, new = Request("waits", prompt(1)), Request("new", prompt(2))
+        for request in (waits, new):
+            toy.add(request)
+        while new in toy.requests:
+            toy.step()
+        assert waits in toy.requests
+        assert not waits.pages
+        reservation.abort()
+        toy.run()
+    assert (waits.cached, new.cached) == (0, 0)
+
+
+def test_a_node_that_knows_no_search_is_asked_for_each_prompt(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p, "ABSENT", "which this node does not announce")
+    toy = engines()
+    serve(toy, "writer", prompt(1))
+    sent = requests_of(monkeypatch)
+    many = [Request(f"{i}", prompt(i)) for i in range(3)]
+    toy.run(*many)
+    assert [request.cached for request in many] == [0, 256, 0]
+    assert {type(operation) for some in sent for operation in some} == {p.Match}
 
 
 @pytest.mark.parametrize(("own", "other"), [(0, 1), (0, 4), (1, 4), (3, 4), (4, 1), (4, 4)])

@@ -42,6 +42,12 @@ class RequestState:
     """Extended on the node thread."""
     extras: Sequence[Extra] = ()
     tenant_sessions: TenantSessions | None = None
+    searched: Future[frozenset[str]] | None = None
+    """The search for prompts that arrived together with this one: it returns the requests of which the store has
+    nothing."""
+    searched_at: float = 0.0
+    counted: bool = False
+    """Whether the node has counted it as a prompt of which it has nothing."""
     asked: Future[Offer | None] | None = None
     since: float = 0.0
     """When the request was first looked up; 0 if it was not, or if the result is known."""

@@ -6,6 +6,9 @@ the offer, and only until the workers have asked for the blocks' addresses: if t
 fails, and the prefix is computed. Engines ask at every step while a request waits for pages: an offer is made once,
 kept, and released whatever the engine does next.
 
+Prompts that arrive together are first searched for together, in one request: those of which the store has nothing need
+no lookup of their own. If each needed one, an engine could not fill its first step with them in time.
+
 All communication with the node runs on the node thread (``node_thread.py``). The engine's loop waits at most
 milliseconds for it. A late answer means "ask again" for a load, until the request's time limit ends; for a store it is
 used in a later step, if the pages are still there.
@@ -33,6 +36,7 @@ from kvtide.engines.connector.request_options import NOTHING
 from kvtide.engines.connector.request_state import Offer, RequestState
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.store_planner import StorePlanner
+from kvtide.node.client.backend import RemoteBackend, absent_each
 from kvtide.plan.prefill import PrefillCost, PrefillFit, reach
 from kvtide.store.match import Load, Match
 
@@ -56,6 +60,12 @@ _STEPS = 64
 _SKIP = 8
 """Calls of the engine between two lookups of blocks that are just being written: an engine without other work asks
 every 2 ms."""
+_SEARCH_TOKENS = 16384
+"""Tokens of prompts that are searched for together: about as many as an engine computes in one step, or two."""
+_SEARCH_REQUESTS = 64
+"""Most requests that are considered for one search."""
+_SEARCH_VALID = 0.05
+"""Seconds for which a prompt that was not found is taken to be absent: others may store it."""
 _SHORTEST = 0.05
 """Shortest time limit of a request, where computing takes less; and the longest for blocks that are just being
 written."""
@@ -83,6 +93,8 @@ class Scheduler:
         self._node_thread = NodeThread("kvtide-scheduler")
         self._room = StorePlanner(self._node_thread, session_pool, page_geometry, pool, pages)
         self._requests: dict[str, RequestState] = {}
+        self._unsearched: dict[str, RequestState] = {}
+        """Requests with at least one block that were neither searched for nor looked up yet."""
         self.quiet: dict[str, int] = {}
         """For each request the token count before which its steps need no work here. Most steps of an engine decode and
         complete no block: they should cost next to nothing."""
@@ -107,7 +119,9 @@ class Scheduler:
     # -- loading ------------------------------------------------------------------------------------------
 
     def arrived(self, prompt: Prompt) -> None:
-        self._requests[prompt.id] = RequestState(prompt, settled=prompt.options.no_load)
+        r = self._requests[prompt.id] = RequestState(prompt, settled=prompt.options.no_load)
+        if not r.settled and self._loadable(r) >= self._tokens:
+            self._unsearched[prompt.id] = r
 
     def matched(self, request: str, have: int) -> int | None:
         """How many tokens beyond ``have`` can be loaded; None: ask again."""
@@ -124,8 +138,15 @@ class Scheduler:
             if r.skip and self._now() - r.since < _SHORTEST:
                 r.skip -= 1
                 return None
+            r.since = r.since or self._now()
+            if r.asked is None and not have and (searched := self._search_with_others(r)) is not None:
+                if not self._node_thread.soon(searched, in_turn=True):
+                    return None if self._waits(r) else self._settle(r)
+                if request in searched.result() and self._now() - r.searched_at < _SEARCH_VALID:
+                    return self._settle(r)
             if r.asked is None:
-                r.since, r.heard = r.since or self._now(), 0.0
+                self._unsearched.pop(request, None)
+                r.searched, r.heard = None, 0.0
                 find = partial(self._find, r, r.unnamed(known), have, self.prefill)
                 # Stores of this step must not wait for the lookups of all prompts that arrived together.
                 r.asked = self._node_thread.ask_in_turn(find, None)
@@ -150,6 +171,48 @@ class Scheduler:
             return None  # the engine will soon have these pages itself
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
+
+    def _search_with_others(self, r: RequestState) -> Future[frozenset[str]] | None:
+        """The search for this request and others of its tenant. There is at most one for each request, and none if
+        there are no others: a lookup tells more."""
+        if self._unsearched.pop(r.prompt.id, None) is None:
+            return r.searched
+        together, tokens = [r], len(r.prompt.tokens)
+        for other in itertools.islice(self._unsearched.values(), _SEARCH_REQUESTS):
+            length = len(other.prompt.tokens)
+            if tokens + length <= _SEARCH_TOKENS and other.prompt.tenant == r.prompt.tenant:
+                together.append(other)
+                tokens += length
+        if len(together) == 1:
+            return None
+        for one in together:
+            self._unsearched.pop(one.prompt.id, None)
+            one.searched_at, one.heard = self._now(), 0.0
+        unnamed = [(one, one.unnamed(self._loadable(one))) for one in together]
+        nothing: frozenset[str] = frozenset()
+        searched = self._node_thread.ask_in_turn(partial(self._search, unnamed), nothing)
+        for one in together:
+            one.searched = searched
+        return searched
+
+    def _search(self, together: Sequence[tuple[RequestState, tuple[int, Sequence[int]]]]) -> frozenset[str]:
+        """The requests of which the store has nothing. Runs on the node thread."""
+        left, names = list[RequestState](), list[list[tuple[RemoteBackend, bytes, int]]]()
+        for r, unnamed in together:
+            if not r.over and not r.settled:
+                named = attempt(partial(r.named, self._session_pool, *unnamed), None)
+                if named is not None:
+                    chain, tenant_sessions = named
+                    left.append(r)
+                    names.append(list(tenant_sessions.names(chain, r.extras)))
+        for r in left:
+            r.heard = self._now()
+        absent = set()
+        for r, each in zip(left, absent_each(names), strict=True):
+            r.counted = each[0]
+            if all(each):
+                absent.add(r.prompt.id)
+        return frozenset(absent)
 
     def _loadable(self, r: RequestState) -> int:
         """Tokens that may be loaded. An engine that has a whole prompt computes the last token again; a window has
@@ -180,8 +243,9 @@ class Scheduler:
             return None
         r.heard = self._now()
         chain, tenant_sessions = r.named(self._session_pool, *unnamed)
-        first, r.matched = not r.matched, True
-        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first)
+        first, r.matched = not r.matched and not r.counted, True
+        counted, r.counted = r.counted, False
+        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first, counted=counted)
         r.pending = match.pending
         if not have < match.tokens <= self._loadable(r):
             match.release()
@@ -215,7 +279,8 @@ class Scheduler:
 
     def _settle(self, r: RequestState) -> int:
         """Load nothing for the request from now on."""
-        r.settled, r.since = True, 0.0
+        r.settled, r.since, r.searched = True, 0.0, None
+        self._unsearched.pop(r.prompt.id, None)
         self._give_back(r)
         return 0
 
@@ -361,6 +426,7 @@ class Scheduler:
     def _end(self, r: RequestState) -> None:
         del self._requests[r.prompt.id]
         self.quiet.pop(r.prompt.id, None)
+        self._unsearched.pop(r.prompt.id, None)
         self._give_back(r)
         self._node_thread.ask(partial(_part, self._session_pool, r), None)
 

@@ -34,7 +34,8 @@ _PINNED = 4
 """At most one in this many bytes of the node's DRAM may be pinned: else a few requests could take the space of all
 others."""
 _NEXT = 32
-"""Blocks after the longest known prefix that are looked up in other layouts."""
+"""Blocks after the longest known prefix that are looked up in other layouts. One would tell whether a prefix is longer;
+the node searches shared storage for all of them."""
 _TENANTS, _MOST = 64, 512
 """Tenants with open sessions: above the first number only those in use or with pins remain, above the second only those
 in use."""
@@ -68,13 +69,27 @@ class TenantSessions:
     def own(self) -> _LayoutSession:
         return self.layout_sessions[0]
 
+    @property
+    def _has_any_blocks(self) -> bool:
+        """Whether a prefix may lack all blocks but the last ones: that of a window or a state. With full attention it
+        has all."""
+        return any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
+
     def longest(
-        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
+        self,
+        chain: Chain,
+        extras: Sequence[Extra],
+        have: int,
+        prefill: Prefill | None,
+        record: bool,
+        counted: bool,
     ) -> tuple[Match, WorkerGroup]:
         """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
-        whether this is the first lookup for the request."""
+        whether this is the first lookup for the request; ``counted``: whether the node has counted it as absent in the
+        engine's own layout."""
         own = self.own
-        best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
+        best = own.session.match(chain, have=have, prefill=prefill, again=counted, record=record)
+        worker_group = own.worker_group
         try:
             for layout_session in self._others_with_more(
                 chain, extras, min(have // chain.block_tokens, best.blocks), best.blocks
@@ -99,15 +114,21 @@ class TenantSessions:
         others = self.layout_sessions[1:]
         if not others or blocks >= chain.blocks:
             return
-        # With full attention a longer prefix has the next block; a few more are named, so that the node searches shared
-        # storage for them too. Of a window or a state, all blocks but the last ones may be missing.
-        whole = any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
+        whole = self._has_any_blocks
         known = chain.named if whole else chain.named[: (blocks + _NEXT) * chain.block_tokens]
         chains = [other.session.chain(known, extras) for other in others]
         found = find_each([(o.backend, c.digests[have:]) for o, c in zip(others, chains, strict=True)])
         for other, there in zip(others, found, strict=True):
             if any(there[blocks - have :] if whole else there[blocks - have : blocks - have + 1]):
                 yield other
+
+    def names(self, chain: Chain, extras: Sequence[Extra]) -> Iterator[tuple[RemoteBackend, bytes, int]]:
+        """The blocks of a prompt in each layout that tell whether it is absent, and its number of tokens."""
+        yield self.own.backend, chain.joined, chain.tokens
+        colder = self.own.backend.has_colder
+        known = chain.named if self._has_any_blocks else chain.named[: (_NEXT if colder else 1) * chain.block_tokens]
+        for other in self.layout_sessions[1:]:
+            yield other.backend, other.session.chain(known, extras).joined, chain.tokens
 
     def close(self) -> None:
         for layout_session in self.layout_sessions:

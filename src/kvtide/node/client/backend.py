@@ -30,7 +30,7 @@ from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, Pr
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted, Unwritten
 
-__all__ = ["RemoteBackend", "find_each"]
+__all__ = ["RemoteBackend", "absent_each", "find_each"]
 
 _FIRST_PART = 128 << 20
 _REST = 1 << 16
@@ -145,6 +145,14 @@ class RemoteBackend:
             return 0
 
     @property
+    def has_colder(self) -> bool:
+        """Whether the node has tiers below DRAM."""
+        try:
+            return self._client.link.welcome.colder
+        except NodeUnavailable:
+            return False
+
+    @property
     def largest(self) -> int:
         try:
             return self._client.link.welcome.largest
@@ -229,6 +237,14 @@ class RemoteBackend:
         NodeUnavailable."""
         link, session = self._session()
         return link, p.Find(session, digests)
+
+    def asking_absent(self, digests: bytes, tokens: int, count: bool) -> tuple[NodeLink, p.Absent]:
+        """The request that finds out whether the prompt with these blocks is absent, and the link to send it over.
+        Raises NodeUnavailable, also for a node that does not know this request."""
+        link, session = self._session()
+        if p.ABSENT not in link.welcome.features:
+            raise NodeUnavailable
+        return link, p.Absent(session, digests, tokens, count)
 
     def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
@@ -499,3 +515,22 @@ def find_each(wanted: Sequence[tuple[RemoteBackend, Sequence[bytes]]]) -> list[l
     except NodeUnavailable:
         return found
     return [a.blocks if isinstance(a, p.Found) else none for a, none in zip(answers, found, strict=True)]
+
+
+def absent_each(prompts: Sequence[Sequence[tuple[RemoteBackend, bytes, int]]]) -> list[list[bool]]:
+    """For each prompt and backend whether the node has nothing of it: see ``protocol.Absent``. One request for all. Of
+    each prompt there are its digests and its number of tokens, for each backend; the first counts it. All backends are
+    of one client. What the node does not answer counts as not absent."""
+    nothing = [[False] * len(prompt) for prompt in prompts]
+    try:
+        requests = [
+            backend.asking_absent(digests, tokens, count=not i)
+            for prompt in prompts
+            for i, (backend, digests, tokens) in enumerate(prompt)
+        ]
+        if len({id(link) for link, _ in requests}) != 1:  # the client reconnected: some sessions are of the old link
+            return nothing
+        answers = iter(requests[0][0].ask([operation for _, operation in requests]))
+    except NodeUnavailable:
+        return nothing
+    return [[next(answers) is True for _ in prompt] for prompt in prompts]

@@ -402,6 +402,12 @@ class ClientHandler:
         session = self._session(o.session)
         return p.Found(session.backend.find(self._names(session, o.digests)))
 
+    def _absent(self, o: p.Absent) -> bool:
+        session = self._session(o.session)
+        names = self._names(session, o.digests)
+        names.tokens = o.tokens
+        return session.backend.is_absent(names, count=o.count)
+
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
         ``tokens``."""
@@ -771,6 +777,7 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Close: ClientHandler._close,
     p.Match: ClientHandler._match,
     p.Find: ClientHandler._find,
+    p.Absent: ClientHandler._absent,
     p.Load: ClientHandler._load,
     p.Cancel: ClientHandler._cancel,
     p.Collect: ClientHandler._collect,
