@@ -301,15 +301,15 @@ class LocalBackend:
             if self._ready:  # notify those who waited for loads that were abandoned or repaired here
                 self._pipeline.call_ready()
         if record and not again:
-            self._record(names)
+            self._record(names, names.tokens)
         return found
 
-    def _record(self, names: BlockNames) -> None:
+    def _record(self, names: BlockNames, tokens: int) -> None:
         if self._recorder is not None:
             # A client's claim about its prompt's length is trusted only as far as its blocks confirm it.
             full = names.blocks * self._shape.block_tokens
-            tokens = names.tokens if 0 <= names.tokens - full < self._shape.block_tokens else full
-            self._recorder.request(names.joined, tokens, self._shape, self._tenant, self._tag)
+            known = tokens if 0 <= tokens - full < self._shape.block_tokens else full
+            self._recorder.request(names.joined, known, self._shape, self._tenant, self._tag)
 
     def _match(
         self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
@@ -375,9 +375,9 @@ class LocalBackend:
             self.partition.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalPrefixLease(self, plan, have, part, lease, True, False)
 
-    def is_absent(self, names: BlockNames, *, count: bool) -> bool:
-        """Whether nothing is stored of a prompt, nothing of it is being written, and nothing may be in shared storage.
-        If so and ``count``, it counts and is recorded as a match that found nothing."""
+    def is_absent(self, names: BlockNames, tokens: int, *, count: bool) -> bool:
+        """Whether nothing is stored of a prompt of ``tokens`` tokens, nothing of it is being written, and nothing may
+        be in shared storage. If so and ``count``, it counts and is recorded as a match that found nothing."""
         layout = self.layout
         with self._index.lock:
             rows = self._all_rows(names)
@@ -391,7 +391,7 @@ class LocalBackend:
         if count:
             if self.partition.prefetcher.wants_uses:
                 self.partition.prefetcher.used(self, names.blocks, names.parent)
-            self._record(names)
+            self._record(names, tokens)
         return True
 
     def find(self, names: BlockNames) -> list[bool]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Flushed", "Persisted", "Unwritten"]
+__all__ = ["Flushed", "Persisted", "Unwritten", "by_value"]
 
 
 class Unwritten(Enum):
@@ -59,6 +59,11 @@ class Unwritten(Enum):
             return cls(value)
         except ValueError:
             return cls.UNKNOWN
+
+
+def by_value(reasons: Mapping[Unwritten, int]) -> dict[str, int]:
+    """The counts with the reasons' protocol values."""
+    return {reason.value: count for reason, count in reasons.items()}
 
 
 @dataclass(frozen=True, slots=True)

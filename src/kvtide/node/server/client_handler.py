@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from types import GeneratorType
 from typing import Any
@@ -45,7 +45,7 @@ from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.forget import Forgotten
 from kvtide.store.node_statistics import ClientStatistics, ModelStatistics
 from kvtide.transfer.pipeline import DropRequest, Expiring
-from kvtide.transfer.write_results import Flushed, Unwritten
+from kvtide.transfer.write_results import Flushed, by_value
 
 __all__ = ["LARGEST_PART", "ClientHandler"]
 
@@ -404,9 +404,7 @@ class ClientHandler:
 
     def _absent(self, o: p.Absent) -> bool:
         session = self._session(o.session)
-        names = self._names(session, o.digests)
-        names.tokens = o.tokens
-        return session.backend.is_absent(names, count=o.count)
+        return session.backend.is_absent(self._names(session, o.digests), o.tokens, count=o.count)
 
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
@@ -655,8 +653,8 @@ class ClientHandler:
                 return
             # Lost blocks are reported once to each client, whichever other clients flush.
             before, self._lost_blocks = self._lost_blocks, self._store.lost
-            lost = _values(self._lost_blocks - before)
-            self.notices.end(p.Ended(number, written=found.written, unwritten=_values(found.unwritten), lost=lost))
+            lost = by_value(self._lost_blocks - before)
+            self.notices.end(p.Ended(number, written=found.written, unwritten=by_value(found.unwritten), lost=lost))
 
         self._context.flush(done)
         return number
@@ -766,10 +764,6 @@ class ClientHandler:
             if spent >= work_limits.TURN:
                 self._context.loop.after_others(lambda: self._give_back(steps))
                 return
-
-
-def _values(reasons: Mapping[Unwritten, int]) -> dict[str, int]:
-    return {reason.value: count for reason, count in reasons.items()}
 
 
 _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer]]] = {
