@@ -19,7 +19,7 @@ DRAM = {"budget": "8MiB", "segment": "1MiB"}
 def absent(session: Session, *tokens: list[int]) -> list[bool]:
     assert isinstance(session.backend, RemoteBackend)
     chains = [session.chain(some) for some in tokens]
-    return [all(each) for each in absent_each([[(session.backend, c.joined, c.tokens)] for c in chains])]
+    return absent_each([[(session.backend, chain.joined)] for chain in chains])
 
 
 def test_only_what_nobody_has_or_writes_is_absent(tmp_path: Path) -> None:
@@ -48,30 +48,35 @@ def test_a_block_without_those_before_it_is_not_absent(tmp_path: Path) -> None:
         assert absent(session, tokens) == [False]
 
 
-def test_what_is_absent_is_counted_and_recorded_as_a_match_that_found_nothing(tmp_path: Path) -> None:
+def test_what_was_missed_is_counted_and_recorded_as_a_match_that_found_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with (
         Served(tmp_path / "node.sock", dram=DRAM, record={"path": str(trace)}) as client,
         client.session(MODEL) as session,
     ):
-        stored = prompt(1)
-        session.store(stored, data(PLAIN, stored))
-        assert absent(session, stored, prompt(2, 3)[:-1], prompt(4)) == [False, True, True]
+        assert isinstance(session.backend, RemoteBackend)
+        assert absent(session, prompt(5), prompt(6)) == [True, True]
+        assert client.statistics().planner.prompts == 0, "a search is not counted"
+        for tokens in (prompt(2, 3)[:-1], prompt(4)):
+            assert absent(session, tokens) == [True]
+            chain = session.chain(tokens)
+            session.backend.missed(chain.joined, chain.tokens)
         found = client.statistics().planner
         assert (found.prompts, found.blocks["missed"], found.blocks["dram"]) == (2, 2, 0)
     lines = list(map(json.loads, trace.read_text().splitlines()))[1:]
     assert [line["input_length"] for line in lines] == [len(prompt(2, 3)) - 1, len(prompt(4))]
 
 
-def test_only_the_first_session_counts_a_prompt(tmp_path: Path) -> None:
+def test_a_prompt_is_absent_if_it_is_in_no_session(tmp_path: Path) -> None:
     with (
         Served(tmp_path / "node.sock", dram=DRAM) as client,
         client.session(MODEL) as one,
         client.session(MODEL, Tenant("another", bytes(32))) as two,
     ):
-        names: list[Any] = [(s.backend, s.chain(prompt(1)).joined, len(prompt(1))) for s in (one, two)]
-        assert absent_each([names, names]) == [[True, True], [True, True]]
-        assert client.statistics().planner.prompts == 2
+        two.store(prompt(1), data(PLAIN, prompt(1)))
+        names: list[list[Any]] = [[(s.backend, s.chain(prompt(i)).joined) for s in (one, two)] for i in (1, 2)]
+        assert absent_each(names) == [False, True]
+        assert absent_each([names[1], names[0], names[1]]) == [True, False, True]
 
 
 def test_what_shared_storage_may_have_is_not_absent(tmp_path: Path) -> None:

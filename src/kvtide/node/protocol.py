@@ -63,6 +63,7 @@ __all__ = [
     "Load",
     "Match",
     "Matched",
+    "Missed",
     "Notice",
     "Open",
     "Operation",
@@ -101,7 +102,7 @@ block."""
 EXPECT: Final = "expect"
 """The peer knows ``Expect``."""
 ABSENT: Final = "absent"
-"""The peer knows ``Absent``."""
+"""The peer knows ``Absent`` and ``Missed``."""
 FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
@@ -240,14 +241,19 @@ class Find(_Message, tag="find"):
 
 class Absent(_Message, tag="absent"):
     """Find out whether nothing is stored of the prompt with these blocks, nothing of it is being written, and nothing
-    may be in shared storage. Answer: true or false. For nodes with the feature ``ABSENT``."""
+    may be in shared storage. Nothing is counted. Answer: true or false. For nodes with the feature ``ABSENT``."""
+
+    session: int
+    digests: bytes
+
+
+class Missed(_Message, tag="missed"):
+    """The prompt with these blocks was absent and is computed: count and record it as a match that found nothing.
+    ``tokens``: see ``Match``. Answer: None. For nodes with the feature ``ABSENT``."""
 
     session: int
     digests: bytes
     tokens: int = 0
-    """Tokens of the prompt: see ``Match``."""
-    count: bool = True
-    """Whether a prompt of which there is nothing is counted and recorded, as a match that found nothing."""
 
 
 class Found(_Message, tag="found"):
@@ -531,6 +537,7 @@ Operation = (
     | Match
     | Find
     | Absent
+    | Missed
     | Load
     | Cancel
     | Collect

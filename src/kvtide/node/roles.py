@@ -36,6 +36,7 @@ NEEDS: Mapping[type, Role] = {
     p.Match: Role.READ,
     p.Find: Role.READ,
     p.Absent: Role.READ,
+    p.Missed: Role.READ,
     p.Expect: Role.READ,
     p.Load: Role.READ,
     p.Cancel: Role.READ,

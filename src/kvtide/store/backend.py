@@ -375,24 +375,24 @@ class LocalBackend:
             self.partition.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalPrefixLease(self, plan, have, part, lease, True, False)
 
-    def is_absent(self, names: BlockNames, tokens: int, *, count: bool) -> bool:
-        """Whether nothing is stored of a prompt of ``tokens`` tokens, nothing of it is being written, and nothing may
-        be in shared storage. If so and ``count``, it counts and is recorded as a match that found nothing."""
+    def is_absent(self, names: BlockNames) -> bool:
+        """Whether nothing is stored of a prompt, nothing of it is being written, and nothing may be in shared
+        storage."""
         layout = self.layout
         with self._index.lock:
             rows = self._all_rows(names)
             if not names.blocks or any(rows[g.name].any() for g in layout.groups if g.required):
                 return False
             nothing = {name: np.zeros(names.blocks, np.bool_) for name in rows}
-            if self._more(names.keys, rows, nothing, np.zeros(0, np.bool_), 0):
-                return False
-            if count:
-                self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, layout.block_tokens)
-        if count:
-            if self.partition.prefetcher.wants_uses:
-                self.partition.prefetcher.used(self, names.blocks, names.parent)
-            self._record(names, tokens)
-        return True
+            return not self._more(names.keys, rows, nothing, np.zeros(0, np.bool_), 0)
+
+    def missed(self, names: BlockNames, tokens: int) -> None:
+        """Count and record a prompt of ``tokens`` tokens as a match that found nothing."""
+        with self._index.lock:
+            self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, self.layout.block_tokens)
+        if self.partition.prefetcher.wants_uses:
+            self.partition.prefetcher.used(self, names.blocks, names.parent)
+        self._record(names, tokens)
 
     def find(self, names: BlockNames) -> list[bool]:
         layout, index, now = self.layout, self._index, self.partition.sweep()

@@ -14,12 +14,13 @@ import pytest
 
 from kvtide.block import Group, Kind, Layout
 from kvtide.engines.connector import node_thread, scheduler, sessions, store_planner, worker
+from kvtide.engines.connector.request import Prompt
 from kvtide.engines.connector.request_options import RequestOptions, read_options
 from kvtide.engines.connector.scheduler import Scheduler
 from kvtide.engines.connector.store_planner import StorePlanner
 from kvtide.engines.paged import packing
 from kvtide.errors import ConfigError
-from kvtide.index.keys import Model, Tenant
+from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
 from kvtide.node.client.link import NodeLink
@@ -290,17 +291,53 @@ def test_a_search_is_of_few_tokens_and_of_one_tenant_and_valid_for_a_moment(
 def test_answers_that_are_late_are_used_however_long_a_step_takes(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The search and the lookup each have the request's time limit."""
     toy = engines(pages=128)
     for i in range(4):
         serve(toy, f"writer {i}", prompt(i))
     monkeypatch.setattr(node_thread, "_MOMENT", 0.0)
+    monkeypatch.setattr(Scheduler, "prefill", PrefillCost(1e-6, 0.0))
     many = [Request(f"{i}", prompt(i)) for i in range(4)]
     for request in many:
         toy.add(request)
     while toy.requests:
-        toy.clock.advance(0.06)
         toy.step()
+        for r in toy.scheduler._requests.values():
+            for answer in (r.searched, r.asked):
+                if answer is not None:
+                    answer.result(60)
+        toy.clock.advance(0.25)  # longer than the limit of 0.2 s
     assert [request.cached for request in many] == [256] * 4
+
+
+def test_what_was_absent_is_counted_once_though_its_request_is_preempted(node: Process, engines: Engines) -> None:
+    toy = engines(pages=128, chunk=BLOCK)
+    many = [Request(f"{i}", prompt(i)) for i in range(2)]
+    for request in many:
+        toy.add(request)
+    while many[0].computed < 3 * BLOCK:
+        toy.step()
+    toy.flush()
+    toy.preempt(many[0])
+    toy.run()
+    assert many[0].cached >= 2 * BLOCK
+    with Client(node.path) as client:
+        planned = client.statistics().planner
+    assert (planned.prompts, planned.blocks["missed"]) == (3, 8 + 4 - many[0].cached // BLOCK)
+    assert planned.blocks["dram"] == many[0].cached // BLOCK
+
+
+def test_a_request_whose_adapter_must_be_read_keeps_no_other_waiting(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = engines()
+    serve(toy, "writer", prompt(1))
+    sent = requests_of(monkeypatch)
+    slow = Prompt("slow", prompt(2), list, DEFAULT_TENANT, RequestOptions(), slow_extras=True)
+    toy.scheduler.arrived(slow)
+    assert serve(toy, "reader", prompt(1)).cached == 256
+    assert [type(operation) for some in sent for operation in some] == [p.Match]
+    toy.scheduler.finished("slow")
 
 
 def test_blocks_that_are_just_being_written_are_waited_for_by_prompts_that_arrive_together(

@@ -28,6 +28,8 @@ class Prompt:
     named: Callable[[Chain, int], None] | None = None
     """Called with the chain and the number of the first new block when blocks of the request were hashed. Runs on the
     node thread."""
+    slow_extras: bool = False
+    """Whether ``extras`` may take long: then no other request waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from kvtide.engines.connector.sessions import SessionPool, TenantSessions
 from kvtide.index.keys import Chain, Extra
 from kvtide.store.match import Load, Match
 
-__all__ = ["Offer", "RequestState"]
+__all__ = ["Offer", "RequestState", "Search"]
 
 
 @dataclass(slots=True)
@@ -33,6 +33,10 @@ class Offer:
     """Tokens that have arrived when the load has ended. Blocks may be corrupt, or be late."""
 
 
+Search = Mapping[str, Callable[[], None]]
+"""The requests of which the store has nothing. The call lets the node count one of them as a miss."""
+
+
 @dataclass(slots=True)
 class RequestState:
     """A request, from its arrival to its end."""
@@ -42,12 +46,9 @@ class RequestState:
     """Extended on the node thread."""
     extras: Sequence[Extra] = ()
     tenant_sessions: TenantSessions | None = None
-    searched: Future[frozenset[str]] | None = None
-    """The search for prompts that arrived together with this one: it returns the requests of which the store has
-    nothing."""
+    searched: Future[Search] | None = None
+    """The search for prompts that arrived together with this one."""
     searched_at: float = 0.0
-    counted: bool = False
-    """Whether the node has counted it as a prompt of which it has nothing."""
     asked: Future[Offer | None] | None = None
     since: float = 0.0
     """When the request was first looked up; 0 if it was not, or if the result is known."""

@@ -23,9 +23,10 @@ to the workers with the step's orders.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -33,7 +34,7 @@ from kvtide.engines.connector.node_thread import NodeThread, attempt
 from kvtide.engines.connector.orders import Loading, Orders
 from kvtide.engines.connector.request import PageGeometry, Pages, Prompt, TokenSource, Work
 from kvtide.engines.connector.request_options import NOTHING
-from kvtide.engines.connector.request_state import Offer, RequestState
+from kvtide.engines.connector.request_state import Offer, RequestState, Search
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.store_planner import StorePlanner
 from kvtide.node.client.backend import RemoteBackend, absent_each
@@ -120,7 +121,7 @@ class Scheduler:
 
     def arrived(self, prompt: Prompt) -> None:
         r = self._requests[prompt.id] = RequestState(prompt, settled=prompt.options.no_load)
-        if not r.settled and self._loadable(r) >= self._tokens:
+        if not r.settled and not prompt.slow_extras and self._loadable(r) >= self._tokens:
             self._unsearched[prompt.id] = r
 
     def matched(self, request: str, have: int) -> int | None:
@@ -142,11 +143,16 @@ class Scheduler:
             if r.asked is None and not have and (searched := self._search_with_others(r)) is not None:
                 if not self._node_thread.soon(searched, in_turn=True):
                     return None if self._waits(r) else self._settle(r)
-                if request in searched.result() and self._now() - r.searched_at < _SEARCH_VALID:
+                count_miss = searched.result().get(request)
+                if count_miss is not None and self._now() - r.searched_at < _SEARCH_VALID:
+                    self._node_thread.ask(count_miss, None)
+                    r.matched = True
                     return self._settle(r)
             if r.asked is None:
                 self._unsearched.pop(request, None)
-                r.searched, r.heard = None, 0.0
+                if r.searched is not None:  # the lookup has a time limit of its own
+                    r.searched, r.since = None, self._now()
+                r.heard = 0.0
                 find = partial(self._find, r, r.unnamed(known), have, self.prefill)
                 # Stores of this step must not wait for the lookups of all prompts that arrived together.
                 r.asked = self._node_thread.ask_in_turn(find, None)
@@ -172,7 +178,7 @@ class Scheduler:
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
 
-    def _search_with_others(self, r: RequestState) -> Future[frozenset[str]] | None:
+    def _search_with_others(self, r: RequestState) -> Future[Search] | None:
         """The search for this request and others of its tenant. There is at most one for each request, and none if
         there are no others: a lookup tells more."""
         if self._unsearched.pop(r.prompt.id, None) is None:
@@ -189,30 +195,30 @@ class Scheduler:
             self._unsearched.pop(one.prompt.id, None)
             one.searched_at, one.heard = self._now(), 0.0
         unnamed = [(one, one.unnamed(self._loadable(one))) for one in together]
-        nothing: frozenset[str] = frozenset()
+        nothing: Search = {}
         searched = self._node_thread.ask_in_turn(partial(self._search, unnamed), nothing)
         for one in together:
             one.searched = searched
         return searched
 
-    def _search(self, together: Sequence[tuple[RequestState, tuple[int, Sequence[int]]]]) -> frozenset[str]:
+    def _search(self, together: Sequence[tuple[RequestState, tuple[int, Sequence[int]]]]) -> Search:
         """The requests of which the store has nothing. Runs on the node thread."""
-        left, names = list[RequestState](), list[list[tuple[RemoteBackend, bytes, int]]]()
+        left, names = list[RequestState](), list[list[tuple[RemoteBackend, bytes]]]()
         for r, unnamed in together:
-            if not r.over and not r.settled:
-                named = attempt(partial(r.named, self._session_pool, *unnamed), None)
-                if named is not None:
-                    chain, tenant_sessions = named
-                    left.append(r)
-                    names.append(list(tenant_sessions.names(chain, r.extras)))
+            if r.over or r.settled:
+                continue
+            with contextlib.suppress(Exception):  # its own lookup reports the error
+                chain, tenant_sessions = r.named(self._session_pool, *unnamed)
+                names.append(list(tenant_sessions.names(chain, r.extras)))
+                left.append(r)
+        absent: dict[str, Callable[[], None]] = {}
         for r in left:
             r.heard = self._now()
-        absent = set()
-        for r, each in zip(left, absent_each(names), strict=True):
-            r.counted = each[0]
-            if all(each):
-                absent.add(r.prompt.id)
-        return frozenset(absent)
+        for r, (own, *_), none in zip(left, names, absent_each(names), strict=True):
+            if none and r.chain is not None:
+                backend, digests = own
+                absent[r.prompt.id] = partial(backend.missed, digests, r.chain.tokens)
+        return absent
 
     def _loadable(self, r: RequestState) -> int:
         """Tokens that may be loaded. An engine that has a whole prompt computes the last token again; a window has
@@ -243,9 +249,8 @@ class Scheduler:
             return None
         r.heard = self._now()
         chain, tenant_sessions = r.named(self._session_pool, *unnamed)
-        first, r.matched = not r.matched and not r.counted, True
-        counted, r.counted = r.counted, False
-        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first, counted=counted)
+        first, r.matched = not r.matched, True
+        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first)
         r.pending = match.pending
         if not have < match.tokens <= self._loadable(r):
             match.release()

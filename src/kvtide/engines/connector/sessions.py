@@ -70,26 +70,18 @@ class TenantSessions:
         return self.layout_sessions[0]
 
     @property
-    def _has_any_blocks(self) -> bool:
-        """Whether a prefix may lack all blocks but the last ones: that of a window or a state. With full attention it
-        has all."""
+    def _may_lack_first_blocks(self) -> bool:
+        """Whether a prefix may lack all blocks but the last ones: those of a window or a state. With full attention it
+        has all of them."""
         return any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
 
     def longest(
-        self,
-        chain: Chain,
-        extras: Sequence[Extra],
-        have: int,
-        prefill: Prefill | None,
-        record: bool,
-        counted: bool,
+        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
     ) -> tuple[Match, WorkerGroup]:
         """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
-        whether this is the first lookup for the request; ``counted``: whether the node has counted it as absent in the
-        engine's own layout."""
+        whether this is the first lookup for the request."""
         own = self.own
-        best = own.session.match(chain, have=have, prefill=prefill, again=counted, record=record)
-        worker_group = own.worker_group
+        best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
         try:
             for layout_session in self._others_with_more(
                 chain, extras, min(have // chain.block_tokens, best.blocks), best.blocks
@@ -114,7 +106,7 @@ class TenantSessions:
         others = self.layout_sessions[1:]
         if not others or blocks >= chain.blocks:
             return
-        whole = self._has_any_blocks
+        whole = self._may_lack_first_blocks
         known = chain.named if whole else chain.named[: (blocks + _NEXT) * chain.block_tokens]
         chains = [other.session.chain(known, extras) for other in others]
         found = find_each([(o.backend, c.digests[have:]) for o, c in zip(others, chains, strict=True)])
@@ -122,13 +114,15 @@ class TenantSessions:
             if any(there[blocks - have :] if whole else there[blocks - have : blocks - have + 1]):
                 yield other
 
-    def names(self, chain: Chain, extras: Sequence[Extra]) -> Iterator[tuple[RemoteBackend, bytes, int]]:
-        """The blocks of a prompt in each layout that tell whether it is absent, and its number of tokens."""
-        yield self.own.backend, chain.joined, chain.tokens
+    def names(self, chain: Chain, extras: Sequence[Extra]) -> Iterator[tuple[RemoteBackend, bytes]]:
+        """The blocks of a prompt in each layout that tell whether it is absent; all of them in the first."""
+        yield self.own.backend, chain.joined
         colder = self.own.backend.has_colder
-        known = chain.named if self._has_any_blocks else chain.named[: (_NEXT if colder else 1) * chain.block_tokens]
+        known = (
+            chain.named if self._may_lack_first_blocks else chain.named[: (_NEXT if colder else 1) * chain.block_tokens]
+        )
         for other in self.layout_sessions[1:]:
-            yield other.backend, other.session.chain(known, extras).joined, chain.tokens
+            yield other.backend, other.session.chain(known, extras).joined
 
     def close(self) -> None:
         for layout_session in self.layout_sessions:

@@ -189,7 +189,8 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tokens = request.all_token_ids
         extras = functools.partial(self._extras, request)
         named = functools.partial(self._publisher.named, request) if self._publisher is not None else None
-        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, options, named))
+        slow = request.lora_request is not None  # its adapter may have to be read
+        self._scheduler.arrived(Prompt(request.request_id, tokens, extras, tenant, options, named, slow))
 
     def _extras(self, request: Any) -> list[Extra]:
         """What the KV of a request depends on besides its tokens."""

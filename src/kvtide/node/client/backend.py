@@ -238,13 +238,20 @@ class RemoteBackend:
         link, session = self._session()
         return link, p.Find(session, digests)
 
-    def asking_absent(self, digests: bytes, tokens: int, count: bool) -> tuple[NodeLink, p.Absent]:
+    def asking_absent(self, digests: bytes) -> tuple[NodeLink, p.Absent]:
         """The request that finds out whether the prompt with these blocks is absent, and the link to send it over.
         Raises NodeUnavailable, also for a node that does not know this request."""
         link, session = self._session()
         if p.ABSENT not in link.welcome.features:
             raise NodeUnavailable
-        return link, p.Absent(session, digests, tokens, count)
+        return link, p.Absent(session, digests)
+
+    def missed(self, digests: bytes, tokens: int) -> None:
+        """Let the node count and record a prompt that was absent. Does not wait for it."""
+        with contextlib.suppress(NodeUnavailable, KvtideError):  # a lost count has no other effect
+            link, session = self._session()
+            if p.ABSENT in link.welcome.features:
+                link.later(p.Missed(session, digests, tokens))
 
     def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}
@@ -517,20 +524,18 @@ def find_each(wanted: Sequence[tuple[RemoteBackend, Sequence[bytes]]]) -> list[l
     return [a.blocks if isinstance(a, p.Found) else none for a, none in zip(answers, found, strict=True)]
 
 
-def absent_each(prompts: Sequence[Sequence[tuple[RemoteBackend, bytes, int]]]) -> list[list[bool]]:
-    """For each prompt and backend whether the node has nothing of it: see ``protocol.Absent``. One request for all. Of
-    each prompt there are its digests and its number of tokens, for each backend; the first counts it. All backends are
-    of one client. What the node does not answer counts as not absent."""
-    nothing = [[False] * len(prompt) for prompt in prompts]
+def absent_each(prompts: Sequence[Sequence[tuple[RemoteBackend, bytes]]]) -> list[bool]:
+    """For each prompt whether the node has nothing of it: see ``protocol.Absent``. One request for all. Of each prompt
+    there are its digests for each backend. All backends are of one client. A prompt for which the node does not answer
+    counts as not absent."""
+    nothing = [False] * len(prompts)
     try:
-        requests = [
-            backend.asking_absent(digests, tokens, count=not i)
-            for prompt in prompts
-            for i, (backend, digests, tokens) in enumerate(prompt)
-        ]
+        requests = [backend.asking_absent(digests) for prompt in prompts for backend, digests in prompt]
         if len({id(link) for link, _ in requests}) != 1:  # the client reconnected: some sessions are of the old link
             return nothing
-        answers = iter(requests[0][0].ask([operation for _, operation in requests]))
+        answers = requests[0][0].ask([operation for _, operation in requests])
     except NodeUnavailable:
         return nothing
-    return [[next(answers) is True for _ in prompt] for prompt in prompts]
+    rest = iter(answers)
+    each = [[next(rest) for _ in prompt] for prompt in prompts]
+    return [all(answer is True for answer in some) for some in each]

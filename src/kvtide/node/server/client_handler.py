@@ -379,11 +379,10 @@ class ClientHandler:
         session.check_rights()
         if o.have < 0 or (o.prefill is not None and not o.prefill >= 0):
             raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
-        prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
         names, number = self._names(session, o.digests), next(self._numbers)
         names.tokens, have = o.tokens, o.have if o.have < names.blocks else names.blocks
-        found = session.match(number, names, have, prefill, o.again, o.record)
-        plan = found.plan
+        cost = o.prefill if o.cost is None else PrefillCost(*o.cost)
+        plan = (found := session.match(number, names, have, cost, o.again, o.record)).plan
         return p.Matched(
             number,
             plan.blocks,
@@ -404,7 +403,11 @@ class ClientHandler:
 
     def _absent(self, o: p.Absent) -> bool:
         session = self._session(o.session)
-        return session.backend.is_absent(self._names(session, o.digests), o.tokens, count=o.count)
+        return session.backend.is_absent(self._names(session, o.digests))
+
+    def _missed(self, o: p.Missed) -> None:
+        session = self._session(o.session)
+        session.backend.missed(self._names(session, o.digests), o.tokens)
 
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
@@ -620,9 +623,8 @@ class ClientHandler:
         session = self._session(o.session)
         if o.returns_in is not None and not 0 < o.returns_in < math.inf:
             raise LayoutError(f"returns_in is {o.returns_in}, not a time to come")
-        names = self._names(session, o.digests)
         returns_in = None if o.returns_in is None else min(o.returns_in, _DAY)
-        session.backend.expect(names, TURNS.get(o.turn), returns_in)
+        session.backend.expect(self._names(session, o.digests), TURNS.get(o.turn), returns_in)
 
     def _all_of(self, step: Callable[[], bool]) -> Iterator[int]:
         """Call ``step``, which does one slice of the index's, until it returns False; then the request's next operation
@@ -630,9 +632,8 @@ class ClientHandler:
         try:
             while step():
                 yield work_slices.SLICE * work_limits.MOVE
-        except (
-            GeneratorExit
-        ):  # the client hung up. Blocks that are half dropped would come back, so the work is still completed
+        except GeneratorExit:
+            # The client hung up. Blocks that are half dropped would come back, so the work is still completed.
             self._in_turns(step)
             raise
         self._spent += work_slices.SLICE * work_limits.MOVE
@@ -772,6 +773,7 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Match: ClientHandler._match,
     p.Find: ClientHandler._find,
     p.Absent: ClientHandler._absent,
+    p.Missed: ClientHandler._missed,
     p.Load: ClientHandler._load,
     p.Cancel: ClientHandler._cancel,
     p.Collect: ClientHandler._collect,
