@@ -199,17 +199,9 @@ def test_a_prompt_that_is_nowhere_is_looked_up_with_two_requests(
     ]
     toy = engines(layout=layouts[0], others=layouts[1:])
     serve(toy, "which opens the sessions", prompt(1))
-    sent: list[list[type]] = []
-    ask = NodeLink.ask
-
-    def counted(link: NodeLink, operations: list[p.Operation]) -> list[p.Answer]:
-        sent.append([type(operation) for operation in operations])
-        return ask(link, operations)
-
-    monkeypatch.setattr(NodeLink, "ask", counted)
+    sent = requests_of(monkeypatch)
     serve(toy, "new", prompt(2))
-    looked = [types for types in sent if p.Match in types or p.Find in types]
-    assert looked == [[p.Match], [p.Find] * (len(layouts) - 1)]
+    assert [[type(operation) for operation in some] for some in sent] == [[p.Match], [p.Find] * (len(layouts) - 1)]
     with Client(node.path) as client:
         assert client.statistics().planner.prompts == 2
 
@@ -231,7 +223,7 @@ def requests_of(monkeypatch: pytest.MonkeyPatch) -> list[list[p.Operation]]:
 def test_prompts_that_arrive_together_are_searched_for_together(
     node: Process, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine waits for one request, whatever their number; those that are not found are counted with it."""
+    """The engine waits for one request, whatever their number; those that are not found are counted too."""
     plain, vec = (
         Layout.attention(layers=2, heads=2, head_dim=32, block_tokens=BLOCK, packing=name) for name in ("plain", "vec")
     )

@@ -11,7 +11,7 @@ from kvtide.engines.connector.sessions import SessionPool, TenantSessions
 from kvtide.index.keys import Chain, Extra
 from kvtide.store.match import Load, Match
 
-__all__ = ["Offer", "RequestState", "Search"]
+__all__ = ["Offer", "RequestState", "SearchResult"]
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Offer:
     """Tokens that have arrived when the load has ended. Blocks may be corrupt, or be late."""
 
 
-Search = Mapping[str, Callable[[], None]]
+SearchResult = Mapping[str, Callable[[], None]]
 """The requests of which the store has nothing. The call lets the node count one of them as a miss."""
 
 
@@ -46,7 +46,7 @@ class RequestState:
     """Extended on the node thread."""
     extras: Sequence[Extra] = ()
     tenant_sessions: TenantSessions | None = None
-    searched: Future[Search] | None = None
+    searched: Future[SearchResult] | None = None
     """The search for prompts that arrived together with this one."""
     searched_at: float = 0.0
     asked: Future[Offer | None] | None = None

@@ -34,7 +34,7 @@ from kvtide.engines.connector.node_thread import NodeThread, attempt
 from kvtide.engines.connector.orders import Loading, Orders
 from kvtide.engines.connector.request import PageGeometry, Pages, Prompt, TokenSource, Work
 from kvtide.engines.connector.request_options import NOTHING
-from kvtide.engines.connector.request_state import Offer, RequestState, Search
+from kvtide.engines.connector.request_state import Offer, RequestState, SearchResult
 from kvtide.engines.connector.sessions import SessionPool
 from kvtide.engines.connector.store_planner import StorePlanner
 from kvtide.node.client.backend import RemoteBackend, absent_each
@@ -178,7 +178,7 @@ class Scheduler:
         r.have, count = have, r.offer.tokens - have
         return count if count > 0 else self._settle(r)
 
-    def _search_with_others(self, r: RequestState) -> Future[Search] | None:
+    def _search_with_others(self, r: RequestState) -> Future[SearchResult] | None:
         """The search for this request and others of its tenant. There is at most one for each request, and none if
         there are no others: a lookup tells more."""
         if self._unsearched.pop(r.prompt.id, None) is None:
@@ -195,13 +195,13 @@ class Scheduler:
             self._unsearched.pop(one.prompt.id, None)
             one.searched_at, one.heard = self._now(), 0.0
         unnamed = [(one, one.unnamed(self._loadable(one))) for one in together]
-        nothing: Search = {}
+        nothing: SearchResult = {}
         searched = self._node_thread.ask_in_turn(partial(self._search, unnamed), nothing)
         for one in together:
             one.searched = searched
         return searched
 
-    def _search(self, together: Sequence[tuple[RequestState, tuple[int, Sequence[int]]]]) -> Search:
+    def _search(self, together: Sequence[tuple[RequestState, tuple[int, Sequence[int]]]]) -> SearchResult:
         """The requests of which the store has nothing. Runs on the node thread."""
         left, names = list[RequestState](), list[list[tuple[RemoteBackend, bytes]]]()
         for r, unnamed in together:

@@ -139,10 +139,7 @@ class RemoteBackend:
 
     @property
     def first_part(self) -> int:
-        try:
-            return _FIRST_PART if self._client.link.welcome.colder else self.largest
-        except NodeUnavailable:
-            return 0
+        return _FIRST_PART if self.has_colder else self.largest
 
     @property
     def has_colder(self) -> bool:

@@ -381,20 +381,20 @@ class ClientHandler:
             raise LayoutError(f"have is {o.have} and prefill {o.prefill}; neither can be less than 0")
         names, number = self._names(session, o.digests), next(self._numbers)
         names.tokens, have = o.tokens, o.have if o.have < names.blocks else names.blocks
-        cost = o.prefill if o.cost is None else PrefillCost(*o.cost)
-        plan = (found := session.match(number, names, have, cost, o.again, o.record)).plan
+        prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
+        found = session.match(number, names, have, prefill, o.again, o.record)
         return p.Matched(
             number,
-            plan.blocks,
-            plan.load_seconds,
-            plan.compute_seconds,
+            found.plan.blocks,
+            found.plan.load_seconds,
+            found.plan.compute_seconds,
             [len(rows) for rows in found.part.rows.values()],
             found.ready,
             found.pending,
             # If the session has workers, they read the blocks: the client's own process need not map the memory.
             self._ready_slots(session, found) if found.ready and session.worker_group is None else None,
             found.held,
-            plan.slower,
+            found.plan.slower,
         )
 
     def _find(self, o: p.Find) -> p.Found:
