@@ -16,7 +16,7 @@ import torch
 
 import kvtide
 from kvtide.engines.paged import Copy, Pages, mover
-from kvtide.errors import ClosedError
+from kvtide.errors import ClosedError, LayoutError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
 
@@ -179,3 +179,23 @@ def test_what_is_warmed_up_changes_no_page(staging: int | None) -> None:
     torch.cuda.synchronize()
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(true, caches, strict=True))
     ours.close()
+
+
+def test_pages_that_do_not_exist_end_a_move_with_an_error() -> None:
+    """They are found while the parts before are copied. The mover can be used afterwards."""
+    caches = engine(64 * 16, fill=1)
+    pages = Pages.of(LAYOUT, "full", caches, "k p t h d")
+    with kvtide.open(dram={"budget": "512MiB"}, nvme={"path": ""}) as store:
+        session = store.session(kvtide.Model(LAYOUT, "gpu"))
+        ours = mover(torch.device("cuda"))
+        with session.reserve(np.arange(64 * 256, dtype=np.uint32)) as held:
+            good = [Copy(v, range(16 * i, 16 * i + 16)) for i, v in enumerate(held.views)]
+            for wrong in (Copy(held.views[-1], [64 * 16] * 16), Copy(held.views[-1], [-1] * 16)):
+                for move in (ours.store(pages, [*good[:-1], wrong]), ours.load(pages, [*good[:-1], wrong])):
+                    with pytest.raises(LayoutError, match="are not all among the 1024 of this engine"):
+                        move.wait()
+            ours.store(pages, good).wait()
+            after = engine(64 * 16, fill=0)
+            ours.load(Pages.of(LAYOUT, "full", after, "k p t h d"), good).wait()
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(caches, after, strict=True))
+        ours.close()

@@ -2,8 +2,8 @@
 
 For the shape of a whole model the limit is large copies between the GPU and pinned memory. The two worst shapes cannot
 reach that: a rank's heads are rows with the heads of other ranks between them, and small blocks make small pieces.
-Their limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. The speed of
-the gather kernel alone is reported too.
+Their limit is the DMA alone: the same pieces of the same slots, looked up before, without pages to gather. The speeds
+of the gather kernel alone, and of the host, which checks and looks up the slots of each DMA, are reported too.
 
 Meanwhile an engine copies the tokens of each step to the host. How long such a small copy takes while blocks are stored
 is compared with the same beside large copies that are queued without pauses.
@@ -139,6 +139,7 @@ class PagedEngine:
         width = self._pages.heads * self._pages.each * self._pages.atom
         found = []
         for part in parts(len(copies), min(AT_ONCE, _BUFFER // (width * sections))):
+            self._pages.check(copies[part.start : part.stop])
             some, places, _ = by_address(copies[part.start : part.stop])
             for start, count in neighbours(some, places, geometry.footprint):
                 found.append(_Piece(int(places[start]), geometry.stride, width, count * sections))
@@ -195,6 +196,11 @@ class PagedEngine:
         end.synchronize()
         seconds: float = start.elapsed_time(end) / 1e3
         return 10 * len(some) * block / seconds / 1e9
+
+    def look_up(self) -> float:
+        """GB/s of the host alone: it checks each part of a move and looks up its slots."""
+        seconds = min(timed(lambda: self._pieces(self._first)).seconds for _ in range(5))
+        return self.nbytes / seconds / 1e9
 
 
 class _SmallCopy:
@@ -267,7 +273,7 @@ def _pages(settings: Settings, shape: PagesShape) -> Iterator[BenchRecord]:
 
         limit = engine.alone() if shape.pieces else bus(engine.nbytes)
         rounds = compare({"kvtide": ours, "limit": limit}, settings.rounds(15, 5), settings.progress)
-        gathered = engine.gather()
+        gathered, looked_up = engine.gather(), engine.look_up()
         if not shape.pieces:
             small_copy = _SmallCopy()
             contestants = {
@@ -288,7 +294,7 @@ def _pages(settings: Settings, shape: PagesShape) -> Iterator[BenchRecord]:
             bar=shape.bar if task != "both" else shape.both,
             command=settings.command,
             note=f"{shape.note}; pages of {_PAGE} tokens in a random order; {torch.cuda.get_device_name()}; limit: "
-            f"{named}; the kernel gathers {gathered:,.0f} GB/s alone",
+            f"{named}; the kernel alone gathers {gathered:,.0f} GB/s, the host alone looks up {looked_up:,.0f} GB/s",
         )
 
 

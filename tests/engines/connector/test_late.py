@@ -235,6 +235,27 @@ def test_blocks_can_be_read_as_soon_as_they_are_copied_though_no_step_follows(
     assert toy.workers[0].take().missed == 0
 
 
+def test_blocks_of_several_requests_are_copied_together(
+    toy: Toy, node: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread, and on a GPU the thread that launches copies, have work for each move."""
+    moves: list[int] = []
+
+    def store(pages: Pages, copies: Sequence[Copy]) -> Move:
+        moves.append(len(copies))
+        return HostMover.store(toy.workers[0]._mover, pages, copies)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(toy.workers[0]._mover, "store", store)
+    requests = [Request(f"request {i}", list(range(1000 * i, 1000 * i + 70))) for i in range(4)]
+    for request in requests:
+        toy.add(request)
+    while toy.requests:
+        toy.step()
+    assert len(moves) < len(requests) == sum(moves)
+    with Client(node.path) as client, client.session(Model(LAYOUT, "given:toy")) as session:
+        assert [session.match(request.tokens).tokens for request in requests] == [64] * 4
+
+
 def test_pages_that_another_connector_kept_are_not_ours(keeping: Toy, node: Thread) -> None:
     """vLLM tells all connectors of a request that any of them has sent."""
     request = Request("running", list(range(300)))

@@ -237,16 +237,15 @@ class ConnectorWorker:
                         raise KvtideError("blocks that are there leave some pages out")
                     visit.nbytes += _nbytes(copies, pages)
                     visit.moves.append(self._mover.load(pages, copies))
+            by_group: dict[str, list[Copy]] = {}
             for store, filling in zip(visit.stores, step.stores, strict=True):
-                if filling is None:
-                    continue
                 for name, numbers in store.pages.items():
-                    if worker.writes(name):
-                        pages = views[name]
-                        given = self._wide(numbers, name, pages)
-                        copies = list(_out_of(store.start, given, filling, name, pages))
-                        visit.nbytes += _nbytes(copies, pages)
-                        visit.moves.append(self._mover.store(pages, copies))
+                    if filling is not None and worker.writes(name):
+                        given = self._wide(numbers, name, views[name])
+                        by_group.setdefault(name, []).extend(_out_of(store.start, given, filling, name, views[name]))
+            for name, copies in by_group.items():  # one move for all requests: each costs the engine's thread some time
+                visit.nbytes += _nbytes(copies, views[name])
+                visit.moves.append(self._mover.store(views[name], copies))
         except Exception as e:  # noqa: BLE001 - whatever the error, the engine computes instead
             self._end(visit, e)
             return

@@ -179,12 +179,13 @@ class _Tables:
         self._make(AT_ONCE * 16)
 
     def _make(self, entries: int) -> None:
-        """Rarely needed: pinning memory stalls the whole device."""
+        """Rarely needed: pinning memory stalls the whole device. Kernels may still read the tables before."""
+        torch.cuda.synchronize(self._device)
         self._host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
         self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._device)
 
     def put(self, numbers: _Numbers) -> torch.Tensor:
-        """Copy the numbers to the device, for a kernel on the current stream."""
+        """Copy the numbers to the device, on the current stream."""
         if len(numbers) > self._host.shape[1]:
             self._make(len(numbers))
         i = next(self._next)
@@ -199,8 +200,6 @@ class _Tables:
 class _Job(NamedTuple):
     pages: Pages
     copies: Sequence[Copy]
-    numbers: _Numbers
-    """The pages of all copies, concatenated."""
     after: torch.cuda.Event
     """Event on the caller's stream after which the pages may be read or written."""
     move: GpuMove
@@ -228,14 +227,13 @@ class _Lane:
         self._thread.start()
 
     def put(self, pages: Pages, copies: Sequence[Copy], *, warm: bool = False) -> GpuMove:
-        numbers = pages.check(copies)
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
         move = GpuMove(self._device)
         with self._lock:
             if self._closed:
                 raise ClosedError("this mover is closed; make another")
-            self._jobs.put(_Job(pages, copies, numbers, after, move, warm))
+            self._jobs.put(_Job(pages, copies, after, move, warm))
         return move
 
     def close(self) -> None:
@@ -267,27 +265,35 @@ class _Lane:
 
     def _move(self, job: _Job) -> None:
         self._kernels.wait_event(job.after)
-        pages = job.pages
+        pages, copies = job.pages, job.copies
         if job.warm:
             self._warm(pages)
-            return
-        if pages.form:
-            self._code(pages, job.copies)
-            return
-        if pages.packing != pages.group.packing:
-            self._convert(pages, job.copies)
-            return
-        # Copies of whole blocks are batched; a copy of part of a block is made alone.
-        if len(job.numbers) == len(job.copies) * pages.each:  # no copy has more pages than a block
-            self._move_equal(pages, job.copies, job.numbers.reshape(-1, pages.each))
+        elif pages.form:
+            pages.check(copies)
+            self._code(pages, copies)
+        elif pages.packing != pages.group.packing:
+            pages.check(copies)
+            self._convert(pages, copies)
+        else:
+            section = pages.heads * pages.each * pages.atom
+            self._make_buffers(section)
+            # A part is checked and looked up while the one before it is copied.
+            for part in parts(len(copies), max(1, min(AT_ONCE, self._nbytes // (section * len(pages.sections))))):
+                self._move_part(pages, copies[part.start : part.stop])
+
+    def _move_part(self, pages: Pages, copies: Sequence[Copy]) -> None:
+        """Make copies of at most as many blocks as a buffer holds. Copies of whole blocks are batched; a copy of part
+        of a block is made alone."""
+        numbers = pages.check(copies)
+        if len(numbers) == len(copies) * pages.each:  # no copy has more pages than a block
+            self._move_equal(pages, copies, numbers.reshape(-1, pages.each))
             return
         done = 0
-        for whole, same in itertools.groupby(job.copies, lambda c: len(c.pages) == pages.each):
+        for whole, same in itertools.groupby(copies, lambda c: len(c.pages) == pages.each):
             some = list(same)
             for together in [some] if whole else [[copy] for copy in some if len(copy.pages)]:
                 count = sum(len(copy.pages) for copy in together)
-                numbers = job.numbers[done : done + count].reshape(len(together), -1)
-                self._move_equal(pages, together, numbers)
+                self._move_equal(pages, together, numbers[done : done + count].reshape(len(together), -1))
                 done += count
 
     def _warm(self, pages: Pages) -> None:
@@ -298,6 +304,7 @@ class _Lane:
         self._make_buffers(pages.heads * n * pages.atom)
         table = self._table(np.concatenate([pages.bases, np.zeros(n, np.int64)]))
         with self._buffer() as buffer:
+            self._kernels.wait_stream(self._streams[0])
             launch(pages, table, buffer.memory, range(1), n, word, gather=True)
             if not self._to_host:
                 launch(pages, table, buffer.memory, range(1), n, word, gather=False)
@@ -314,9 +321,12 @@ class _Lane:
             self._nbytes = nbytes
 
     def _table(self, numbers: _Numbers) -> torch.Tensor:
+        """Copy page numbers to the device, on the first of the two streams. On the kernel stream the table of a load
+        would wait for the kernel before, and then for the large copies that were queued meanwhile."""
         if self._tables is None:
             self._tables = _Tables(self._device)
-        return self._tables.put(numbers)
+        with torch.cuda.stream(self._streams[0]):
+            return self._tables.put(numbers)
 
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:
@@ -337,27 +347,23 @@ class _Lane:
         second.wait_event(buffer.filled)
 
     def _move_equal(self, pages: Pages, copies: Sequence[Copy], numbers: _Table) -> None:
-        """Make copies of equally many pages; ``numbers`` has a row for each copy. Each buffer takes as many blocks as
-        fit, or as many sections of one block."""
+        """Make copies of equally many pages; ``numbers`` has a row for each copy. A buffer takes all of them, or as
+        many sections of one block as fit."""
         sections, n = len(pages.sections), numbers.shape[1]
-        section = pages.heads * n * pages.atom
-        self._make_buffers(section)
-        blocks = max(1, min(AT_ONCE, self._nbytes // (section * sections)))
-        at_once = max(1, min(sections, self._nbytes // section))
+        at_once = max(1, min(sections, self._nbytes // (pages.heads * n * pages.atom)))
         word = word_of(pages)
-        for part in parts(len(copies), blocks):
-            some, places, order = by_address(copies[part.start : part.stop])
-            table = self._table(np.concatenate([pages.bases, numbers[part.start : part.stop][order].ravel()]))
-            for first in range(0, sections, at_once):
-                span = range(first, min(sections, first + at_once))
-                with self._buffer() as buffer:
-                    if self._to_host:
-                        launch(pages, table, buffer.memory, span, n, word, gather=True)
-                        self._pass(buffer)
-                    self._dma(pages, some, places, buffer, span, n * pages.atom)
-                    if not self._to_host:
-                        self._pass(buffer)
-                        launch(pages, table, buffer.memory, span, n, word, gather=False)
+        some, places, order = by_address(copies)
+        table = self._table(np.concatenate([pages.bases, numbers[order].ravel()]))
+        for first in range(0, sections, at_once):
+            span = range(first, min(sections, first + at_once))
+            with self._buffer() as buffer:
+                if self._to_host:
+                    launch(pages, table, buffer.memory, span, n, word, gather=True)
+                    self._pass(buffer)
+                self._dma(pages, some, places, buffer, span, n * pages.atom)
+                if not self._to_host:
+                    self._pass(buffer)
+                    launch(pages, table, buffer.memory, span, n, word, gather=False)
 
     def _dma(
         self, pages: Pages, copies: Sequence[Copy], places: _Numbers, buffer: _Buffer, span: range, width: int

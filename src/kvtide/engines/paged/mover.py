@@ -38,7 +38,8 @@ class Move:
 
 
 class Mover(Protocol):
-    """Copies between pages and blocks. Thread-safe."""
+    """Copies between pages and blocks. Thread-safe. A page number out of range raises LayoutError, at the call or when
+    the move is waited for; by then some blocks or pages may have been written."""
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
         """Copy pages into blocks. Both must stay unchanged until the move is done."""
