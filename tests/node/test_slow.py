@@ -71,6 +71,18 @@ def never_again(line: NodeLink) -> None:
         line._requests.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, 0))
 
 
+def test_a_flush_waits_for_a_node_that_is_late(node: Process, client: Client, session: Session) -> None:
+    """Its caller says how long it may take, which is longer than any other call waits."""
+    done: list[bool] = []
+    with stopped(node):
+        assert not client.flush(0.3).complete
+        waiting = threading.Thread(target=lambda: done.append(client.flush(60).complete))
+        waiting.start()
+        eventually(lambda: client.link.slow)
+    waiting.join(60)
+    assert done == [True]
+
+
 def make_slow(client: Client, session: Session) -> None:
     """Ask a node that is stopped until nobody waits any more."""
     assert length(session, prompt(1, 2)) == 0

@@ -19,8 +19,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -305,11 +307,18 @@ class Client(SessionHost):
         The result covers the whole node and has the form of ``Store.flush``: what is written, what is not and why.
         """
         timeout = arguments.seconds(timeout, "timeout")
-        try:
-            completion = self.promised(self.link, p.Flush(), Completion())
-        except NodeUnavailable:
-            return Flushed(0, complete=False)
-        if not completion.event.wait(timeout) or (found := completion.report) is None or found.written < 0:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while True:
+            try:
+                completion = self.promised(self.link, p.Flush(), Completion())
+                break
+            except NodeLate:  # it is busy, perhaps with writing
+                if time.monotonic() >= deadline or self._closing.wait(_SOON):
+                    return Flushed(0, complete=False)
+            except NodeUnavailable:
+                return Flushed(0, complete=False)
+        left = None if timeout is None else max(0.0, deadline - time.monotonic())
+        if not completion.event.wait(left) or (found := completion.report) is None or found.written < 0:
             return Flushed(0, complete=False)
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
