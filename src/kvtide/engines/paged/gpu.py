@@ -45,8 +45,6 @@ _STAGING = 512 << 20
 the lane's thread at each."""
 AT_ONCE = 512
 """Maximum blocks per buffer."""
-_FIRST = 32
-"""Maximum blocks in the first buffer: the bus is idle while they are looked up and gathered."""
 _UNINTERRUPTED = 64 << 20
 """Bytes that a store copies between two pauses: 1.2 ms. With half as many, an engine's own copy takes 0.3 ms less, and
 stores have 1 to 2 % less bandwidth."""
@@ -487,10 +485,9 @@ def word_of(pages: Pages) -> int:
 
 
 def parts(count: int, most: int) -> Iterator[range]:
-    """Split ``count`` copies into parts: small at first, because the bus is idle while these are looked up and
-    gathered, then twice as large each time, up to ``most``. Looking up takes less than half as long as the bus
-    transfer."""
-    start, size = 0, max(1, min(_FIRST, most // 4))
+    """Split ``count`` copies into parts: a quarter of ``most`` at first, because the bus is idle while these are looked
+    up and gathered, then twice as many each time. Smaller ones would be copied before the next ones are looked up."""
+    start, size = 0, max(1, most // 4)
     while start < count:
         stop = min(count, start + size)
         yield range(start, stop)
