@@ -85,7 +85,7 @@ def _costs_at(blocks: int, costs: dict[str, list[list[float]]]) -> float:
     base = np.arange(CHAIN * TINY.block_tokens, dtype=np.uint32)
     sizes: Any = {"dram": {"budget": max(blocks * slot, MIB), "segment": "64MiB"}}
     # Shared memory, so that the blocks themselves do not count as private memory.
-    with own_store(shared=True, **sizes) as store:
+    with own_store(mapped=True, **sizes) as store:
         session = store.session(kvtide.Model(TINY, "bench"))
         chains = blocks // CHAIN
         every = chains // 200 + 1
@@ -196,7 +196,7 @@ def pipeline(settings: Settings) -> Iterator[BenchRecord]:
     identity = _identity(model)
     slot = identity.geometry.footprint
     index, clock, tier = Index(tiers=2), SystemClock(), Noop()
-    lane = Lane(tier, clock, limit=1 << 40, depth=8)
+    lane = Lane(tier, clock, limit=1 << 40, max_under_way=8)
     memory = Dram(64 * MIB, 16 * MIB)
     cold = ColdTier(1, "noop", tier, lane, Through(), None)
     line = Pipeline(index, memory, [cold], Lru(index), UsageTracker(index), Feed())

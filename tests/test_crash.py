@@ -131,7 +131,7 @@ def check(job: Job, ledger: Ledger) -> int:
     folder = Path(job.folder)
     left_behind(folder, job.config.nvme.budget, {"journal.new", "probe", "kvtide.json.new"})
     readable = set()
-    with Store(job.config, shared=True) as store:
+    with Store(job.config, mapped=True) as store:
         sessions = crash_worker.sessions(store)
         for number in range(CHAINS):
             session = crash_worker.session_of(sessions, number)

@@ -34,7 +34,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
     with kvtide.open(dram={"budget": "8MiB"}, nvme=nvme):
         threads, arenas = set(threading.enumerate()), memories()
         with pytest.raises(TierLockedError):
-            Store(configuration.read(None, dram=dram, nvme=nvme), shared=True)
+            Store(configuration.read(None, dram=dram, nvme=nvme), mapped=True)
         assert set(threading.enumerate()) == threads
         assert memories() <= arenas
     with kvtide.open(dram={"budget": "8MiB"}, nvme=nvme):

@@ -96,7 +96,7 @@ def test_two_layouts_take_turns(tmp_path: Path, sizes: tuple[int, int]) -> None:
         dram={"budget": BUDGETS[DRAM], "segment": 8 * MIB},
         nvme={"path": str(tmp_path / "tier"), "budget": BUDGETS[NVME], "segment": 8 * MIB},
     )
-    with Store(settings, shared=True) as store:
+    with Store(settings, mapped=True) as store:
         sessions = [store.session(model(kib)) for kib in sizes]
         for turn in range(TURNS):
             session = sessions[turn % 2]

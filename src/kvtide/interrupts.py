@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["to_the_end"]
+__all__ = ["again_if_interrupted"]
 
 
-def to_the_end(call: Callable[[], object]) -> None:
+def again_if_interrupted(call: Callable[[], object]) -> None:
     """Make a call that may be repeated. If it is interrupted, it is made once more, and then the interruption is
     raised."""
     try:

@@ -183,19 +183,23 @@ def test_what_is_warmed_up_changes_no_page(staging: int | None) -> None:
 
 def test_pages_that_do_not_exist_end_a_move_with_an_error() -> None:
     """They are found while the parts before are copied. The mover can be used afterwards."""
-    caches = engine(64 * 16, fill=1)
-    pages = Pages.of(LAYOUT, "full", caches, "k p t h d")
+    caches, after = engine(64 * 16), engine(64 * 16, fill=0)
+    pages, others = (Pages.of(LAYOUT, "full", one, "k p t h d") for one in (caches, after))
     with kvtide.open(dram={"budget": "512MiB"}, nvme={"path": ""}) as store:
         session = store.session(kvtide.Model(LAYOUT, "gpu"))
-        ours = mover(torch.device("cuda"))
+        ours = mover(torch.device("cuda"), 8 * MIB)  # so that a part has four blocks at most
         with session.reserve(np.arange(64 * 256, dtype=np.uint32)) as held:
             good = [Copy(v, range(16 * i, 16 * i + 16)) for i, v in enumerate(held.views)]
             for wrong in (Copy(held.views[-1], [64 * 16] * 16), Copy(held.views[-1], [-1] * 16)):
-                for move in (ours.store(pages, [*good[:-1], wrong]), ours.load(pages, [*good[:-1], wrong])):
+                for move in (ours.store(pages, [*good[:-1], wrong]), ours.load(others, [*good[:-1], wrong])):
                     with pytest.raises(LayoutError, match="are not all among the 1024 of this engine"):
                         move.wait()
+            whole = slice(0, 32 * 16)  # of blocks in parts before the last
+            assert all(
+                torch.equal(a[:, whole].view(torch.int16), b[:, whole].view(torch.int16))
+                for a, b in zip(caches, after, strict=True)
+            )
             ours.store(pages, good).wait()
-            after = engine(64 * 16, fill=0)
-            ours.load(Pages.of(LAYOUT, "full", after, "k p t h d"), good).wait()
+            ours.load(others, good).wait()
         assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(caches, after, strict=True))
         ours.close()

@@ -39,7 +39,7 @@ class Thread:
 
     def __init__(self, path: Path, disk: Disk | None = None, clock: Clock | None = None, **settings: Any) -> None:
         self.path = path
-        self.store = Store(configuration.read(None, **settings), clock=clock, disk=disk, shared=True)
+        self.store = Store(configuration.read(None, **settings), clock=clock, disk=disk, mapped=True)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: run_in_loop(self._run()), name="node")
         self._thread.start()

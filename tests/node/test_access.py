@@ -323,7 +323,7 @@ def test_refused_administrative_acts_are_in_the_audit_log(node: Process) -> None
             with pytest.raises(AccessError, match=f"erase needs the role admin, and user {BLUE} has write"):
                 client.forget(DEFAULT_TENANT.tag)
             for _ in range(100):
-                client.link.ask([p.Erase(DEFAULT_TENANT.tag)] * 100)
+                client.link.ask([p.ForgetTenant(DEFAULT_TENANT.tag)] * 100)
 
     with Client(node.path) as client, client.session(MODEL) as session:
         session.store(prompt(1), data(PLAIN, prompt(1)))

@@ -81,7 +81,7 @@ def test_another_process_cannot_let_rights_be_forgotten(tmp_path: Path) -> None:
                 token = client.link.welcome.token
                 if (child := os.fork()) == 0:
                     with Client(node.path) as stranger:
-                        stranger.link.ask_one(p.Forget(token))
+                        stranger.link.ask_one(p.EndEarlierRights(token))
                     os._exit(0)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
                 assert client.connected
@@ -265,7 +265,7 @@ def test_who_closes_while_the_node_hangs_leaves_no_rights_behind(node: Process) 
     with Client(node.path) as other, Client(node.path) as client:
         session = client.session(MODEL)
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
-        assert client.flush(30)
+        eventually(lambda: client.flush(30).complete)
         session.match(prompt(1, 2))
         session.reserve(prompt(7, 8))
         assert other.statistics().held == 4

@@ -65,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             before = open_files()
             world = World(node, session, faults)
             yield world
-            client.link.ask([p.Forget(token) for token in world.tokens])
+            client.link.ask([p.EndEarlierRights(token) for token in world.tokens])
             eventually(lambda: client.statistics().held == 0)
             eventually(lambda: open_files() <= before + 16)  # of segments that came meanwhile
     finally:

@@ -264,7 +264,7 @@ def test_who_stops_or_has_a_broken_disk_is_not_healthy(tmp_path: Path, since: st
         assert (await asyncio.to_thread(health, http))[0] == 503
         http.close()
 
-    with Store(settings, disk=disk, shared=True) as store:
+    with Store(settings, disk=disk, mapped=True) as store:
         run_in_loop(serve(store))
 
 

@@ -106,5 +106,5 @@ def test_an_idle_node_greets_nobody_once_it_goes(tmp_path: Path, monkeypatch: py
         node.close()
         return refused
 
-    with Store(config.read(None, {}, dram={"budget": "8MiB"}), shared=True) as store:
+    with Store(config.read(None, {}, dram={"budget": "8MiB"}), mapped=True) as store:
         assert run_in_loop(idle(store))

@@ -66,9 +66,9 @@ def test_a_client_of_today_is_served(node: Thread) -> None:
         seen: list[list[bytes]] = []
         reserve = node.store.pipeline.reserve
 
-        def noted(pledges, **how):  # type: ignore[no-untyped-def]
-            seen.append(list(pledges[0].tokens))
-            return reserve(pledges, **how)
+        def noted(write_requests, **how):  # type: ignore[no-untyped-def]
+            seen.append(list(write_requests[0].tokens))
+            return reserve(write_requests, **how)
 
         node.store.pipeline.reserve = noted  # type: ignore[method-assign]
         sock.sendall(p.frame(p.Request(2, [p.Reserve(session, [0], names, 1, 2, None, 0, tokens)])))
@@ -223,9 +223,9 @@ def test_token_ids_go_with_their_own_blocks_alone(node: Thread) -> None:
     seen: list[bytes] = []
     reserve = node.store.pipeline.reserve
 
-    def noted(pledges, **how):  # type: ignore[no-untyped-def]
-        seen.extend(pledges[0].tokens)
-        return reserve(pledges, **how)
+    def noted(write_requests, **how):  # type: ignore[no-untyped-def]
+        seen.extend(write_requests[0].tokens)
+        return reserve(write_requests, **how)
 
     node.store.pipeline.reserve = noted  # type: ignore[method-assign]
     with Client(node.path) as client, client.session(MODEL) as session:

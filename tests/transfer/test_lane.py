@@ -51,7 +51,7 @@ class Driver:
         self.lane.read(items, lambda r: self.read_results.append([bool(one) for one in r]), cancel)
 
     def write(self, *items: Write) -> bool:
-        if not all(self.lane.room(len(i.span)) for i in items):
+        if not all(self.lane.reserve_write(len(i.span)) for i in items):
             return False
         self.lane.write(items, lambda p: self.places.append(list(p)))
         return True

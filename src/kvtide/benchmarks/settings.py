@@ -127,9 +127,9 @@ def configured(**sections: Any) -> configuration.Config:
     return configuration.read(os.devnull, env={}, **sections)
 
 
-def own_store(shared: bool = False, disk: Disk | None = None, **sections: Any) -> kvtide.Store:
+def own_store(mapped: bool = False, disk: Disk | None = None, **sections: Any) -> kvtide.Store:
     """A separate store for the benchmark, with these settings alone."""
-    return kvtide.Store(configured(**sections), disk=disk, shared=shared)
+    return kvtide.Store(configured(**sections), disk=disk, mapped=mapped)
 
 
 def environment(**variables: str) -> dict[str, str]:

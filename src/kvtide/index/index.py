@@ -149,7 +149,7 @@ class Index:
         self.identity = np.zeros(size, np.int64)
         """The permanent owner: the fingerprint of namespace, tenant, layout and group; 0 if unknown. An older journal
         does not have it; then it is known once the block was read."""
-        self.space = np.zeros(size, np.uint32)
+        self.identity_number = np.zeros(size, np.uint32)
         """Namespace and group, as the pipeline's number of an Identity."""
 
     def __len__(self) -> int:
@@ -401,7 +401,7 @@ class Index:
         self.since = bigger(self.since)
         self.until = {tier: bigger(a) for tier, a in self.until.items()}
         self._held.counts = bigger(self.holds)
-        for name in ("pins", "priority", "depth", "used", "space", "mark", "tenant", "identity"):
+        for name in ("pins", "priority", "depth", "used", "identity_number", "mark", "tenant", "identity"):
             setattr(self, name, bigger(getattr(self, name)))
 
     # -- expiry -------------------------------------------------------------------------------------------

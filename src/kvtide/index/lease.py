@@ -19,7 +19,7 @@ from kvtide.block import BlockKey, Span
 from kvtide.call_guard import CallGuard
 from kvtide.errors import RightError
 from kvtide.index.index import Rows
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 
 __all__ = ["Lease", "Reservation", "Watch"]
 
@@ -188,7 +188,7 @@ class Reservation:
             self.sealed, self._finish = False, finish  # so that an interrupted caller can abort it
             raise
         self._views = ()
-        to_the_end(self._tell)
+        again_if_interrupted(self._tell)
         return True
 
     def _tell(self) -> None:

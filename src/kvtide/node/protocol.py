@@ -41,8 +41,8 @@ __all__ = [
     "Collect",
     "Collected",
     "Drop",
+    "EndEarlierRights",
     "Ended",
-    "Erase",
     "EventsLost",
     "Expect",
     "Expire",
@@ -52,7 +52,7 @@ __all__ = [
     "Finish",
     "Flush",
     "Follow",
-    "Forget",
+    "ForgetTenant",
     "Found",
     "GroupFields",
     "Hello",
@@ -64,6 +64,7 @@ __all__ = [
     "Match",
     "Matched",
     "Missed",
+    "NotStored",
     "Notice",
     "Open",
     "Operation",
@@ -371,7 +372,7 @@ DropReason = Literal["memory", "late", "pages"]
 engine's pages would have had to wait for it."""
 
 
-class Dropped(_Message, tag="dropped"):
+class NotStored(_Message, tag="dropped"):
     """Report blocks that an engine could not store; the node counts them. Answer: nil."""
 
     reason: DropReason
@@ -502,7 +503,7 @@ NO_TENANT = -1
 """Used instead of the number of forgotten blocks: there is no such tenant."""
 
 
-class Erase(_Message, tag="erase"):
+class ForgetTenant(_Message, tag="erase"):
     """Forget a tenant: destroy its keys, then its blocks. Answer: a number, for ``Ended``, whose count is NO_TENANT,
     with a failure, if there is no such tenant."""
 
@@ -525,7 +526,7 @@ class Follow(_Message, tag="follow"):
     on: bool
 
 
-class Forget(_Message, tag="forget"):
+class EndEarlierRights(_Message, tag="forget"):
     """Nothing that was granted over an earlier connection of this process is used any more. Answer: nil."""
 
     token: str
@@ -544,11 +545,11 @@ Operation = (
     | Release
     | Reserve
     | Finish
-    | Dropped
+    | NotStored
     | Pin
     | Drop
     | Flush
-    | Erase
+    | ForgetTenant
     | Statistics
     | Follow
     | Unmapped
@@ -558,7 +559,7 @@ Operation = (
     | Fill
     | Leave
     | Resign
-    | Forget
+    | EndEarlierRights
     | Expire
     | Expect
 )

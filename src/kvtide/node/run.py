@@ -65,7 +65,7 @@ async def _serve(
             return True
         passes = HttpAuth(config.node)
         mapped_memory = MappedMemory(beside(path, "lent"))
-        store = Store(config, shared=True, aside=mapped_memory.elsewhere)
+        store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
         node = None
         try:
             node = Node(store, path, mapped_memory)

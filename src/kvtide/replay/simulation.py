@@ -84,7 +84,7 @@ class Simulation:
                     COLD,
                     "nvme",
                     tier,
-                    Lane(tier, self.clock, 1 << 62, depth=1 << 30),
+                    Lane(tier, self.clock, 1 << 62, max_under_way=1 << 30),
                     admission,
                     Evictor(self.index, COLD, tier, ranking, self.uses),
                     budget=WriteBudget.of(disk.write_limit, disk.drive_writes_per_day, disk.budget, self.clock),
@@ -146,9 +146,9 @@ class Simulation:
             whole = index.usable(rows, self.clock.now)
             found = rows[: len(whole) if whole.all() else int(np.argmin(whole))]
             here = index.state[DRAM][found] == SEALED
-            line.asked(found, len(keys))
+            line.record_request(found, len(keys))
             away = found[~here]
-            lease = line.keep(found) if len(away) else None
+            lease = line.hold_parents(found) if len(away) else None
         for first in range(0, len(away), self._part):
             self._load(away[first : first + self._part], identity)
         if lease is not None:
@@ -179,14 +179,14 @@ class Simulation:
             return
         with index.lock:
             rows = index.rows(keys[:start])
-            lease = line.keep(rows)
+            lease = line.hold_parents(rows)
         for first in range(start, len(keys), self._part):
             stop = min(first + self._part, len(keys))
             write_request = WriteRequest(identity, keys[first:stop], parents[first:stop], range(first, stop))
             with line.reserve([write_request]) as reservation:
                 rows = np.concatenate([rows, reservation.rows])
                 with index.lock:
-                    before, lease = lease, line.keep(rows)
+                    before, lease = lease, line.hold_parents(rows)
                 before.release()
                 reservation.seal()
         with index.lock:

@@ -25,7 +25,7 @@ from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
 from kvtide.index.pins import PinCharge, Pins
 from kvtide.index.prompt_cache import CachedPrompt, PromptCache, PromptRows
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage_tracker import Turn
@@ -205,7 +205,7 @@ class LocalPrefixLease(PrefixLease):
     def release(self) -> None:
         lease, self.lease = self.lease, None
         if lease is not None:
-            to_the_end(lease.release)  # a repeated call would find nothing to release
+            again_if_interrupted(lease.release)  # a repeated call would find nothing to release
 
 
 class _Digests:
@@ -340,7 +340,7 @@ class LocalBackend:
         if not again and self._prompt_cache.is_new(names.parent(names.blocks), plan.blocks, now):
             for r in rows.values():
                 chain_rows = r[: plan.blocks]
-                self._pipeline.asked(chain_rows[chain_rows > 0], names.blocks)
+                self._pipeline.record_request(chain_rows[chain_rows > 0], names.blocks)
         ready = every(index.state[DRAM][part.all] == SEALED)
         pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
         if not again:
@@ -371,7 +371,7 @@ class LocalBackend:
         if not again:
             if self._prompt_cache.is_new(names.parent(blocks), blocks, now):
                 for r in resident.rows.values():
-                    self._pipeline.asked(r, blocks)
+                    self._pipeline.record_request(r, blocks)
             self.partition.planner.count(plan, blocks, have, self.layout.block_tokens, None)
         return LocalPrefixLease(self, plan, have, part, lease, True, False)
 
@@ -444,7 +444,7 @@ class LocalBackend:
             if holding.ready and not self._checked:
                 first = {g.name: g.needs(blocks, layout.block_tokens, holding.have).start for g in layout.groups}
                 places = {name: place[rows] for name, rows in holding.part.rows.items()}
-                self.partition.dram.moved(read=self._nbytes(places))
+                self.partition.dram.count_bytes(read=self._nbytes(places))
                 return blocks, first, places
             come, first, whole = self._come(holding)
             places = {}
@@ -456,7 +456,7 @@ class LocalBackend:
                     if not self._pipeline.intact(row):
                         raise AssertionError(f"a block in DRAM changed after it was sealed: {index.key(row).hex()}")
                 places[g.name] = place[mine]
-        self.partition.dram.moved(read=self._nbytes(places))
+        self.partition.dram.count_bytes(read=self._nbytes(places))
         return come, first, places
 
     def held(self, holding: LocalPrefixLease) -> int:
@@ -517,7 +517,7 @@ class LocalBackend:
                 size = self.layout.geometry[group.name].footprint
                 with self._index.lock:
                     rows = self._raised(names, group, stop, priority)
-                    rows = stack.enter_context(self._pipeline.keep(rows, keep // size)).rows
+                    rows = stack.enter_context(self._pipeline.hold_parents(rows, keep // size)).rows
                     kept.append((rows[self._index.state[DRAM][rows] == SEALED], size))
                 keep -= len(kept[-1][0]) * size
             if after is not None:
@@ -674,13 +674,13 @@ class LocalBackend:
         begun: Transfer | None = None
         try:
             with self._index.lock:
-                if not holding.ready and self._pipeline.may_bring(holding.part.all, holding.part.nbytes):
+                if not holding.ready and self._pipeline.has_space_for_expected(holding.part.all, holding.part.nbytes):
                     rows = [self._rows(names, g, holding.plan.blocks) for g in self.layout.groups]
                     # Loaded blocks that are not marked as expected would be evicted first.
                     if self._pipeline.keep_expected(rows, seconds):
                         begun = Transfer.within(self.partition.clock, seconds, 0.0)
             if begun is not None:
-                begun.on_end(partial(to_the_end, holding.release))
+                begun.on_end(partial(again_if_interrupted, holding.release))
                 wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
                 for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
                     if not count:  # memory would have to be taken from the system, which is not worth waiting for here

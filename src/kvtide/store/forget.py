@@ -84,7 +84,7 @@ def forget(partitions: Sequence[Partition], tenant: bytes, who: str) -> Forgotte
                     keys = partition.shred(tenant, mine)
                     traces |= bool(keys)  # of free slots too: data was erased though no block was found
                     # the key ring may have dropped them already
-                    found += partition.drop(keys, told=False) + len(before.difference(keys))
+                    found += partition.drop(keys, notify_others=False) + len(before.difference(keys))
                 except KvtideError as e:
                     errors.append(e)  # the other partitions forget the tenant all the same
                 held += partition.zero_traces(tenant)

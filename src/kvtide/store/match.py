@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 from kvtide import forks
 from kvtide.block import Layout, Span
 from kvtide.index.keys import Chain
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.store.backend import PersistRequest, PrefixLease
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted
@@ -190,7 +190,7 @@ class Match:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        to_the_end(self.release)
+        again_if_interrupted(self.release)
 
 
 class Load:

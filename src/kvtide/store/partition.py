@@ -34,7 +34,7 @@ from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.orphans import Orphans
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.index.work_slices import rest
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.plan import admit, policy
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learning_thread import LearningThread
@@ -101,9 +101,9 @@ class Partition:
         config: Config,
         context: StoreContext,
         quotas: TenantQuotas | None = None,
-        aside: int = 0,
+        already_mapped: int = 0,
     ) -> None:
-        """``aside`` bytes of its DRAM budget are already used by other processes."""
+        """``already_mapped`` bytes of its DRAM budget are already used by other processes."""
         self.config = config
         self.context = context
         self.clock = context.clock
@@ -131,7 +131,7 @@ class Partition:
                 memory.huge_pages,
                 memory.prefault,
                 context.mapped,
-                aside,
+                already_mapped,
                 ahead=context.mapped,
                 serials=context.serials,
             )
@@ -146,7 +146,7 @@ class Partition:
                 self.colds.append(self._open_shared(*storage))
             self._orphans = Orphans(self.index)
             self._housekeeper = Housekeeper(self, self.clock)
-            self._running.callback(to_the_end, self._housekeeper.close)
+            self._running.callback(again_if_interrupted, self._housekeeper.close)
             self.pipeline = Pipeline(
                 self.index,
                 self.dram,
@@ -162,30 +162,30 @@ class Partition:
             self.pending_blocks = PendingBlocks(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             self._learning_thread = LearningThread(self._uses)
-            self._running.callback(to_the_end, self._learning_thread.close)
+            self._running.callback(again_if_interrupted, self._learning_thread.close)
             self.index.on_earlier_expiry = self._housekeeper.wake
             if context.key_ring is not None:
                 context.key_ring.on_gone(self._key_gone)  # last: it cannot be taken back
             undo.pop_all()
 
-    def start(self, told: Callable[[str], DropNotice]) -> None:
+    def start(self, drop_notice: Callable[[str], DropNotice]) -> None:
         """Begin the work in the background. Call it once, when all partitions are open.
 
-        ``told`` returns the handlers for notices from other users of a shared storage, given the name of its tier.
+        ``drop_notice`` returns the handlers for notices from other users of a shared storage, given its tier's name.
         """
         if self.index.mortal:
             self._housekeeper.wake()
         folder = self.config.nvme.path
         positions = DropLogPositions(Path(folder).expanduser()) if folder else None
         for cold, tier in self.shared_tiers:
-            tier.drops.told, tier.drops.drop_positions = told(cold.name), positions
+            tier.drops.told, tier.drops.drop_positions = drop_notice(cold.name), positions
         for budget_thread in self._budget_threads.values():
-            self._running.callback(to_the_end, budget_thread.close)
+            self._running.callback(again_if_interrupted, budget_thread.close)
             budget_thread.start()
         for listener in self._listeners:
             self._running.callback(listener.close, 0.0)
             listener.start()
-        self.pipeline.bring_down()
+        self.pipeline.enforce_quotas()
 
     def __repr__(self) -> str:
         return f"<Partition {len(self.index)} blocks>"
@@ -210,7 +210,7 @@ class Partition:
             encryption=Encryption(self.context.key_ring, seals=security.encrypt, accept_open=security.accept_open),
             scratch=self._pool(),
         )
-        self._running.callback(to_the_end, tier.close)
+        self._running.callback(again_if_interrupted, tier.close)
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
@@ -267,14 +267,14 @@ class Partition:
                 compression=settings.codec,
                 encryption=Encryption(self.context.key_ring, seals=self.config.security.encrypt),
                 credit=write_credits,
-                late=lambda keys: self.pipeline.late(name, keys),
+                late=lambda keys: self.pipeline.fail_hung_reads(name, keys),
                 clock=self.clock,
                 scratch=self._pool(),
                 log_bytes=settings.budget // _LOG or sys.maxsize,
                 patience=2 * settings.lease,
             )
             undo.pop_all()
-        self._running.callback(to_the_end, tier.close)
+        self._running.callback(again_if_interrupted, tier.close)
         admission = admit.make(
             settings.store, self.index, lambda: room(self.dram) * settings.budget // self.config.dram.budget
         )
@@ -377,7 +377,7 @@ class Partition:
             try:
                 events = self.expire_rows(self.index.expired(now, work_slices.SLICE))
             except BaseException:  # expired rows may remain that would not be searched for again
-                to_the_end(self.index.look_again)
+                again_if_interrupted(self.index.look_again)
                 raise
         self.feed.publish(events)
 
@@ -412,13 +412,13 @@ class Partition:
         return expiring.found
 
     def drop(
-        self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, told: bool = True
+        self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, notify_others: bool = True
     ) -> int:
-        """Remove blocks from every tier permanently; see ``Session.drop``. If ``told``, other users of the storage are
-        notified."""
+        """Remove blocks from every tier permanently; see ``Session.drop``. If ``notify_others``, other users of the
+        storage are notified."""
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, ended.put, who=who, told=told)
+        found = self.pipeline.drop(keys, ended.put, who=who, notify_others=notify_others)
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
@@ -560,7 +560,7 @@ class Partition:
         """Write what should outlive the process. Call it when all sessions are closed."""
         for listener, (cold, _) in zip(self._listeners, self.shared_tiers, strict=True):
             # first, so that dropped blocks are not written
-            to_the_end(functools.partial(listener.close, cold.patience or 0.0))
+            again_if_interrupted(functools.partial(listener.close, cold.patience or 0.0))
         with self.index.lock:
             self.pipeline.reclaim()
         self.pipeline.call_ready()
@@ -574,7 +574,7 @@ class Partition:
         """End its threads and close its tiers. May be repeated."""
         self._closed = True
         with contextlib.ExitStack() as stack:
-            stack.callback(to_the_end, self.pipeline.persister.close)
+            stack.callback(again_if_interrupted, self.pipeline.persister.close)
             stack.enter_context(self._running)
 
     def free(self) -> None:

@@ -25,7 +25,7 @@ from kvtide.call_guard import CallGuard
 from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage_tracker import TURNS, Turn
 from kvtide.store.backend import Backend
@@ -342,7 +342,7 @@ class Session:
         match = self.match(tokens, extras, prefill=0, record=False)  # the request itself is still to come
         try:
             load = self.load(match, deadline=deadline)
-            load.transfer.on_end(functools.partial(to_the_end, match.release))
+            load.transfer.on_end(functools.partial(again_if_interrupted, match.release))
         except BaseException:
             match.release()
             raise

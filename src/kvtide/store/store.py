@@ -20,7 +20,7 @@ from kvtide.config import Config
 from kvtide.events import Event, Feed
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.weights_identity import WeightsId, identify
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.security.audit import audit_of
 from kvtide.security.key_ring import open_ring
 from kvtide.store.backend import Backend, LocalBackend
@@ -54,12 +54,13 @@ class Store(SessionHost):
         *,
         clock: Clock | None = None,
         disk: Disk | None = None,
-        shared: bool = False,
-        aside: int = 0,
+        mapped: bool = False,
+        already_mapped: int = 0,
     ) -> None:
-        """``shared``: other processes will map its memory; ``aside`` bytes of its budget are already theirs."""
+        """``mapped``: other processes will map its memory. ``already_mapped``: bytes of its budget that
+        processes have mapped since before."""
         super().__init__("open it again with kvtide.open(...)")
-        check_memory(config.dram.budget, node=shared)
+        check_memory(config.dram.budget, node=mapped)
         shares = divide(config)
         self.config = shares.rest
         self.clock = clock or SystemClock()
@@ -69,7 +70,7 @@ class Store(SessionHost):
         self._lost: Counter[Unwritten] = Counter()
         """The value of ``lost`` at the last flush."""
         partitions: list[Partition] = []
-        # If any step fails, everything acquired before is released, in the order of ``close``.
+        # If any step fails, everything acquired before is released, the last first.
         with contextlib.ExitStack() as undo:
             record = self.config.record
             self.recorder = Recorder(Path(record.path), record.limit, self.clock) if record.path else None
@@ -82,10 +83,10 @@ class Store(SessionHost):
                 self.key_ring.start()
             undo.callback(_each, partitions, Partition.close)
             context = StoreContext(
-                self.clock, self.feed, itertools.count(), self.recorder, self.key_ring, disk, mapped=shared
+                self.clock, self.feed, itertools.count(), self.recorder, self.key_ring, disk, mapped=mapped
             )
 
-            self.main = Partition(self.config, context, shares.quotas, aside)
+            self.main = Partition(self.config, context, shares.quotas, already_mapped)
             """The partition of all tenants without a reserved share."""
             partitions.append(self.main)
             # Those of ``main``, for benchmarks and tests: most stores have no other partition.
@@ -97,7 +98,7 @@ class Store(SessionHost):
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for p in partitions for c in p.colds))
             undo.callback(self.copier.close)
             for partition in self.partitions:
-                partition.start(self._told)
+                partition.start(self._drop_notice)
             self._measuring = self._measured_disk()
             if self._measuring is not None:
                 undo.callback(self._measuring.close)
@@ -130,7 +131,7 @@ class Store(SessionHost):
         settings = self.config.nvme
         return Measuring(tier, lanes, Path(settings.path).expanduser(), settings.budget, self.clock, may_write)
 
-    def _told(self, name: str) -> DropNotice:
+    def _drop_notice(self, name: str) -> DropNotice:
         """Handlers for notices that others dropped blocks, or forgot a tenant, in the storage of a tier of ``main``."""
 
         def dropped(keys: Sequence[BlockKey]) -> None:
@@ -235,17 +236,17 @@ class Store(SessionHost):
             return
         stack = contextlib.ExitStack()
         if self.recorder is not None:
-            stack.callback(to_the_end, self.recorder.close)
-        stack.callback(to_the_end, self.copier.close)
+            stack.callback(again_if_interrupted, self.recorder.close)
+        stack.callback(again_if_interrupted, self.copier.close)
         partitions = self.partitions
         stack.callback(_each, partitions, Partition.free)
         if self.key_ring is not None:
-            stack.callback(to_the_end, self.key_ring.close)
+            stack.callback(again_if_interrupted, self.key_ring.close)
         stack.callback(_each, partitions, Partition.close)
         for partition in reversed(partitions):
             stack.callback(partition.finish)
         if self._measuring is not None:
-            stack.callback(to_the_end, self._measuring.close)
+            stack.callback(again_if_interrupted, self._measuring.close)
         # Nothing is released before everything is on the stack: if interrupted before that, the caller can close again.
         with stack:
             self._ended = True
@@ -254,8 +255,8 @@ class Store(SessionHost):
 
 
 def _each(partitions: Sequence[Partition], end: Callable[[Partition], None]) -> None:
-    """Close or free partitions, each although another fails: ``main`` first, because it applies to all of them what
-    other users of shared storage have dropped."""
+    """Close or free all partitions, even if one fails: ``main`` first, because it applies to all of them what other
+    users of shared storage have dropped."""
     with contextlib.ExitStack() as stack:
         for partition in reversed(partitions):
-            stack.callback(to_the_end, functools.partial(end, partition))
+            stack.callback(again_if_interrupted, functools.partial(end, partition))

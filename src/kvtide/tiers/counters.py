@@ -51,7 +51,7 @@ class TierCounters:
         self.errors = 0
         """Consecutive I/O errors."""
 
-    def moved(self, read: int = 0, written: int = 0) -> None:
+    def count_bytes(self, read: int = 0, written: int = 0) -> None:
         """This many bytes were moved."""
         with self.lock:
             self.read += read

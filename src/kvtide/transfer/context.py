@@ -1,4 +1,4 @@
-"""What the parts of a pipeline share: promotion, demotion, making space, and making blocks durable."""
+"""The objects that all parts of a pipeline use (promotion, demotion, eviction, persisting)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvtide.block import BlockKey
 from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Mask, Rows
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota
 from kvtide.tiers.base import Renewal, Renewing, Write
@@ -64,7 +64,7 @@ class Demotion:
         """Rows to be written on request, by tier."""
         self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in context.colds}
         """The bytes of requested rows that are being written, by tier and row."""
-        self._told: list[_Watcher] = []
+        self._to_notify: list[_Watcher] = []
         """Watchers that ``tell`` must call. Kept here, so that an interrupted caller does not lose them."""
 
     def write(self, cold: ColdTier, rows: Rows) -> None:
@@ -100,7 +100,7 @@ class Demotion:
                 self._over_budget(cold, rows[len(items) :])
                 rows = rows[: len(items)]
                 break
-            if not cold.lane.room(len(span), requested):
+            if not cold.lane.reserve_write(len(span), requested):
                 if cold.budget is not None:
                     cold.budget.give_back(len(span))
                 break
@@ -259,20 +259,20 @@ class Demotion:
 
     # -- writes on request --------------------------------------------------------------------------------
 
-    def watch(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
-        """Call ``told`` once, when the next write of a row to a tier ends or is refused. Call with the lock held.
+    def watch(self, cold: ColdTier, row: int, done: Callable[[list[Any]], None], what: object) -> None:
+        """Call ``done`` once, when the next write of a row to a tier ends or is refused. Call with the lock held.
 
-        ``told`` is called outside the lock, on any thread, with the ``what`` of all rows that end together. The caller
+        ``done`` is called outside the lock, on any thread, with the ``what`` of all rows that end together. The caller
         must hold the row, because otherwise the row could have another block by then.
         """
-        self._watchers.setdefault((cold.number, row), []).append((told, what))
+        self._watchers.setdefault((cold.number, row), []).append((done, what))
 
-    def unwatch(self, row: int, told: Callable[[list[Any]], None]) -> None:
+    def unwatch(self, row: int, done: Callable[[list[Any]], None]) -> None:
         """Undo ``watch`` in all tiers. A write that has no watcher left is not made, unless it has begun. Call with the
         lock held."""
         for cold in self._colds:
             if watchers := self._watchers.get((cold.number, row)):
-                if others := [watcher for watcher in watchers if watcher[0] is not told]:
+                if others := [watcher for watcher in watchers if watcher[0] is not done]:
                     self._watchers[cold.number, row] = others
                 else:
                     del self._watchers[cold.number, row]
@@ -281,16 +281,16 @@ class Demotion:
         """Whether a watcher will be told ``what`` when a write of the row to the tier ends. Call with the lock held."""
         return any(known is what for _, known in self._watchers.get((cold.number, row), ()))
 
-    def request(self, cold: ColdTier, row: int, told: Callable[[list[Any]], None], what: object) -> None:
+    def request(self, cold: ColdTier, row: int, done: Callable[[list[Any]], None], what: object) -> None:
         """Queue a row for ``write_on_request``, and ``watch`` it. Call with the lock held."""
         self._requested[cold.number].append(row)
-        self.watch(cold, row, told, what)
+        self.watch(cold, row, done, what)
 
-    def withdraw(self, told: Callable[[list[Any]], None]) -> None:
-        """Remove all watchers with the callback ``told``; rows that only they requested are not written. Call with the
+    def withdraw(self, done: Callable[[list[Any]], None]) -> None:
+        """Remove all watchers with the callback ``done``; rows that only they requested are not written. Call with the
         lock held."""
         for place, watchers in list(self._watchers.items()):
-            left = [watcher for watcher in watchers if watcher[0] is not told]
+            left = [watcher for watcher in watchers if watcher[0] is not done]
             if left:
                 self._watchers[place] = left
             else:
@@ -323,28 +323,28 @@ class Demotion:
             for number, row in list(self._watchers):
                 if number == cold.number and state[row] != PENDING and row not in waiting:
                     self._ended(number, row)
-        return bool(self._told)
+        return bool(self._to_notify)
 
     def _ended(self, number: int, row: int) -> None:
         """Schedule the watchers of a write that ended or will not be made. Call with the lock held."""
         # In this order: an interrupt in between makes watchers be called twice rather than never.
-        self._told += self._watchers.get((number, row), ())
+        self._to_notify += self._watchers.get((number, row), ())
         self._watchers.pop((number, row), None)
 
     def tell(self) -> None:
         """Call the watchers of ended writes. Call without the lock."""
-        if self._told:
-            to_the_end(self._tell_all)  # other threads wait for it
+        if self._to_notify:
+            again_if_interrupted(self._tell_all)  # other threads wait for it
 
     def _tell_all(self) -> None:
         some: list[_Watcher] = []
         try:
             with self._index.lock:
-                some, self._told = self._told, some
+                some, self._to_notify = self._to_notify, some
             _tell(some)
         except BaseException:
             with self._index.lock:
-                self._told = some + self._told
+                self._to_notify = some + self._to_notify
             raise
 
     def _write_requested(self, cold: ColdTier) -> None:
@@ -465,8 +465,8 @@ class Demotion:
 
 def _tell(watchers: list[_Watcher]) -> None:
     """Call each callback once, with everything it waits for."""
-    told: dict[int, tuple[Callable[[list[Any]], None], list[Any]]] = {}
+    notices: dict[int, tuple[Callable[[list[Any]], None], list[Any]]] = {}
     for call, what in watchers:
-        told.setdefault(id(call), (call, []))[1].append(what)
-    for call, some in told.values():
+        notices.setdefault(id(call), (call, []))[1].append(what)
+    for call, some in notices.values():
         call(some)

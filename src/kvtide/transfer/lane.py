@@ -41,12 +41,13 @@ class LaneStatistics:
     write_seconds: float = 0.0
 
 
-_STRETCH = 0.002
+_SHORTEST = 0.002
+"""Seconds of work that are measured together at least."""
 _SPAN = operator.attrgetter("span")
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _BusyPeriod:
     """Work in one direction, without pauses: its duration, its end and its amount."""
 
     busy: float = 0.0
@@ -61,7 +62,7 @@ class _ReadJob:
     """A batch to be read. Nothing it refers to refers back to it, so that its spans are released when it ends and not
     by the garbage collector: they keep memory alive that its tier may have freed."""
 
-    __slots__ = ("done", "give_up", "items", "lane", "nbytes", "started", "waits")
+    __slots__ = ("cancellable", "done", "give_up", "items", "lane", "nbytes", "started")
 
     def __init__(self, lane: Lane, items: Sequence[Read], done: ReadDone, give_up: Callable[[], bool]) -> None:
         self.lane = lane
@@ -70,8 +71,8 @@ class _ReadJob:
         self.give_up = give_up
         self.nbytes = sum(map(len, map(_SPAN, items)))
         self.started = 0.0
-        self.waits = True
-        """Whether it had to wait for other jobs before it could begin."""
+        self.cancellable = True
+        """Whether it had to wait for other jobs: only then may it be cancelled before it begins."""
 
     def run(self) -> None:
         self.started = self.lane._clock.monotonic()
@@ -89,7 +90,7 @@ class _ReadJob:
 class _WriteJob:
     __slots__ = ("done", "items", "lane", "nbytes", "started")
 
-    waits = False  # it is never cancelled
+    cancellable = False
 
     def __init__(self, lane: Lane, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
         self.lane = lane
@@ -123,16 +124,16 @@ class Lane:
         tier: Tier,
         clock: Clock,
         limit: int,
-        depth: int,
+        max_under_way: int,
         call_soon: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """``call_soon`` runs a function on a thread that belongs to no caller; without it, callers submit jobs to the
-        tier."""
+        """``max_under_way``: blocks that the tier works on at a time. ``call_soon`` runs a function on a thread that
+        belongs to no caller; without it, callers submit jobs to the tier."""
         self._tier = tier
         self._call_soon = call_soon
         self._clock = clock
         self._limit = limit
-        self._depth = depth
+        self._max_under_way = max_under_way
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._awaited = 0
@@ -144,8 +145,8 @@ class Lane:
         self._under_way: set[_Job] = set()
         self._pumping = False
         self._refused = self._cancelled = 0
-        self._reading = _Stretch()
-        self._writing = _Stretch()
+        self._reading = _BusyPeriod()
+        self._writing = _BusyPeriod()
         self.read_speed = Speed(clock)
         self.write_speed = Speed(clock)
 
@@ -168,12 +169,12 @@ class Lane:
         """Bytes of writes that would be accepted now."""
         return self._limit - self._write_bytes
 
-    def room(self, nbytes: int, beyond: bool = False) -> bool:
+    def reserve_write(self, nbytes: int, ignore_limit: bool = False) -> bool:
         """Reserve space for a write of ``nbytes``; returns False and counts a refusal if it exceeds the limit. With
-        ``beyond`` it is always accepted."""
+        ``ignore_limit`` it is always accepted."""
         with self._lock:
             # An empty queue accepts a block of any size.
-            if beyond or self._write_bytes + nbytes <= self._limit or not self._write_bytes:
+            if ignore_limit or self._write_bytes + nbytes <= self._limit or not self._write_bytes:
                 self._write_bytes += nbytes
                 return True
             self._refused += 1
@@ -189,7 +190,7 @@ class Lane:
         nothing is read."""
         job = _ReadJob(self, items, done, cancel)
         with self._lock:
-            job.waits = bool(self._reads) or not self._ready(self._reads_under_way)
+            job.cancellable = bool(self._reads) or not self._ready(self._reads_under_way)
             self._reads.append(job)
             self._read_bytes += job.nbytes
             start = self._startable
@@ -249,7 +250,7 @@ class Lane:
                 return
             self._pumping = True
         while (job := self._next()) is not None:
-            if job.waits and job.give_up():
+            if job.cancellable and job.give_up():
                 with self._lock:
                     self._cancelled += 1
                 self._end(job)
@@ -280,7 +281,7 @@ class Lane:
         """Whether one more job may begin when ``such`` of its kind are under way."""
         # A second job is always allowed, however large: otherwise the tier would idle while the last blocks of the
         # first are transferred.
-        return self._items_under_way < self._depth or such < 2
+        return self._items_under_way < self._max_under_way or such < 2
 
     def _begin(self, job: _Job) -> None:
         self._under_way.add(job)
@@ -290,21 +291,21 @@ class Lane:
         else:
             self._writes_under_way += 1
 
-    def _measure(self, stretch: _Stretch, speed: Speed, job: _Job, nbytes: int) -> None:
-        """Measure bytes over a stretch of work: jobs overlap and end in bursts, so one job's duration says little."""
+    def _measure(self, period: _BusyPeriod, speed: Speed, job: _Job, nbytes: int) -> None:
+        """Measure bytes over a period of work: jobs overlap and end in bursts, so one job's duration says little."""
         with self._lock:
             now = self._clock.monotonic()
-            seconds = now - max(job.started, stretch.last)
-            stretch.busy += seconds
-            stretch.total += seconds
-            stretch.last = now
-            stretch.nbytes += nbytes
-            stretch.items += len(job.items)
-            more = self._items_under_way > len(job.items) and stretch.items < 8 * self._depth
-            if stretch.busy < _STRETCH or more:
+            seconds = now - max(job.started, period.last)
+            period.busy += seconds
+            period.total += seconds
+            period.last = now
+            period.nbytes += nbytes
+            period.items += len(job.items)
+            more = self._items_under_way > len(job.items) and period.items < 8 * self._max_under_way
+            if period.busy < _SHORTEST or more:
                 return
-            nbytes, seconds = stretch.nbytes, stretch.busy
-            stretch.busy, stretch.nbytes, stretch.items = 0.0, 0, 0
+            nbytes, seconds = period.nbytes, period.busy
+            period.busy, period.nbytes, period.items = 0.0, 0, 0
         speed.measured(nbytes, seconds)
 
     def _end(self, job: _Job) -> None:

@@ -29,7 +29,7 @@ from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, Event
 from kvtide.index.index import DRAM, PENDING, SEALED
 from kvtide.index.lease import Lease
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.tiers.base import Identity
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.context import TransferContext
@@ -157,7 +157,7 @@ class Persister:
                 self._advance(request, request.blocks)
             transfer.started()
         except BaseException:
-            to_the_end(functools.partial(self._withdraw, request))
+            again_if_interrupted(functools.partial(self._withdraw, request))
             raise
         return request
 

@@ -252,13 +252,13 @@ class Pipeline:
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
                 self.counts[TierCount.STORE_NOT_ADMITTED.of(cold.name)] += int(absent)
 
-    def keep(self, rows: Rows, most: int = sys.maxsize) -> Lease:
+    def hold_parents(self, rows: Rows, most: int = sys.maxsize) -> Lease:
         """Hold the blocks of one chain, first block first, that only DRAM has, because they are about to get children.
         Holds ``most`` rows at most. Call with the lock held."""
         self._uses.touch(rows)
         return self.lease(rows[~self._demotion.saved(rows)][:most])
 
-    def asked(self, rows: Rows, length: int) -> None:
+    def record_request(self, rows: Rows, length: int) -> None:
         """Record that the first blocks of a prompt of ``length`` blocks were requested; first block first. Call with
         the index lock held."""
         self._uses.asked(rows, length)
@@ -289,7 +289,7 @@ class Pipeline:
         kept = [self._uses.expect(some, None, seconds, rooms) for some in rows]
         return any(kept)
 
-    def may_bring(self, rows: Rows, nbytes: int) -> bool:
+    def has_space_for_expected(self, rows: Rows, nbytes: int) -> bool:
         """Whether DRAM has space for those of the expected blocks, ``nbytes`` in all, that it lacks, without evicting a
         block of higher priority or one that is expected itself. Call with the index lock held."""
         away = rows[self._index.state[DRAM][rows] == ABSENT]
@@ -376,7 +376,7 @@ class Pipeline:
 
     # -- stores from callers ------------------------------------------------------------------------------
 
-    def reserve(self, pledges: Sequence[WriteRequest], *, wait: bool = True) -> Reservation:
+    def reserve(self, write_requests: Sequence[WriteRequest], *, wait: bool = True) -> Reservation:
         """Reserve slots in DRAM for blocks that the store lacks. Blocks that are present, or for which there is no
         space, are not in the result.
 
@@ -394,7 +394,7 @@ class Pipeline:
                 self._open[serial] = granted.rows
             if self.ready:
                 self.call_ready()
-            for write_request in pledges:
+            for write_request in write_requests:
                 for part in write_request.parts():
                     if not self._reserve(part, granted, wait):
                         break
@@ -402,7 +402,7 @@ class Pipeline:
             reservation.rows = rows_of(granted.rows)
             reservation.generations = [self._dram.generation(place) for place in granted.places]
             with self._index.lock:
-                for write_request in pledges:
+                for write_request in write_requests:
                     rows = self._index.rows(write_request.keys)
                     reservation.refused += int(np.count_nonzero(self._absent(rows)))
                     if granted.contended:
@@ -538,7 +538,7 @@ class Pipeline:
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
         self._residents.give_up(rows[~good])
-        self._promotion.land_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
+        self._promotion.notify_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._demotion.write(cold, kept[cold.admission.on_store(kept)])
         self.counts[Count.BLOCKS_STORED] += len(kept)
@@ -578,7 +578,7 @@ class Pipeline:
 
     # -- removal ------------------------------------------------------------------------------------------
 
-    def bring_down(self) -> None:
+    def enforce_quotas(self) -> None:
         """Evict tenants' blocks beyond their quotas, which may have been lowered since the blocks were written."""
         events: list[Event] = []
         with self._index.lock:
@@ -604,14 +604,14 @@ class Pipeline:
             good = (self._index.state[cold.number][rows] == ABSENT) & (self._index.state[DRAM][rows] == SEALED)
             return self._residents.record_bytes(rows[good]) + cold.lane.write_bytes
 
-    def late(self, cold: str, keys: Sequence[BlockKey]) -> None:
+    def fail_hung_reads(self, cold: str, keys: Sequence[BlockKey]) -> None:
         """Fail the waiting loads of these blocks, because their reads from a tier hang. Their slots remain set
         aside."""
         events: list[Event] = []
         with self._index.lock:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
-            self._promotion.land_later(rows.tolist(), [False] * len(rows))
+            self._promotion.notify_later(rows.tolist(), [False] * len(rows))
             self._detach_many(rows, "unreadable", events)
             self.counts[TierCount.BLOCKS_LATE.of(cold)] += len(rows)
         self._feed.publish(events)
@@ -637,14 +637,14 @@ class Pipeline:
         *,
         shared: bool = True,
         who: Asker = None,
-        told: bool = True,
+        notify_others: bool = True,
     ) -> int:
         """Remove blocks from every tier, or from all but shared storage; returns how many were found.
 
-        If ``told``, other users of the shared storage are notified. ``done`` gets the number of blocks not erased.
-        Works in slices and pauses between them: call without the lock.
+        If ``notify_others``, other users of the shared storage are notified. ``done`` gets the number of blocks not
+        erased. Works in slices and pauses between them: call without the lock.
         """
-        drop = DropRequest(self, keys, done, shared, who, told)
+        drop = DropRequest(self, keys, done, shared, who, notify_others)
         while drop.step():
             rest()
         return drop.found
@@ -939,16 +939,16 @@ class DropRequest:
         done: Callable[[int], None],
         shared: bool = True,
         who: Asker = None,
-        told: bool = True,
+        notify_others: bool = True,
     ) -> None:
-        """``shared``: also drop from shared storage; ``told``: and notify its other users.
+        """``shared``: also drop from shared storage; ``notify_others``: and notify its other users.
 
         ``done`` gets the number of blocks that were not erased.
         """
         self._pipeline = pipeline
         self._keys = keys
         self._who = who
-        self._told = told
+        self._notify_others = notify_others
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
         self._barrier = DropBarrier(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
@@ -973,7 +973,7 @@ class DropRequest:
 
     def _erase_all(self) -> None:
         for cold, items in zip(self._colds, self._erase, strict=True):
-            if self._told and cold.withdraw is not None:
+            if self._notify_others and cold.withdraw is not None:
                 cold.withdraw(items, self._barrier.end, self._who)
             else:
                 cold.tier.drop(items, self._barrier.end)

@@ -2,9 +2,9 @@
 
 Each prompt is checked once. The lead time is twice the time to read all of it at the measured speed of the slowest
 tier, but at least half a second. Blocks that are in DRAM then need nothing. Otherwise one load begins, in the
-background, and only into space that is free or that colder blocks release (``Pipeline.may_bring``); if there is none,
-nothing is loaded and no error is reported. A prompt that is used earlier, or whose session ends, is forgotten. Blocks
-that were dropped meanwhile are not found.
+background, and only into space that is free or that colder blocks release (``Pipeline.has_space_for_expected``); if
+there is none, nothing is loaded and no error is reported. A prompt that is used earlier, or whose session ends, is
+forgotten. Blocks that were dropped meanwhile are not found.
 
 All of it is bounded: the number of prompts, their total blocks (the session with the most prompts loses the one due
 last), and the loads under way. When there is no space, the next check waits a second, because it scans all of DRAM. The

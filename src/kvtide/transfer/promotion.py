@@ -34,7 +34,7 @@ from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.histogram import Histogram, HistogramStatistics
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Rows, at
 from kvtide.index.lease import Lease
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.tiers.base import Identity, Miss, Read, ReadResult
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.context import TransferContext
@@ -310,7 +310,7 @@ class Promotion:
     def call_ready(self) -> None:
         """Call the postponed callbacks, unless this thread has the lock."""
         if self._ready and not self._index.lock_is_mine():
-            to_the_end(self._call_all)  # other threads wait for it
+            again_if_interrupted(self._call_all)  # other threads wait for it
 
     def _call_all(self) -> None:
         for ready in list(self._ready):
@@ -333,7 +333,7 @@ class Promotion:
         index.place[DRAM][lost] = NOWHERE
         over = [row for row in self._flights if state[row] != PENDING]
         if over:
-            self.land_later(over, [bool(state[row] == SEALED) for row in over])
+            self.notify_later(over, [bool(state[row] == SEALED) for row in over])
 
     def _land(self, job: _Job, results: Sequence[ReadResult] | None) -> Callable[[], None]:
         """Handle the end of reads: good, bad, or (``results`` None) cancelled before they began. Call the returned
@@ -407,7 +407,7 @@ class Promotion:
         self._failures.pop((cold.number, key), None)
         return True
 
-    def land_later(self, rows: Sequence[int], good: Sequence[bool]) -> None:
+    def notify_later(self, rows: Sequence[int], good: Sequence[bool]) -> None:
         """Let the next ``call_ready`` notify those who wait for rows. Call with the lock held.
 
         If this is interrupted, ``repair`` makes sure that they are notified all the same.

@@ -30,7 +30,7 @@ __all__ = ["Moving", "Residents"]
 
 _TENANTS = 65_535
 """Tenants that are distinguished when space is short; any beyond these share one number."""
-_NO_SPACE = 0xFFFFFFFF
+_NO_IDENTITY = 0xFFFFFFFF
 """The number of an identity that has no block in DRAM."""
 _NEWCOMERS = 64
 """Minimum number of new tenants before departed ones are searched for."""
@@ -54,28 +54,28 @@ class Residents:
         checksum: bool,
         tenants: Mapping[bytes, int],
         interrupted: Callable[[], None],
-        repaired: Callable[[], None],
+        notify_waiters: Callable[[], None],
     ) -> None:
         """``tenants`` have permanent numbers, from 1 on.
 
-        ``interrupted`` is called, with the lock held, when a change here was left half done; after that ``repaired``,
-        without the lock, because callers may have waited for what was left half done.
+        ``interrupted`` is called, with the lock held, when a change here was left half done; after that
+        ``notify_waiters``, without the lock, because callers may have waited for what was left half done.
         """
         self._index = index
         self._dram = dram
         self._interrupted = interrupted
-        self._repaired = repaired
+        self._notify_waiters = notify_waiters
         self._identities: list[Identity] = []
-        """What a colder tier must know of a row; ``Index.space`` has positions in this list."""
+        """What a colder tier must know of a row; ``Index.identity_number`` has positions in this list."""
         self._footprints: list[int] = []
         """Bytes of a block of each identity."""
-        self._spaces: dict[Identity, int] = {}
+        self._identity_numbers: dict[Identity, int] = {}
         self._rows: list[int] = []
         """Number of rows of each identity; the position of an identity without rows is reused."""
         self._vacant: list[int] = []
         self._tenants = dict(tenants)
-        self._settled = index.tenants = len(tenants)
-        self._patience = _NEWCOMERS
+        self._permanent_tenants = index.tenants = len(tenants)
+        self._new_tenants_left = _NEWCOMERS
         """New tenants to arrive before the departed ones are searched for."""
         self._checks: dict[int, int] | None = {} if checksum else None
         self.tokens: dict[int, bytes] = {}
@@ -86,11 +86,11 @@ class Residents:
         self._watches: dict[int, Watch] = {}
         """Watches over open leases, by number."""
         self.doomed: set[int] = set()
-        self._zeroed: set[int] = set()
+        self._to_zero: set[int] = set()
         """Rows in DRAM whose slots must be zeroed when they leave."""
         self._leaving: Rows = np.zeros(0, np.int64)
         """Slots of such rows that are being freed: after an interrupt they must not be freed without zeroing."""
-        self._over: set[int] = set()
+        self._with_foreign_bytes: set[int] = set()
         """Rows being filled whose slots still have bytes of other tenants."""
         self.forgotten: Counter[bytes] = Counter()
         """Tenants being forgotten, by tag, with the number of concurrent requests. None of their blocks may enter."""
@@ -121,7 +121,7 @@ class Residents:
                     self._interrupted()
                     raise
         except BaseException:
-            self._repaired()
+            self._notify_waiters()
             raise
 
     def end_lease(self, number: int) -> None:
@@ -168,10 +168,10 @@ class Residents:
         # The place first: an interrupt in between leaves absent rows, and no pending row without a place.
         index.place[DRAM][these] = places if len(places) > 1 else places[0]
         if self._dram.written_by(places, identity.tenant, identity.geometry.footprint):
-            self._over.update(rows.tolist())
+            self._with_foreign_bytes.update(rows.tolist())
         index.state[DRAM][these] = PENDING
-        index.space[these] = space = self._space(identity)
-        self._rows[space] += len(rows)
+        index.identity_number[these] = number = self._identity_number(identity)
+        self._rows[number] += len(rows)
         index.tenant[these] = self._tenants.get(identity.tenant, len(self._tenants))
         index.holds[these] += 1
         if (account := index.accounts.get(DRAM)) is not None:
@@ -180,12 +180,14 @@ class Residents:
     def seal(self, rows: Rows) -> None:
         """Mark pending rows as complete."""
         self._index.state[DRAM][at(rows)] = SEALED
-        self._dram.moved(written=sum(map(self._footprints.__getitem__, self._index.space[rows].tolist())))
-        if self._over:
-            for row in self._over.intersection(rows.tolist()):
+        self._dram.count_bytes(
+            written=sum(map(self._footprints.__getitem__, self._index.identity_number[rows].tolist()))
+        )
+        if self._with_foreign_bytes:
+            for row in self._with_foreign_bytes.intersection(rows.tolist()):
                 self._dram.filled(int(self._index.place[DRAM][row]), self.identity(row).tenant)
-                self._over.discard(row)
-                self._zeroed.discard(row)
+                self._with_foreign_bytes.discard(row)
+                self._to_zero.discard(row)
         if self._checks is not None:
             for row in rows.tolist():
                 self._checks[row] = xxh3_64_intdigest(self.span(row))
@@ -193,24 +195,24 @@ class Residents:
     def clear_padding(self, rows: Rows) -> None:
         """Zero the padding of rows filled by a caller: earlier contents of their slots must not be written to disk with
         them."""
-        for space in set(self._index.space[rows].tolist()):
-            geometry = self._identities[space].geometry
+        for number in set(self._index.identity_number[rows].tolist()):
+            geometry = self._identities[number].geometry
             if geometry.stride != geometry.section:
-                for row in rows[self._index.space[rows] == space].tolist():
+                for row in rows[self._index.identity_number[rows] == number].tolist():
                     sections = np.frombuffer(self.span(row), np.uint8).reshape(geometry.sections, geometry.stride)
                     sections[:, geometry.section :] = 0
 
     def leave(self, row: int) -> None:
         """Remove a row from DRAM. The row itself may remain in colder tiers."""
-        if self._zeroed:
+        if self._to_zero:
             self.leave_many(rows_of([row]))
             return
         self._dram.release(self._index.remove(row, DRAM))
-        space = int(self._index.space[row])
-        self._rows[space] -= 1
-        if not self._rows[space]:
-            del self._spaces[self._identities[space]]
-            self._vacant.append(space)
+        number = int(self._index.identity_number[row])
+        self._rows[number] -= 1
+        if not self._rows[number]:
+            del self._identity_numbers[self._identities[number]]
+            self._vacant.append(number)
         if self.tokens:
             self.tokens.pop(row, None)
         if self._checks:
@@ -227,16 +229,16 @@ class Residents:
         for place in self._index.place[DRAM][rows].tolist():
             self._dram.unfilled(place)
         self.leave_many(rows)
-        self._over.difference_update(rows.tolist())
+        self._with_foreign_bytes.difference_update(rows.tolist())
 
     def zero_when_left(self, rows: Rows) -> None:
         """Zero the slots of these rows, if they are in DRAM, when they leave it."""
-        self._zeroed.update(rows[self._index.state[DRAM][rows] != ABSENT].tolist())
+        self._to_zero.update(rows[self._index.state[DRAM][rows] != ABSENT].tolist())
 
     def zero_unfilled(self) -> None:
-        """Zero, when they leave DRAM, the slots of all rows being filled that still have other tenants' bytes, unless
-        these are overwritten."""
-        self._zeroed |= self._over
+        """Mark the rows being filled whose slots still have other tenants' bytes: the slots are zeroed when the rows
+        leave DRAM, unless the rows are sealed before."""
+        self._to_zero |= self._with_foreign_bytes
 
     def zero_tails(self, segment: Segment, slots: Rows) -> None:
         """Zero the bytes after the blocks in these slots of a segment, for slots in use."""
@@ -251,7 +253,9 @@ class Residents:
     def held_of(self, tenant: bytes) -> int:
         """Number of slots that may have bytes of a tenant whose blocks were dropped, because they are still held."""
         mine = (row for row in self.doomed if self._index.state[DRAM][row] != ABSENT)
-        return len(self._over) + sum(self.identity(row).tenant == tenant for row in mine if row not in self._over)
+        return len(self._with_foreign_bytes) + sum(
+            self.identity(row).tenant == tenant for row in mine if row not in self._with_foreign_bytes
+        )
 
     def note_unwritten(self, rows: Iterable[int], tier: int, reason: Unwritten) -> None:
         """Record why a colder tier that should have these rows does not take them."""
@@ -279,18 +283,18 @@ class Residents:
             self._leaving,
         )
         self._leaving = self._leaving[:0]
-        rows = np.bincount(index.space[here], minlength=len(self._identities)).tolist()
+        rows = np.bincount(index.identity_number[here], minlength=len(self._identities)).tolist()
         self._identities = self._identities[: len(rows)]
         self._rows = rows
         self._footprints = [identity.geometry.footprint for identity in self._identities]
-        self._spaces = {identity: i for i, identity in enumerate(self._identities) if rows[i]}
+        self._identity_numbers = {identity: i for i, identity in enumerate(self._identities) if rows[i]}
         self._vacant = [i for i, count in enumerate(rows) if not count]
         absent = index.state[DRAM][:size] == ABSENT
         gone: dict[int, Any]
         for gone in (self.tokens, self._checks or {}, self.unwritten):
             for row in [row for row in gone if absent[row]]:
                 del gone[row]
-        for gone_rows in (self.refused, self._zeroed, self._over):
+        for gone_rows in (self.refused, self._to_zero, self._with_foreign_bytes):
             gone_rows.difference_update([row for row in gone_rows if absent[row]])
         self.doom_many(rows_of([row for row in index.detached() if row not in hidden]))
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
@@ -299,22 +303,22 @@ class Residents:
         """``leave`` for distinct rows."""
         if not len(rows):
             return
-        zeroed = self._zeroed.intersection(rows.tolist()) if self._zeroed else None
+        zeroed = self._to_zero.intersection(rows.tolist()) if self._to_zero else None
         if zeroed:
             mine = np.isin(rows, rows_of(list(zeroed)))
             self._leaving = self._index.place[DRAM][rows[mine]]
         places = self._index.remove_many(rows, DRAM)
         if zeroed:
             self._dram.zero(places[mine])
-            self._zeroed -= zeroed
+            self._to_zero -= zeroed
             self._leaving = self._leaving[:0]
             places = places[~mine]
         self._dram.release_many(places)
-        for space, count in Counter(self._index.space[rows].tolist()).items():
-            self._rows[space] -= count
-            if not self._rows[space]:
-                del self._spaces[self._identities[space]]
-                self._vacant.append(space)
+        for number, count in Counter(self._index.identity_number[rows].tolist()).items():
+            self._rows[number] -= count
+            if not self._rows[number]:
+                del self._identity_numbers[self._identities[number]]
+                self._vacant.append(number)
         if self.tokens or self._checks or self.refused or self.unwritten:
             for row in rows.tolist():
                 self.tokens.pop(row, None)
@@ -327,12 +331,12 @@ class Residents:
 
     def identity(self, row: int) -> Identity:
         """The identity of a row in DRAM."""
-        return self._identities[int(self._index.space[row])]
+        return self._identities[int(self._index.identity_number[row])]
 
     def record_bytes(self, rows: Rows) -> int:
         """Bytes of the records of rows in DRAM, as written without compression and token ids."""
-        counts = np.bincount(self._index.space[rows]).tolist() if len(rows) else []
-        geometries = ((self._identities[space].geometry, count) for space, count in enumerate(counts) if count)
+        counts = np.bincount(self._index.identity_number[rows]).tolist() if len(rows) else []
+        geometries = ((self._identities[number].geometry, count) for number, count in enumerate(counts) if count)
         return sum(count * (header_bytes(geometry.sections) + geometry.footprint) for geometry, count in geometries)
 
     def span(self, row: int) -> Span:
@@ -341,9 +345,9 @@ class Residents:
     def of_tenant(self, tenant: bytes, start: int, stop: int) -> Rows:
         """Of the rows from ``start`` to ``stop``, those that have, or will get, a block of the tenant."""
         index = self._index
-        mine = [space for who, space in self._spaces.items() if who.tenant == tenant]
+        mine = [number for who, number in self._identity_numbers.items() if who.tenant == tenant]
         here = index.state[DRAM][start:stop] != ABSENT
-        rows: Rows = np.flatnonzero(here & np.isin(index.space[start:stop], mine)) + start
+        rows: Rows = np.flatnonzero(here & np.isin(index.identity_number[start:stop], mine)) + start
         return rows[~self.are_doomed(rows)]
 
     def coming_to_others(self, rows: Rows, identity: Identity) -> Mask | None:
@@ -351,7 +355,7 @@ class Residents:
 
         The identity of such a block is not known before it is read (``Index.others`` covers the rest).
         """
-        other: Mask = self._index.space[rows] != self._spaces.get(identity, _NO_SPACE)
+        other: Mask = self._index.identity_number[rows] != self._identity_numbers.get(identity, _NO_IDENTITY)
         if b"\1" not in other.tobytes():
             return None
         other &= self._index.state[DRAM][rows] == PENDING  # other states leave a stale value there
@@ -369,29 +373,29 @@ class Residents:
             return True
         return xxh3_64_intdigest(self.span(row)) == self._checks[row]
 
-    def _space(self, identity: Identity) -> int:
-        space = self._spaces.get(identity)
-        if space is not None:
-            return space
+    def _identity_number(self, identity: Identity) -> int:
+        number = self._identity_numbers.get(identity)
+        if number is not None:
+            return number
         if self._vacant:
-            space = self._spaces[identity] = self._vacant.pop()
-            self._identities[space] = identity
+            number = self._identity_numbers[identity] = self._vacant.pop()
+            self._identities[number] = identity
         else:
-            space = self._spaces[identity] = len(self._identities)
+            number = self._identity_numbers[identity] = len(self._identities)
             self._identities.append(identity)
             self._footprints.append(0)
             self._rows.append(0)
-        self._footprints[space] = identity.geometry.footprint
+        self._footprints[number] = identity.geometry.footprint
         if identity.tenant not in self._tenants:
             self._number(identity.tenant)
-        return space
+        return number
 
     def _number(self, tenant: bytes) -> None:
         """Assign a number to a tenant, unless there are too many."""
-        if not self._patience:
+        if not self._new_tenants_left:
             self._forget_tenants()
-            self._patience = max(_NEWCOMERS, len(self._tenants))
-        self._patience -= 1
+            self._new_tenants_left = max(_NEWCOMERS, len(self._tenants))
+        self._new_tenants_left -= 1
         if len(self._tenants) < _TENANTS:
             self._tenants[tenant] = self._index.tenants = len(self._tenants) + 1
 
@@ -401,7 +405,7 @@ class Residents:
         numbers = index.tenant[:size]
         numbers[np.logical_and.reduce([state[:size] == ABSENT for state in index.state])] = 0
         here = np.bincount(numbers, minlength=len(self._tenants) + 1)
-        stay = [tenant for tenant, number in self._tenants.items() if here[number] or number <= self._settled]
+        stay = [tenant for tenant, number in self._tenants.items() if here[number] or number <= self._permanent_tenants]
         anew = np.zeros(len(here), np.uint16)
         anew[[self._tenants[tenant] for tenant in stay]] = np.arange(1, len(stay) + 1)
         numbers[:] = anew[numbers]

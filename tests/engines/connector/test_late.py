@@ -253,7 +253,7 @@ def test_blocks_of_several_requests_are_copied_together(
         toy.step()
     assert len(moves) < len(requests) == sum(moves)
     with Client(node.path) as client, client.session(Model(LAYOUT, "given:toy")) as session:
-        assert [session.match(request.tokens).tokens for request in requests] == [64] * 4
+        until(lambda: [session.match(request.tokens).tokens for request in requests] == [64] * 4)
 
 
 def test_pages_that_another_connector_kept_are_not_ours(keeping: Toy, node: Thread) -> None:

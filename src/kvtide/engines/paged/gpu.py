@@ -168,30 +168,36 @@ class _Pauses:
 
 class _Tables:
     """Ring of tables with page numbers for kernels. The host may be up to ``_AHEAD`` kernels ahead of the device; with
-    fewer, a caller that only joins a load would have to wait for it."""
+    fewer, a caller that only joins a load would have to wait for it. By then the kernel that read a table has ended:
+    its buffer was used again meanwhile."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
         self._read = [torch.cuda.Event(blocking=True) for _ in range(_AHEAD)]
         self._next = itertools.cycle(range(_AHEAD))
-        self._make(AT_ONCE * 16)
+        self._make(AT_ONCE * 32)
 
     def _make(self, entries: int) -> None:
-        """Rarely needed: pinning memory stalls the whole device. Kernels may still read the tables before."""
-        torch.cuda.synchronize(self._device)
-        self._host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
-        self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._device)
+        """Rarely needed: pinning memory stalls the whole device."""
+        for stream in self._streams:
+            stream.synchronize()  # kernels may still read the tables before
+        host = torch.empty(_AHEAD, entries, dtype=torch.int64, pin_memory=True)
+        self._there = torch.empty(_AHEAD, entries, dtype=torch.int64, device=self._streams[0].device)
+        self._host = host
 
     def put(self, numbers: _Numbers) -> torch.Tensor:
-        """Copy the numbers to the device, on the current stream."""
+        """Copy the numbers to the device, on the first stream. A table of more than 64 KiB waits there for the large
+        copies before it; on the kernel stream, the table of a load would wait for the kernel before, and then for the
+        large copies that were queued meanwhile."""
         if len(numbers) > self._host.shape[1]:
-            self._make(len(numbers))
+            self._make(1 << (len(numbers) - 1).bit_length())
         i = next(self._next)
         self._read[i].synchronize()
         host, there = self._host[i, : len(numbers)], self._there[i, : len(numbers)]
         host.numpy()[:] = numbers
-        there.copy_(host, non_blocking=True)
-        self._read[i].record()
+        with torch.cuda.stream(self._streams[0]):
+            there.copy_(host, non_blocking=True)
+            self._read[i].record()
         return there
 
 
@@ -319,12 +325,9 @@ class _Lane:
             self._nbytes = nbytes
 
     def _table(self, numbers: _Numbers) -> torch.Tensor:
-        """Copy page numbers to the device, on the first of the two streams. On the kernel stream the table of a load
-        would wait for the kernel before, and then for the large copies that were queued meanwhile."""
         if self._tables is None:
-            self._tables = _Tables(self._device)
-        with torch.cuda.stream(self._streams[0]):
-            return self._tables.put(numbers)
+            self._tables = _Tables(self._streams)
+        return self._tables.put(numbers)
 
     @contextmanager
     def _buffer(self) -> Iterator[_Buffer]:

@@ -45,7 +45,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvtide.engines.paged.mover import Mover
 from kvtide.engines.transformers.dynamic_cache import KvMemory
 from kvtide.index.keys import Chain
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.store.match import Load, Match
 from kvtide.store.session import Session
 
@@ -150,7 +150,7 @@ class Overlap:
             self._thread.start()
             self._take_held(held)
         except BaseException:
-            to_the_end(self.close)
+            again_if_interrupted(self.close)
             raise
 
     # -- the tail -----------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Overlap:
                     torch.cuda.current_stream(self.memory.device).synchronize()
                 self.computed.append((time.monotonic() - self._began, self._claimed * self._tokens))
         reached = min(self._claimed * self._tokens, most)
-        to_the_end(self.close)
+        again_if_interrupted(self.close)
         loaded = sum(min(self._tokens, most - i * self._tokens) for i, come in enumerate(self._loaded) if come)
         return self.memory.cache(reached), reached, loaded
 
@@ -357,4 +357,4 @@ class Overlap:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        to_the_end(self.close)
+        again_if_interrupted(self.close)

@@ -18,7 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import AccessError, KvtideError, RightError, TierError
 from kvtide.index.keys import Model, Tenant
 from kvtide.index.lease import Reservation
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.node import protocol as p
 from kvtide.node.client.completions import Completion
 from kvtide.node.client.link import NodeLate, NodeLink, NodeUnavailable
@@ -105,7 +105,7 @@ class RemotePrefixLease(PrefixLease):
     def release(self) -> None:
         backend, self._backend, self.slots = self._backend, None, None
         if backend is not None and self.link is not None:
-            to_the_end(partial(backend.release, self.link, self.number))
+            again_if_interrupted(partial(backend.release, self.link, self.number))
 
 
 class _RemoteReservation(Reservation):

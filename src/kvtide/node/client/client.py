@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +219,7 @@ class Client(SessionHost):
             return
         for past in [link for link in list(self._past) if link.finish()]:
             with contextlib.suppress(NodeUnavailable):
-                self.link.post(p.Forget(past.welcome.token))
+                self.link.post(p.EndEarlierRights(past.welcome.token))
                 self._past.discard(past)
 
     def _heard(self, link: NodeLink, notice: p.Notice) -> None:
@@ -307,25 +305,18 @@ class Client(SessionHost):
         The result covers the whole node and has the form of ``Store.flush``: what is written, what is not and why.
         """
         timeout = arguments.seconds(timeout, "timeout")
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        while True:
-            try:
-                completion = self.promised(self.link, p.Flush(), Completion())
-                break
-            except NodeLate:  # it is busy, perhaps with writing
-                if time.monotonic() >= deadline or self._closing.wait(_SOON):
-                    return Flushed(0, complete=False)
-            except NodeUnavailable:
-                return Flushed(0, complete=False)
-        left = None if timeout is None else max(0.0, deadline - time.monotonic())
-        if not completion.event.wait(left) or (found := completion.report) is None or found.written < 0:
+        try:
+            completion = self.promised(self.link, p.Flush(), Completion())
+        except NodeUnavailable:
+            return Flushed(0, complete=False)
+        if not completion.event.wait(timeout) or (found := completion.report) is None or found.written < 0:
             return Flushed(0, complete=False)
         return Flushed(found.written, _reasons(found.unwritten), _reasons(found.lost))
 
     def dropped(self, reason: p.DropReason, blocks: int) -> None:
         """Let the node count blocks that an engine could not store."""
         with contextlib.suppress(NodeUnavailable):
-            self.link.post(p.Dropped(reason, blocks))
+            self.link.post(p.NotStored(reason, blocks))
 
     def forget(self, tenant: bytes) -> Forgotten:
         """Let the node destroy the keys and blocks of the tenant with that tag; returns how many blocks there were.
@@ -337,7 +328,7 @@ class Client(SessionHost):
         if len(tenant) != 16 or tenant == bytes(16):
             raise LayoutError(f"a tenant's tag has 16 bytes, not all zero; this is {tenant.hex()!r}")
         try:
-            completion = self.promised(self.link, p.Erase(tenant), Completion())
+            completion = self.promised(self.link, p.ForgetTenant(tenant), Completion())
         except NodeLate:
             raise TierError(
                 f"the node at {self.path} has not answered in time, and may forget the tenant or not; ask again "

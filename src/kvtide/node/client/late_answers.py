@@ -11,8 +11,8 @@ answer arrives at last, everything that it grants is given back:
 - pins: unpinned, because the caller got the result that nothing was pinned.
 
 Answers that grant nothing (``Found``, ``Collected`` of a lease, statistics) are ignored. Operations that give back or
-set something (``Release``, ``Finish``, ``Close``, ``Leave``, ``Resign``, ``Cancel``, ``Forget``, ``Unmapped``,
-``Follow``, ``Invite``) are executed in their order, and their answers are not needed.
+set something (``Release``, ``Finish``, ``Close``, ``Leave``, ``Resign``, ``Cancel``, ``EndEarlierRights``,
+``Unmapped``, ``Follow``, ``Invite``) are executed in their order, and their answers are not needed.
 """
 
 from __future__ import annotations

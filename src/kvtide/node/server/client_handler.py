@@ -1,10 +1,7 @@
-"""The node's side of one client: its process, its sessions, and the rights that it holds.
+"""The node's side of one client: its sessions, the rights that it holds, and the answers to its requests.
 
 A *right* is permission to use slots of the node's memory: a prefix lease, a reservation, or a worker's use of either.
-
-A client keeps its rights until it gives them back or its process has exited. A closed socket is not enough: a process
-that is stopped (SIGSTOP) may later go on writing into its slots. Each client therefore sends a pidfd of its process
-with its hello, and when its socket closes, the node keeps its rights until that pidfd reports the exit.
+When they are given back although the client has not done so: ``client_exit.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from kvtide.node import protocol as p
 from kvtide.node import work_limits
 from kvtide.node.roles import NEEDS, Role
 from kvtide.node.server.access import Access
+from kvtide.node.server.client_exit import ClientExit
 from kvtide.node.server.client_groups import ClientGroups
 from kvtide.node.server.connection import Connection
 from kvtide.node.server.forget import erase
@@ -113,16 +111,16 @@ class ClientHandler:
         self._store = host.store
         self._connection = connection
         self._access = access
-        self._forget = connection.lost
+        self._previous_lost = connection.lost
         self.name = name
         """The name that the client chose; it stays the same when the node is restarted."""
         self.token = token
-        self._pidfd = pidfd
+        self._exit = ClientExit(host.loop, pidfd, self._ending)
         self._numbers = host.numbers
-        self._heard: Counter[int] = Counter()
+        self._session_identities: Counter[int] = Counter()
         """Fingerprints of the identities (model and tenant) that its sessions are for, with the number of sessions of
         each."""
-        mine = None if access.role is Role.ADMIN else self._heard
+        mine = None if access.role is Role.ADMIN else self._session_identities
         self.notices = NoticeSender(host.store.feed, host.soon, self._numbers, access.tag, mine)
         self._sessions: dict[int, ServerSession] = {}
         self._exporter = SegmentExporter(host.store, access.role >= Role.WRITE)
@@ -130,12 +128,11 @@ class ClientHandler:
         memory = sum(partition.config.dram.budget for partition in host.store.partitions)
         self._account = ClientMemory(int(memory * host.store.config.node.client_share))
         self._decoder = msgspec.msgpack.Decoder(p.Request)
-        self._ended = False
-        self._came = host.loop.time()
+        self._connected_at = host.loop.time()
         self.requests = self.failures = 0
-        self._told = msgspec.Raw()
-        """The encoded statistics, computed during the request number ``_told_at``."""
-        self._told_at = 0
+        self._encoded_statistics = msgspec.Raw()
+        """The encoded statistics, computed during the request number ``_encoded_at``."""
+        self._encoded_at = 0
         self._lost_blocks = host.store.lost
         """Blocks that the node lost unwritten, as last reported to this client."""
         connection.receive = self._receive
@@ -154,7 +151,7 @@ class ClientHandler:
         return sum(s.rights for s in self._sessions.values()) + self._groups.visits
 
     def statistics(self) -> ClientStatistics:
-        c, age, sessions = self._connection, self._context.loop.time() - self._came, self._sessions.values()
+        c, age, sessions = self._connection, self._context.loop.time() - self._connected_at, self._sessions.values()
         reading, writing = sum(len(s.holdings) for s in sessions), sum(s.rights - len(s.holdings) for s in sessions)
         rights = len(sessions), reading, writing, self._groups.visits
         slots = 0 if c.open else sum(s.slots for s in sessions)
@@ -248,7 +245,8 @@ class ClientHandler:
     def _charge(self, units: int) -> None:
         """Count the work of an operation before it is executed. Raises LayoutError if it is too much for one
         request."""
-        if units > self._left < work_limits.FRAME and units:
+        first = self._left >= work_limits.FRAME  # never refused: it can be sent in a request of its own
+        if units > self._left and units and not first:
             raise LayoutError(
                 f"the operations of one request may take {work_limits.FRAME} units of work together, and those before "
                 "this one took most of them; send it in a request of its own (docs/protocol.md tells what counts)"
@@ -350,7 +348,7 @@ class ClientHandler:
         backend = LocalBackend(partition, layout, o.namespace, o.tenant, access.domain, access.tag, charge)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
-        self._heard.update(backend.asker.values())
+        self._session_identities.update(backend.asker.values())
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
@@ -358,9 +356,9 @@ class ClientHandler:
         yield from self._end_session(session)
         if self._sessions.pop(o.session, None) is not None:
             for whose in session.backend.asker.values():
-                self._heard[whose] -= 1
-                if not self._heard[whose]:
-                    del self._heard[whose]
+                self._session_identities[whose] -= 1
+                if not self._session_identities[whose]:
+                    del self._session_identities[whose]
         yield None
 
     def _end_session(self, session: ServerSession) -> Iterator[int]:
@@ -428,7 +426,7 @@ class ClientHandler:
         if part.note is None:
             part.note = self._exporter.slots(session.backend, holding).slots
         else:
-            session.backend.partition.dram.moved(read=part.nbytes)
+            session.backend.partition.dram.count_bytes(read=part.nbytes)
         slots: list[p.Slots] = part.note
         return slots
 
@@ -541,7 +539,7 @@ class ClientHandler:
         session.reserve(number, made, o.writers)
         return self._exporter.reserved(number, made, session.backend, addressed=not o.writers)
 
-    def _dropped(self, o: p.Dropped) -> None:
+    def _not_stored(self, o: p.NotStored) -> None:
         self._store.main.pipeline.counts[_UNSTORED[o.reason]] += o.blocks
 
     def _finish(self, o: p.Finish) -> None:
@@ -683,7 +681,7 @@ class ClientHandler:
         self.notices.follow_persist(number, persisting.transfer, ended)
         return number
 
-    def _erase(self, o: p.Erase) -> int:
+    def _forget_tenant(self, o: p.ForgetTenant) -> int:
         number, c = self.notices.completion(), self._connection
 
         def ended(forgotten: Forgotten, failure: str) -> None:
@@ -695,14 +693,14 @@ class ClientHandler:
 
     def _statistics(self, _: p.Statistics) -> Any:
         # Computed once per frame: a thousand of them in one frame would make the other clients wait for a second.
-        if self._told_at != self.requests:
-            self._told_at = self.requests
+        if self._encoded_at != self.requests:
+            self._encoded_at = self.requests
             status = self._context.status(None if self._access.role is Role.ADMIN else self.domain)
-            self._told = msgspec.Raw(msgspec.msgpack.encode(status))
-        if len(memoryview(self._told)) > _STATUS:
+            self._encoded_statistics = msgspec.Raw(msgspec.msgpack.encode(status))
+        if len(memoryview(self._encoded_statistics)) > _STATUS:
             raise RightError("there are too many clients and models for one answer; ask the node's /metrics")
-        self._charge(len(memoryview(self._told)) // work_limits.ANSWER_BYTES)
-        return self._told
+        self._charge(len(memoryview(self._encoded_statistics)) // work_limits.ANSWER_BYTES)
+        return self._encoded_statistics
 
     def _follow(self, o: p.Follow) -> None:
         self.notices.follow(o.on)
@@ -711,7 +709,7 @@ class ClientHandler:
         self._spent += len(o.names)
         self._context.mapped_memory.unmapped(self.name, o.names)
 
-    def _forget_other(self, o: p.Forget) -> None:
+    def _end_earlier_rights(self, o: p.EndEarlierRights) -> None:
         if o.token != self.token:
             self._context.forget(o.token, self.process)
 
@@ -719,7 +717,7 @@ class ClientHandler:
 
     def _lost(self) -> None:
         """The socket was closed: the rights are kept until the process cannot use them any more."""
-        self._forget()
+        self._previous_lost()
         self._exporter.close()
         self.notices.close()
         self._groups.lost()
@@ -728,43 +726,27 @@ class ClientHandler:
                 self._withdraw(session.worker_group)
                 session.worker_group.fail()
         if not self.rights:
-            self._end()
+            self._exit.end()
             return
         log.info(
             "client %d has disconnected with %d rights; they are kept until its process exits",
             self._connection.pid,
             self.rights,
         )
-        self._context.loop.add_reader(self._pidfd, self.over)
+        self._exit.wait()
 
-    def over(self) -> None:
-        """The client's process has exited, or has said that it uses none of these rights any more."""
+    def end(self) -> None:
+        """The client's process does not use any of these rights any more."""
         self._connection.close()
-        if not self._ended:
-            self._context.loop.remove_reader(self._pidfd)
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._groups.end()
-        self._give_back(self._ending())
+        self._exit.end()
 
     def _ending(self) -> Iterator[int]:
+        self._groups.end()
         for session in self._sessions.values():
             yield from self._end_session(session)
         self._sessions.clear()
-        os.close(self._pidfd)
         self._context.mapped_memory.left(self.name)
         self._context.left(self.token, self.domain, self.requests, self.failures)
-
-    def _give_back(self, steps: Iterator[int]) -> None:
-        """Run the steps in turns: the client may have held so much that the other clients would have to wait."""
-        spent = 0
-        for units in steps:
-            spent += units
-            if spent >= work_limits.TURN:
-                self._context.loop.after_others(lambda: self._give_back(steps))
-                return
 
 
 _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer]]] = {
@@ -779,12 +761,12 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Collect: ClientHandler._collect,
     p.Release: ClientHandler._release,
     p.Reserve: ClientHandler._reserve,
-    p.Dropped: ClientHandler._dropped,
+    p.NotStored: ClientHandler._not_stored,
     p.Finish: ClientHandler._finish,
     p.Pin: ClientHandler._pin,
     p.Drop: ClientHandler._drop,
     p.Flush: ClientHandler._flush,
-    p.Erase: ClientHandler._erase,
+    p.ForgetTenant: ClientHandler._forget_tenant,
     p.Statistics: ClientHandler._statistics,
     p.Follow: ClientHandler._follow,
     p.Unmapped: ClientHandler._unmapped,
@@ -794,7 +776,7 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Fill: lambda handler, o: handler._groups.fill(o, handler._charge),
     p.Leave: lambda handler, o: handler._leave(o),
     p.Resign: lambda handler, o: handler._groups.resign(o),
-    p.Forget: ClientHandler._forget_other,
+    p.EndEarlierRights: ClientHandler._end_earlier_rights,
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,
 }

@@ -187,14 +187,14 @@ class Node:
         """A process reports that it does not use the rights of an earlier client of its own any more."""
         handler = self._handlers.get(token)
         if handler is not None and handler.process == process:
-            handler.over()
+            handler.end()
 
     def status(self, domain: int | None = None) -> Status:
         """Statistics of the node and its store, for a client of trust domain ``domain``; None: for administrators.
 
         Administrators see all clients; other clients see the clients of their domain, and no tenants.
         """
-        guests = [g for g in self._handlers.values() if domain in (None, g.domain)]
+        clients = [c for c in self._handlers.values() if domain in (None, c.domain)]
         store = self.store.statistics()
         requests, failures = (c.total() if domain is None else c[domain] for c in (self._requests, self._failures))
         node = NodeStatistics(
@@ -202,9 +202,9 @@ class Node:
             str(self.path),
             self.loop.time() - self._began,
             self._closed,
-            requests + sum(g.requests for g in guests),
-            failures + sum(g.failures for g in guests),
-            [g.statistics() for g in guests],
+            requests + sum(c.requests for c in clients),
+            failures + sum(c.failures for c in clients),
+            [c.statistics() for c in clients],
             self._access_list.warnings if domain is None else [],
         )
         return Status(store if domain is None else replace(store, tenants={}), node)

@@ -624,7 +624,7 @@ class Dram:
         with self._lock:
             return {memory.serial for memory in self._memory.values()}
 
-    def moved(self, read: int = 0, written: int = 0) -> None:
+    def count_bytes(self, read: int = 0, written: int = 0) -> None:
         """Count bytes read from and written to slots directly, without ``read`` and ``write``."""
         with self._lock:
             self._read += read

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.tiers.base import NOWHERE, DropDone, Held, Read, ReadDone, Renewal, TierStatistics, Write, WriteDone
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
 from kvtide.tiers.format.encryption import OPEN, Encryption
@@ -112,7 +112,7 @@ class Nvme:
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
             if total := bytes_read(sizes):
-                self._counters.moved(read=total)
+                self._counters.count_bytes(read=total)
             done(read_results(sizes))
 
         if not batch:
@@ -199,7 +199,7 @@ class Nvme:
         return self._volume.measure(write, len(self._threads) // 2, stop)
 
     def close(self) -> None:
-        to_the_end(self._stop)
+        again_if_interrupted(self._stop)
 
     def _stop(self) -> None:
         for _ in self._threads:

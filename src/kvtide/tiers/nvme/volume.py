@@ -41,7 +41,7 @@ from kvtide import forks
 from kvtide.block import ALIGN, BlockKey, Span
 from kvtide.clock import Clock
 from kvtide.errors import ConfigError, TierError
-from kvtide.interrupts import to_the_end
+from kvtide.interrupts import again_if_interrupted
 from kvtide.tiers.base import NOWHERE, Held, Renewal
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import OtherVersion, Rejected, expire_at, parse, recognise
@@ -195,7 +195,7 @@ class Volume:
             with self._journal_lock:
                 self._journal.close(synced=not self._sync_all(dirty))
         finally:
-            to_the_end(self._let_go)
+            again_if_interrupted(self._let_go)
 
     def _let_go(self) -> None:
         self._closed = True

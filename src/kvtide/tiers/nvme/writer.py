@@ -156,7 +156,7 @@ class Writer:
 
     def _name(self, record: _Record, before: Span | None = None) -> None:
         self._volume.name(record.slot.place, record.page, record.slot.sequence, record.holds, before)
-        self._counters.moved(written=len(record.page) + len(record.payload))
+        self._counters.count_bytes(written=len(record.page) + len(record.payload))
 
     def _records(self, run: Run, slots: list[Slot | None], packer: Packer) -> list[_Record]:
         """The records of a run. A slot that was not known yet is put into ``slots``."""

@@ -196,7 +196,7 @@ class Shared:
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
         def finish(sizes: list[int]) -> None:
             if total := bytes_read(sizes):
-                self._counters.moved(read=total)
+                self._counters.count_bytes(read=total)
             done(read_results(sizes))
 
         def late(items: Sequence[Read]) -> None:
@@ -454,7 +454,7 @@ class Shared:
             self._end(batch, failed=not isinstance(e, Rejected))
             return []
         self._end(batch, failed=False)
-        self._counters.moved(written=sum(len(span) for one in batch for span in one.spans))
+        self._counters.count_bytes(written=sum(len(span) for one in batch for span in one.spans))
         return [one.name for one in batch]
 
     def _end(self, batch: Sequence[_Ready], *, failed: bool) -> None:
