@@ -267,7 +267,7 @@ class ClientHandler:
         except KvtideError as e:
             return self._refused(e)
         except Exception:
-            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            log.exception(_FAULT, self._connection.pid, _name(kind))
             return self._faulty(kind)
 
     @staticmethod
@@ -284,12 +284,12 @@ class ClientHandler:
         try:
             if self._access.role < NEEDS[kind]:
                 who = f"user {self._connection.uid}"
-                raise self._context.refusals.refuse(who, self._access.role, kind.__name__.lower(), NEEDS[kind])
+                raise self._context.refusals.refuse(who, self._access.role, _name(kind), NEEDS[kind])
             return _ANSWERS[kind](self, operation)
         except KvtideError as e:
             return self._refused(e)
         except Exception:
-            log.exception(_FAULT, self._connection.pid, kind.__name__.lower())
+            log.exception(_FAULT, self._connection.pid, _name(kind))
             return self._faulty(kind)
 
     def _refused(self, e: KvtideError) -> p.Failure:
@@ -299,7 +299,7 @@ class ClientHandler:
     def _faulty(self, kind: type) -> p.Failure:
         """The failure to answer after a bug in the node: only this operation fails."""
         self.failures += 1
-        return p.Failure(KvtideError.__name__, f"the node failed at {kind.__name__.lower()}; its log says why")
+        return p.Failure(KvtideError.__name__, f"the node failed at {_name(kind)}; its log says why")
 
     def _reply(self, number: int, answers: list[p.Answer]) -> None:
         """Send the answers, with descriptors of the segments that they refer to and the client does not have yet."""
@@ -747,6 +747,11 @@ class ClientHandler:
         self._sessions.clear()
         self._context.mapped_memory.left(self.name)
         self._context.left(self.token, self.domain, self.requests, self.failures)
+
+
+def _name(kind: type) -> str:
+    """The name of an operation in messages, which is its name in the protocol."""
+    return str(kind.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer]]] = {
