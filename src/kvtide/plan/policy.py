@@ -323,9 +323,9 @@ _PROOF = 1.75
 _DOUBT = 1.0
 """In standard deviations: the lead at which ``lru`` takes over, or one that has proved itself from another."""
 _MARGIN = 0.015
-"""A lead matters when it is so much of what was asked for. A change of the leader costs hits in both directions, because
-the tier holds what the one before has kept: 500 blocks were lost in a tier of 17,700 after ``lru`` had taken over again.
-With a third of this margin, leads of one percent came and went, and each cost more than it brought."""
+"""A lead matters when it is so much of what was asked for. A change of the leader costs hits in both directions,
+because the tier holds what the one before has kept: in a tier of 17,700 blocks, 500 hits were lost after ``lru`` had
+taken over again. With a third of this margin, leads of one percent came and went, and cost more than they brought."""
 
 _FEW = 1000
 
