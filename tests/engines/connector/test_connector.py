@@ -57,6 +57,26 @@ def test_what_one_request_computed_the_next_one_loads(engines: Engines) -> None:
     assert serve(engines(), "of another engine", prompt(1) + prompt(2)).cached == 576
 
 
+def test_the_first_request_waits_for_no_session_to_be_opened(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a starved machine that took half of the time that a first lookup may take."""
+    opened: list[p.Operation] = []
+    ask = NodeLink.ask_one
+
+    def spy(self: NodeLink, operation: p.Operation) -> Any:
+        answer = ask(self, operation)
+        if isinstance(operation, p.Open | p.Invite):
+            opened.append(operation)
+        return answer
+
+    monkeypatch.setattr(NodeLink, "ask_one", spy)
+    toy = engines()
+    eventually(lambda: any(isinstance(operation, p.Open) for operation in opened))
+    toy.flush()
+    before = list(opened)
+    serve(toy, "first", prompt(1))
+    assert opened == before
+
+
 def test_after_a_restart_of_the_node_it_comes_from_disk(node: Process, engines: Engines) -> None:
     toy = engines()
     serve(toy, "first", prompt(1))

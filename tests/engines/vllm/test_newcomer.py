@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.errors import KvtideError
+from kvtide.node.client.client import Client
 from tests.engines.vllm.checkpoints import checkpoint
 from tests.engines.vllm.engines import engine
 from tests.engines.vllm.kept import BLOCK, connector, prompt
@@ -29,6 +31,15 @@ def nodes(runtime: Path) -> list[int]:
             if "node" in words and any(word.startswith(str(runtime)) for word in words):
                 found.append(int(process.name))
     return found
+
+
+def status(runtime: Path) -> str:
+    """What the nodes that listen in a folder, and their logs, tell about a miss."""
+    told = [log.read_text(errors="replace") for log in runtime.glob("kvtide-*/*.log")]
+    for path in runtime.glob("kvtide-*/*.sock"):
+        with contextlib.suppress(KvtideError, OSError), Client(path) as client:
+            told.append(repr(client.status()))
+    return "\n".join(told)
 
 
 @pytest.mark.parametrize("round_", [0, *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 5))])
@@ -49,6 +60,6 @@ def test_a_document_is_found_the_second_time_and_by_the_next_engine(tmp_path: Pa
     eventually(lambda: not nodes(tmp_path))
     with engine(checkpoint(), tmp_path / "second.log", config, environment=where) as running:
         found = running.complete(document, 1)
-        assert (found.cached, found.tokens) == (whole, cold.tokens)
+        assert (found.cached, found.tokens) == (whole, cold.tokens), status(tmp_path)
     for node in nodes(tmp_path):
         os.kill(node, signal.SIGKILL)

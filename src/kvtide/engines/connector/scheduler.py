@@ -109,8 +109,9 @@ class Scheduler:
         self._last_end = 0.0
         """End time of the last measured step."""
         self._fit = PrefillFit()
-        # connect early, so that the first request finds a client
-        self._node_thread.ask(self._session_pool.client, None)
+        # Connect and open the sessions that most requests use before the first of them: it would wait for all of this
+        # within the time limit of its lookup, on a starved machine in vain.
+        self._node_thread.ask(self._session_pool.prepare, None)
 
     @property
     def prefill(self) -> PrefillCost | None:

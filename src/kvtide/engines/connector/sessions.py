@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from kvtide.block import Kind
 from kvtide.clock import Clock, SystemClock
 from kvtide.engines.connector.node_access import NodeAccess
-from kvtide.index.keys import Chain, Extra, Model, Tenant
+from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant
 from kvtide.node.client.backend import RemoteBackend, find_each
 from kvtide.node.client.client import Client
 from kvtide.node.client.workers import WorkerGroup
@@ -141,6 +141,12 @@ class SessionPool:
         self._models = models
         self._ranks = ranks
         self._session_pool: OrderedDict[bytes, TenantSessions] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Do what the first request of the default tenant needs: connect, open its sessions, and hash a block. Raises
+        NodeUnavailable if no node can be reached."""
+        session = self.of(DEFAULT_TENANT).own.session
+        session.chain(range(session.layout.block_tokens))
 
     def client(self) -> Client:
         """Raises NodeUnavailable if no node can be reached."""
