@@ -198,7 +198,7 @@ class Lane:
             self._start()
 
     def write(self, items: Sequence[Write], done: Callable[[Sequence[int]], None]) -> None:
-        """Write ``items``, for which ``room`` returned True before."""
+        """Write ``items``, for which ``reserve_write`` returned True before."""
         job = _WriteJob(self, items, done)
         with self._lock:
             self._writes.append(job)
@@ -215,7 +215,7 @@ class Lane:
     def repair(self) -> None:
         """Recount the waiting bytes after a caller was interrupted, and start every job that can begin.
 
-        The caller makes sure that no other thread is between ``room`` and ``write``.
+        The caller makes sure that no other thread is between ``reserve_write`` and ``write``.
         """
         with self._lock:
             jobs = [*self._reads, *self._writes, *self._under_way]

@@ -10,6 +10,7 @@ import pytest
 
 from kvtide.engines.connector.request_options import RequestOptions
 from kvtide.engines.paged import Copy, HostMover, Move, Pages
+from kvtide.errors import KvtideError
 from kvtide.index.keys import Model
 from kvtide.node.client.client import Client
 from kvtide.testing.interface import until
@@ -233,6 +234,37 @@ def test_blocks_can_be_read_as_soon_as_they_are_copied_though_no_step_follows(
         until(lambda: session.match(tokens).tokens == 64)
     toy.step()
     assert toy.workers[0].take().missed == 0
+
+
+class _Failed(_Slow):
+    """A copy that has failed."""
+
+    def done(self) -> bool:
+        raise KvtideError("this copy failed")
+
+    def wait(self) -> None:
+        super().wait()
+        self.done()
+
+
+def test_an_engine_that_exits_after_a_failed_copy_closes_its_worker(
+    toy: Toy, node: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without this its threads would be in torch when the interpreter ends."""
+    moves: list[_Failed] = []
+
+    def store(pages: Pages, copies: Sequence[Copy]) -> Move:
+        moves.append(_Failed())
+        return moves[-1]
+
+    monkeypatch.setattr(toy.workers[0]._mover, "store", store)
+    toy.run(Request("last", list(range(100))))
+    for move in moves:
+        move.may.set()  # no step follows, so nobody hears of it
+    closed: list[bool] = []
+    monkeypatch.setattr(toy.workers[0]._mover, "close", lambda: closed.append(True))
+    toy.workers[0].end()
+    assert closed == [True]
 
 
 def test_blocks_of_several_requests_are_copied_together(

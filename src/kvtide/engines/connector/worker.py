@@ -351,7 +351,7 @@ class ConnectorWorker:
         """Close at the end of the process, unless this is a forked child or the copies under way may never end."""
         deadline = time.monotonic() + _CLOSING
         while self._origin is forks.here and time.monotonic() < deadline:
-            if all(move.done() for visit in list(self._visits) for move in visit.moves):
+            if all(_ended(move) for visit in list(self._visits) for move in visit.moves):
                 self.close()
                 return
             time.sleep(0.005)
@@ -419,6 +419,13 @@ def _there(view: Span, pages: _Numbers, at: int, whole: bool) -> Iterator[Copy]:
 
 def _nbytes(copies: Sequence[Copy], pages: Pages) -> int:
     return sum(len(copy.pages) for copy in copies) * pages.atom * pages.heads * len(pages.sections)
+
+
+def _ended(move: Move) -> bool:
+    try:
+        return move.done()
+    except Exception:  # noqa: BLE001 - a move that failed has ended too; the error is reported with its visit
+        return True
 
 
 def _wait(move: Move) -> None:

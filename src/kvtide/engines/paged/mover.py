@@ -42,10 +42,12 @@ class Mover(Protocol):
     the move is waited for; by then some blocks or pages may have been written."""
 
     def store(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Copy pages into blocks. Both, and ``copies``, must stay unchanged until the move is done."""
+        """Copy pages into blocks. Both, and ``copies`` with the page numbers in them, must stay unchanged until the
+        move is done."""
 
     def load(self, pages: Pages, copies: Sequence[Copy]) -> Move:
-        """Copy blocks into pages. The blocks, and ``copies``, must stay unchanged until the move is done."""
+        """Copy blocks into pages. The blocks, and ``copies`` with the page numbers in them, must stay unchanged until
+        the move is done."""
 
     def warm(self, pages: Pages) -> None:
         """Do the one-time work of the first move in advance, so that it takes no longer than later ones. No page may be
