@@ -1,5 +1,5 @@
-"""The README and ``docs/comparison.md``: what they say works is tested, what they call planned is not there, and their figures
-are those of the records."""
+"""The README and the comparison: what they say works is tested, what they call planned is not there, and their
+figures are those of the records."""
 
 from __future__ import annotations
 
