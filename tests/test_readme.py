@@ -73,6 +73,15 @@ def test_every_picture_is_there_in_both_versions_and_is_one() -> None:
     assert len(re.findall('<img [^>]*alt="[^"]+"', text)) == 2
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md", "docs/commands.md", "docs/python.md"])
+def test_links_into_a_page_lead_to_a_heading(page: str) -> None:
+    for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text()):
+        text = ((ROOT / page).parent / target if target else ROOT / page).read_text()
+        titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        known = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert heading in known, f"{page}: {target}#{heading}"
+
+
 def test_it_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 145
 
