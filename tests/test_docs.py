@@ -97,13 +97,13 @@ def test_the_catalogue_of_metrics_is_current() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == metrics_page()
 
 
-def test_the_code_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_code_about_the_python_interface_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = code(ROOT / "README.md", "python")
+    parts = code(ROOT / "docs/python.md", "python")
     assert len(parts) >= 3
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, object] = {"__name__": "python_page"}
     for number, part in enumerate(parts):
-        exec(compile(part, f"README.md, part {number + 1}", "exec"), names)
+        exec(compile(part, f"docs/python.md, part {number + 1}", "exec"), names)
 
 
 def test_the_code_about_hugging_face_models_runs(
