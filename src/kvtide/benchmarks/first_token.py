@@ -187,7 +187,8 @@ def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
                     before, read = read, store.statistics().tiers["nvme"].bytes_read
                     moved.append(read - before)
                     limit.append(moved[-1] / raw()["load"].speed / 1e9)
-                note = f"{moved[-1] / 1e9:.2f} GB were read; limit: raw reads of as many; {prompt.note}"
+                note = f"at least {min(moved) / 1e9:.2f} GB were read in each round; limit: raw reads of as many"
+                note += f"; {prompt.note}"
                 yield figure(
                     f"gpu-first-token-nvme-{form}-{name}",
                     "s",
@@ -198,6 +199,7 @@ def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
                     note=note,
                     moved=moved,
                     least=max(1, stored // 2),
+                    verb="loaded",
                 )
                 what = f"nvme-{form}-{name}"
                 yield _against_computing(settings, what, warm, cold, 1.0, note, moved, max(1, stored // 2))
@@ -225,6 +227,7 @@ def _against_computing(
         note=note,
         moved=moved,
         least=least,
+        verb="loaded",
     )
 
 

@@ -3,8 +3,8 @@
 Speed is given as a ratio within one run, because machines are shared and noisy: contestants take turns, round by round,
 and the ratio is the median of the rounds' ratios.
 
-A round that did not do what it measures, for example moved no bytes, is not a fast one: the figure then misses its
-target, whatever its value, and its note says so.
+A round that did not do what it measures, for example moved no bytes, is not a fast one: the figure is then recorded as
+not exercised, which misses its target whatever its value, and its reason says what was not done.
 """
 
 from __future__ import annotations
@@ -67,11 +67,18 @@ class BenchRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
     bar: float | None = None
     """The target for ``ratio`` (or, without a ratio, for ``ours``)."""
     met: bool | None = None
-    """Also False if a round did not do what is measured: see ``note``."""
+    exercised: bool = True
+    """False if a round did not do what is measured, for example moved no bytes. Then ``met`` is False."""
+    reason: str = ""
+    """Why the target is missed, where the measurement itself knows it; always if nothing was exercised."""
     rounds: int
     command: str
     machine: str
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.exercised and (self.met is not False or not self.reason):
+            raise ValueError(f"{self.name} was not exercised: met must be false, and reason must say what was not done")
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,12 +132,14 @@ def figure(
     note: str = "",
     moved: Sequence[int] | None = None,
     least: int = 1,
+    verb: Literal["moved", "loaded"] = "moved",
 ) -> BenchRecord:
     """A record from rounds. ``reference`` has the values, round by round, that ``ratio`` is relative to; ``bar`` is the
     target.
 
     Without a reference the target is for the figure itself. ``moved`` has the bytes that each round moved, if the
-    values do not say it; a round that moved fewer than ``least`` did not do what is measured.
+    values do not say it; a round that moved fewer than ``least`` did not do what is measured. ``verb`` names in the
+    reason what it should have done.
     """
     median = statistics.median(values)
     ratio = None
@@ -143,11 +152,13 @@ def figure(
         met = reached >= bar if ratio is not None or better == "higher" else reached <= bar
     if moved is None and unit.endswith("B/s"):
         moved = [1 if value > 0 else 0 for value in values]
+    reason = ""
     if idle := [i for i, nbytes in enumerate(moved or (), 1) if nbytes < least]:
         met = False
         rounds = ", ".join(map(str, idle))
-        what = "nothing" if least == 1 else f"less than {least / 1e9:.2f} GB"
-        note = f"not measured: {what} was moved in round {rounds} of {len(values)}" + (f"; {note}" if note else "")
+        what = "nothing" if not any((moved or ())[i - 1] for i in idle) else f"less than {least / 1e9:.2f} GB"
+        reason = f"{what} was {verb} in round {rounds} of {len(values)}"
+        note = f"not measured: {reason}" + (f"; {note}" if note else "")
     return BenchRecord(
         name=name,
         unit=unit,
@@ -160,6 +171,8 @@ def figure(
         against=against,
         bar=bar,
         met=met,
+        exercised=not idle,
+        reason=reason,
         rounds=len(values),
         command=command,
         machine=machine(),
