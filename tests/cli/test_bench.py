@@ -167,5 +167,8 @@ def test_bytes_that_were_never_on_the_disk_are_no_speed(tmp_path: Path, monkeypa
         found = figure("x", "GB/s", [s.speed for s in samples.values()], better="higher", command="test")
         assert found.met is False
         assert "nothing was moved" in found.note
+        found = figure("x", "CPU s/GB", [s.cpu_per_gb for s in samples.values()], better="lower", command="test")
+        assert not found.exercised
+        assert msgspec.json.decode(msgspec.json.encode(found), type=BenchRecord) == found
     finally:
         below.close()

@@ -83,6 +83,8 @@ class _Feeder:
         self._engine = engine
         self._each = engine.nbytes / pace / 1e9 if pace else 0.0
         self._on, self._ended = threading.Event(), threading.Event()
+        self.stored = 0
+        """Bytes so far."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -91,6 +93,7 @@ class _Feeder:
             self._on.wait()
             next_one = time.monotonic() + self._each
             self._engine.out()
+            self.stored += self._engine.nbytes
             self._ended.wait(max(0, next_one - time.monotonic()))
 
     def switch(self, on: bool) -> None:
@@ -133,6 +136,9 @@ def decode(settings: Settings) -> Iterator[BenchRecord]:
                 note=f"a step while blocks are stored {speed}, against {statistics.median(alone) * 1e3:.2f} ms alone: "
                 f"{mean:.4f}, 95 % interval {low:.4f} to {high:.4f} over {pairs} pairs; the figure is its upper end; "
                 f"{torch.cuda.get_device_name()}",
+                moved=[feeder.stored],
+                # A store may last longer than the steps of a pair, so that not each pair has a whole one.
+                least=pairs * engine.nbytes // 4,
             )
 
 

@@ -135,14 +135,18 @@ def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
             cold = prompt.computed(attached)
             prompt.first()
             assert attached.statistics().last.cached[0] >= tokens - 256, "it was not found"
-            warm, floor, token = [], [], []
+            warm, floor, token, moved = [], [], [], []
+            each = prompt.nbytes // tokens
+            least = (tokens - 256) * each
             one, crossing = prompt.with_kv(), bus(prompt.nbytes)
             for i in range(settings.rounds(7, 3)):
                 settings.progress(f"{name}, loading, round {i + 1}")
                 warm.append(_seconds(prompt.first))
+                moved.append(attached.statistics().last.cached[0] * each)
                 token.append(_seconds(one))
                 floor.append(crossing()["in"].seconds)
             del one, crossing
+            note = f"from DRAM; {prompt.note}"
             yield figure(
                 f"gpu-first-token-{name}",
                 "s",
@@ -153,9 +157,12 @@ def from_dram(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, in
                 reference=[1.3 * f + t for f, t in zip(floor, token, strict=True)],
                 bar=1.0,
                 command=settings.command,
-                note=f"from DRAM; {prompt.note}",
+                note=note,
+                moved=moved,
+                least=least,
+                verb="loaded",
             )
-            yield _against_computing(settings, f"{name}", warm, cold, _FASTER.get(name), f"from DRAM; {prompt.note}")
+            yield _against_computing(settings, name, warm, cold, _FASTER.get(name), note, moved, least)
 
 
 def from_nvme(settings: Settings, model: LlamaForCausalLM, lengths: dict[str, int]) -> Iterator[BenchRecord]:
@@ -212,8 +219,8 @@ def _against_computing(
     cold: float,
     bar: float | None,
     note: str,
-    moved: list[int] | None = None,
-    least: int = 1,
+    moved: list[int],
+    least: int,
 ) -> BenchRecord:
     return figure(
         f"gpu-first-token-{name}-against-computing",

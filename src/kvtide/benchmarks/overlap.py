@@ -165,6 +165,8 @@ def measure(
             reference=quicker,
             command=settings.command,
             note=f"nothing is chosen for it; tokens loaded {loaded_by_default}; {note}",
+            moved=[cached for _, cached in default[2:]],
+            verb="loaded",
         )
         yield figure(
             "overlap-first",
@@ -175,6 +177,8 @@ def measure(
             reference=[float(np.median(quicker))],
             command=settings.command,
             note=f"the first request on the new store, with nothing chosen for it; {note}",
+            moved=[default[0][1]],
+            verb="loaded",
         )
         yield figure(
             "overlap-crossing",

@@ -150,15 +150,17 @@ def figure(
     if bar is not None:
         reached = ratio if ratio is not None else median
         met = reached >= bar if ratio is not None or better == "higher" else reached <= bar
-    if moved is None and unit.endswith("B/s"):
-        moved = [1 if value > 0 else 0 for value in values]
+    if moved is None:  # a speed of zero, or an infinite cost of a byte, is that of no bytes
+        moved = [1 if math.isfinite(v) and (v > 0 or not unit.endswith("B/s")) else 0 for v in values]
     reason = ""
-    if idle := [i for i, nbytes in enumerate(moved or (), 1) if nbytes < least]:
+    if idle := [i for i, nbytes in enumerate(moved, 1) if nbytes < least]:
         met = False
         rounds = ", ".join(map(str, idle))
-        what = "nothing" if not any((moved or ())[i - 1] for i in idle) else f"less than {least / 1e9:.2f} GB"
+        what = "nothing" if not any(moved[i - 1] for i in idle) else f"less than {least / 1e9:.2f} GB"
         reason = f"{what} was {verb} in round {rounds} of {len(values)}"
         note = f"not measured: {reason}" + (f"; {note}" if note else "")
+        values = [v if math.isfinite(v) else 0.0 for v in values]  # JSON has no infinity
+        median = statistics.median(values)
     return BenchRecord(
         name=name,
         unit=unit,

@@ -29,8 +29,7 @@ def changed(machine: str, name: str, **values: Any) -> Found:
 def listed(text: str) -> list[tuple[str, str]]:
     """Figure and machine of each row in the list of misses."""
     part = text.split("\n## What we miss\n")[1].split("These have no target")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in part.splitlines() if line.startswith("| ")]
-    return [(name, machine) for name, machine in rows[1:]]
+    return [(name, machine) for name, machine in re.findall(r"^- `([^`]+)`, (.+?): ", part, re.MULTILINE)]
 
 
 def test_page_and_charts_are_what_the_records_say() -> None:
@@ -73,7 +72,7 @@ def test_charts_draw_the_records_and_computing_beside_each_load() -> None:
 
 def test_all_misses_are_listed_and_nothing_else() -> None:
     expected = [(r.name, MACHINES[machine]) for machine, r in RECORDS if r.met is False]
-    assert listed(page(FOUND)) == expected
+    assert sorted(listed(page(FOUND))) == sorted(expected)
     more = changed("", "match-list", met=False)
     assert ("match-list", MACHINES[""]) in listed(page(more))
     assert len(listed(page(more))) == len(expected) + 1
