@@ -246,8 +246,9 @@ def _limits(found: Found) -> list[str]:
         "that it loads from a disk.",
         "- Blocks of 256 KiB reach "
         f"{_percent(_share(small[0]))} of the limit to DRAM and {_percent(_share(small[1]))} back.",
-        f"- `{out.command}` on an NVIDIA H200 ({_measured(out)}); `kvtide bench store nvme files` on the others "
-        f"({here['nvme-load-32mib'].machine}; {other['nvme-load-32mib'].machine}).",
+        f"- `{out.command}` on an NVIDIA H200 ({_measured(out)}); "
+        + " and ".join(f"`{r.command}` ({r.machine})" for r in (here["nvme-load-32mib"], other["nvme-load-32mib"]))
+        + ".",
         "",
     ]
 
