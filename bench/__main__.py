@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import bookkeeping
+from bench import bookkeeping, readme
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
 from bench.scheduler import scheduler
@@ -203,6 +203,7 @@ def main() -> None:
                 missed += record.met is False
         print(f"{missed} targets missed" if missed else "all targets met")
     write_report()
+    readme.main()
 
 
 def _records(settings: Settings, names: Sequence[str]) -> Iterator[BenchRecord]:
