@@ -6,11 +6,18 @@ import base64
 import html
 from pathlib import Path
 
-from kvtide.cli._demo_run import Result
+from kvtide.cli._demo_ask import Way
+from kvtide.cli._demo_result import Result
 
 __all__ = ["write_page", "write_plot"]
 
-_COLOURS = {"cold": "#9aa7b5", "dram": "#1f77b4", "process": "#17a2a2", "nvme": "#ff7f0e"}
+_COLOURS: dict[Way, str] = {
+    "cold": "#9aa7b5",
+    "reference": "#9467bd",
+    "dram": "#1f77b4",
+    "process": "#17a2a2",
+    "nvme": "#ff7f0e",
+}
 
 
 def write_plot(result: Result, path: Path) -> Path | None:
@@ -56,7 +63,7 @@ def write_page(result: Result, plot: Path | None, path: Path) -> Path:
         cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
         style = f"width: {100 * row.seconds / slowest:.1f}%; background: {_COLOURS[row.way]}"
         lines.append(f'<tr>{cells}<td class="bar"><div style="{style}"></div></td></tr>')
-    names = ("", "Computed", "From the store", "First token after", "Speed-up", "")
+    names = ("", "Computed", "From the cache", "First token after", "Speed-up", "")
     head = "".join(f"<th>{name}</th>" for name in names)
     image = ""
     if plot is not None:

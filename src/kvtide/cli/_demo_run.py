@@ -1,4 +1,4 @@
-"""Runs the demonstration: a node, three processes one after the other, and their results.
+"""Runs the demonstration with transformers: a node, three processes one after the other, and their results.
 
 The first process computes the answers without kvtide, then with a node, which keeps the document, and asks again. The
 second process shares that node. Then both processes and the node end, and a third one finds the document on disk.
@@ -6,114 +6,73 @@ second process shares that node. Then both processes and the node end, and a thi
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from kvtide.cli._demo_ask import MODEL, DemoStep, Task, Way, check_installed
+from kvtide.cli._demo_ask import MODEL, DemoStep, Doing, Report, Task, Way, check_installed
+from kvtide.cli._demo_length import Choice
+from kvtide.cli._demo_processes import (
+    DemoProcesses,
+    SignalGuard,
+    check_room,
+    clean_environment,
+    failure,
+    filesystem,
+    start_node,
+    working_folder,
+)
+from kvtide.cli._demo_progress import DemoProgress
+from kvtide.cli._demo_result import Result
 from kvtide.cli._demo_text import QUESTIONS
-from kvtide.errors import TierError
 
-__all__ = ["WAYS", "Result", "Row", "filesystem", "play", "scratch_folder"]
+__all__ = ["TITLES", "Wish", "play"]
 
-WAYS: dict[Way, str] = {
-    "reference": "without kvtide, for comparison",
+TITLES: dict[Way, str] = {
     "cold": "computed",
     "dram": "DRAM",
     "process": "DRAM, another process",
     "nvme": "NVMe, after a restart",
 }
+_DISK = 3 << 29
+"""Bytes on disk: the model in fp32 takes 0.5 GiB, the longest document 0.3 GiB, in segments of the store."""
+_MEMORY = 5 << 29
+"""Bytes of memory: the model and its tensors while it computes, or while it is unpacked, and the node's DRAM."""
 
-Progress = Callable[[Way, int], None]
-"""Called with a way, and how many questions were answered in it."""
 
+class Wish(msgspec.Struct, frozen=True):
+    """What the user asked for."""
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The result of one way: medians over all questions."""
-
-    way: Way
-    computed: int
-    cached: int
+    place: Path
+    """A folder on the disk to use."""
     seconds: float
-    speedup: float
-
-    @property
-    def title(self) -> str:
-        return WAYS[self.way]
-
-    @property
-    def seconds_text(self) -> str:
-        return f"{self.seconds:.2f} s"
-
-    @property
-    def speedup_text(self) -> str:
-        return "" if self.way == "cold" else f"{self.speedup:.1f} x"
+    """How long all of it may take, about."""
+    least: int = 0
+    """Minimum tokens of the document; 0: chosen by the speed that is measured."""
+    new_tokens: int = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The questions and answers, with their times."""
-
-    steps: list[DemoStep]
-    filesystem: str
-    seconds: float
-
-    def of(self, way: Way) -> list[DemoStep]:
-        return [step for step in self.steps if step.way == way]
-
-    def rows(self) -> list[Row]:
-        """A row for each way that the table shows."""
-        cold = statistics.median(step.seconds for step in self.of("cold"))
-        rows = []
-        for way in WAYS:
-            if way != "reference":
-                steps = self.of(way)
-                computed = round(statistics.median(step.prompt - step.cached for step in steps))
-                cached = round(statistics.median(step.cached for step in steps))
-                seconds = statistics.median(step.seconds for step in steps)
-                rows.append(Row(way, computed, cached, seconds, cold / seconds))
-        return rows
-
-    @property
-    def different(self) -> int:
-        """Answers that differ from those of the model with the same tokens cached, without kvtide."""
-        right = {step.question: step.answer for step in self.of("reference")}
-        return sum(step.answer != right[step.question] for step in self.steps)
-
-    def findings(self) -> list[str]:
-        """Findings besides the table."""
-        (first, *_) = self.steps
-        words = [f"“{QUESTIONS[step.question]}” “{step.text}”" for step in self.of("nvme")]
-        where = (
-            "a filesystem in memory, so it was no disk: use --path" if self.filesystem == "tmpfs" else self.filesystem
-        )
-        return [
-            f"{MODEL} in fp32, {len(QUESTIONS)} questions about a document of {first.prompt:,} tokens with the "
-            f"question; medians, each until the first token. All of it took {self.seconds:.0f} s. NVMe is {where}.",
-            f"{len(self.steps) - self.different} of {len(self.steps)} answers are, token for token, those of the same "
-            "model with the same tokens cached, without kvtide.",
-            *words,
-        ]
+_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""The threads of torch sleep while they wait for each other. By default they spin, which takes much longer where other
+programs keep the cores busy."""
 
 
-def play(place: Path, least: int, new_tokens: int, progress: Progress) -> Result:
-    """Ask all questions in all ways, with a store in a temporary folder in ``place``."""
+def model_folder(folder: Path) -> Path:
+    """Where the model is unpacked."""
+    return folder / "model"
+
+
+def play(wish: Wish, progress: DemoProgress, guard: SignalGuard) -> Result:
+    """Ask all questions in all ways, with a store in a temporary folder."""
     check_installed()
-    start = time.perf_counter()
+    check_room(wish.place, _DISK, _MEMORY)
     steps: list[DemoStep] = []
-    with tempfile.TemporaryDirectory(prefix="kvtide-demo-", dir=place) as name:
-        folder = Path(name)
+    least, questions = wish.least, len(QUESTIONS)
+    with working_folder(wish.place, guard, progress.step) as folder, DemoProcesses(guard) as processes:
         settings = folder / "kvtide.toml"
         settings.write_text(
             '[dram]\nbudget = "1GiB"\n'
@@ -121,78 +80,52 @@ def play(place: Path, least: int, new_tokens: int, progress: Progress) -> Result
         )  # fmt: skip
 
         def ask(*ways: Way) -> None:
-            task = Task(list(ways), str(folder / "model"), f"unix:{folder}/node.sock", str(settings), least, new_tokens)
-            progress(ways[0], 0)
-            for step in _process(task, folder):
-                steps.append(step)
-                progress(step.way, sum(s.way == step.way for s in steps))
+            nonlocal least, questions
+            now = time.monotonic()
+            task = Task(
+                list(ways),
+                str(model_folder(folder)),
+                f"unix:{folder}/node.sock",
+                str(settings),
+                now,
+                progress.started + wish.seconds,
+                least,
+                questions,
+                wish.new_tokens,
+            )
+            for one in _process(task, processes, folder):
+                if isinstance(one, Doing):
+                    progress.step(one.text)
+                elif isinstance(one, Choice):
+                    least, questions = one.tokens, one.questions
+                    progress.note(one.reason)
+                else:
+                    steps.append(one)
 
-        with _node(folder, settings):
-            ask("reference", "cold", "dram")
-            ask("process")
+        progress.step("starting a node, which keeps the KV")
+        node = start_node(processes, folder, settings)
+        ask("reference", "cold", "dram")
+        ask("process")
+        progress.step("stopping the node: its DRAM is gone then")
+        processes.stop(node, seconds=60)
         ask("nvme")
-        return Result(steps, filesystem(folder), time.perf_counter() - start)
+        took = time.monotonic() - progress.started
+        return Result(f"{MODEL} in fp32", TITLES, steps, filesystem(folder), took)
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, without kvtide settings and without access to the hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
-    return kept | {"HF_HUB_OFFLINE": "1"}
-
-
-@contextlib.contextmanager
-def _node(folder: Path, settings: Path) -> Iterator[None]:
-    """A node, until the end of the ``with``. Then its blocks are on disk."""
-    socket = folder / "node.sock"
-    command = [sys.executable, "-m", "kvtide", "node", "--socket", str(socket), "--config", str(settings)]
-    with (folder / "node.log").open("w+") as log:
-        node = subprocess.Popen(command, env=_environment(), cwd=folder, stdout=log, stderr=log)
-        try:
-            while not socket.exists():
-                if node.poll() is not None:
-                    raise TierError(f"the node did not start: {_tail(folder / 'node.log')}")
-                time.sleep(0.02)
-            yield
-        finally:
-            node.send_signal(signal.SIGTERM)
-            node.wait()
-
-
-def _process(task: Task, folder: Path) -> Iterator[DemoStep]:
+def _process(task: Task, processes: DemoProcesses, folder: Path) -> Iterator[Report]:
+    log = folder / "process.log"
     command = [sys.executable, "-m", "kvtide.cli._demo_ask"]
-    errors = folder / "process.log"
-    with errors.open("w") as log:
-        child = subprocess.Popen(
-            command, env=_environment(), cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-        )
-        with child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(msgspec.json.encode(task))
-            child.stdin.close()
-            for line in child.stdout:
-                yield msgspec.json.decode(line, type=DemoStep)
-    if child.returncode:
-        raise TierError(f"a process of the demonstration failed: {_tail(errors)}")
-
-
-def _tail(file: Path) -> str:
-    return "\n".join(file.read_text(errors="replace").splitlines()[-5:])
-
-
-def filesystem(folder: Path) -> str:
-    """The type of the filesystem of ``folder``."""
-    found = ("", "unknown")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, mount, kind, *_ = line.split()
-            if folder.resolve().is_relative_to(mount) and len(mount) >= len(found[0]):
-                found = mount, kind
-    return found[1]
-
-
-def scratch_folder() -> Path:
-    """A folder for temporary files that is on a disk, if there is one: on tmpfs "NVMe" would be memory."""
-    usual = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
-    there = [folder for folder in usual if folder.is_dir() and os.access(folder, os.W_OK)]
-    return next((folder for folder in there if filesystem(folder) != "tmpfs"), there[0])
+    child = processes.start(
+        command, folder, log, clean_environment(**_WAITING), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(msgspec.json.encode(task))
+    child.stdin.close()
+    for line in child.stdout:
+        yield msgspec.json.decode(line, type=Report)
+    code = child.wait()
+    processes.stop(child)
+    if code:
+        raise failure("a process of the demonstration", code, log)

@@ -2,84 +2,134 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-    from kvtide.cli._demo_ask import Way
-    from kvtide.cli._demo_run import Result
+    from kvtide.cli._demo_result import Result
 
 __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
+class DemoEngine(StrEnum):
+    """What runs the model."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
 @app.command()
 def demo(
+    engine: Annotated[
+        DemoEngine,
+        typer.Option(
+            help="What runs the model: transformers in processes of its own, or a real vLLM server with the connector, "
+            "if vLLM is installed in this environment."
+        ),
+    ] = DemoEngine.TRANSFORMERS,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the page.")] = Path("demo-out"),
     path: Annotated[
         Path | None,
         typer.Option(help="Folder on the disk to use; a temporary one is made in it and deleted.", show_default=False),
     ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(help="How long all of it may take, about: the document's length is chosen for that.", min=1),
+    ] = 200,
     least: Annotated[
-        int, typer.Option("--tokens", help="How long the document is, at least.", min=300, max=7000)
-    ] = 6144,
+        int | None,
+        typer.Option(
+            "--tokens",
+            help="How long the document is, at least. Without it, a short prompt is computed first, and the length is "
+            "chosen by the time that took.",
+            min=300,
+            max=7000,
+            show_default=False,
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="How long an answer may be.", min=1, max=200)] = 16,
 ) -> None:
-    """Ask a real model about a long document: computed, from DRAM, from another process, from NVMe after a restart.
+    """Ask a real model about a long document: computed, from DRAM, and from NVMe after a restart.
 
-    A small model runs here on the CPU, no GPU needed. The time to its first token is measured, and the answers are
-    compared token for token with those without kvtide.
+    A small model runs here, on the CPU if there is no GPU. The time to its first token is measured, and the answers
+    are compared token for token with those without kvtide. With transformers another process asks too, which shares
+    the DRAM.
 
         [bold]kvtide demo --path /mnt/nvme[/bold]
 
-    The exit code is 1 if any answer differs.
+    The exit code is 1 if any answer differs, or if the store did not have the document.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from kvtide.cli import _demo_run, _demo_vllm
     from kvtide.cli._demo_page import write_page, write_plot
-    from kvtide.cli._demo_run import WAYS, play, scratch_folder
-    from kvtide.cli._demo_text import QUESTIONS
+    from kvtide.cli._demo_processes import SignalGuard, scratch_folder
+    from kvtide.cli._demo_progress import DemoProgress
     from kvtide.errors import TierError
 
     console = Console(highlight=False)
     place = path or scratch_folder()
     if not place.is_dir():
         raise TierError(f"{place} is not a directory: give one on the disk to use")
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("questions"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
-        totals = {way: 1 if way == "cold" else len(QUESTIONS) for way in WAYS}
-        tasks = {way: bars.add_task(title, total=totals[way], start=False) for way, title in WAYS.items()}
+    wish = _demo_run.Wish(place, seconds, least or 0, new_tokens)
+    play = _demo_vllm.play if engine == DemoEngine.VLLM else _demo_run.play
+    try:
+        with SignalGuard() as guard:
+            with DemoProgress(console) as progress:
+                result = play(wish, progress, guard)
+                progress.step("drawing the plot")
+                plot, page = None, out / "index.html"
+                try:
+                    out.mkdir(parents=True, exist_ok=True)
+                    plot = write_plot(result, out / "demo.png")
+                    write_page(result, plot, page)
+                except OSError as error:
+                    raise TierError(
+                        f"cannot write to {out} ({error.strerror}): name another folder with --out"
+                    ) from error
+            _print(console, result)
+    except KeyboardInterrupt:
+        console.print(
+            "Interrupted: all processes have ended, and what was stored is deleted. To try again in less time: "
+            "kvtide demo --seconds 60",
+            style="yellow",
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    _finish(console, result, plot, page)
 
-        def progress(way: Way, done: int) -> None:
-            bars.start_task(tasks[way])
-            bars.update(tasks[way], completed=done)
 
-        result = play(place, least, new_tokens, progress)
-
-    console.print(_table(result))
-    for line in result.findings():
-        console.print(line)
-    out.mkdir(parents=True, exist_ok=True)
-    plot = write_plot(result, out / "demo.png")
+def _finish(console: Console, result: Result, plot: Path | None, page: Path) -> None:
+    """Name the files, and end with exit code 1 if anything is wrong."""
     if plot is None:
         console.print("No plot: matplotlib is not here (pip install 'kvtide\\[plot]').", style="yellow")
-    page = write_page(result, plot, out / "index.html")
     console.print(" and ".join(str(file.resolve()) for file in (plot, page) if file is not None), soft_wrap=True)
     if result.different:
         console.print(f"{result.different} answers were not those of the model without kvtide.", style="bold red")
+    if result.not_found:
+        console.print(f"The store did not have the document: {', '.join(result.not_found)}.", style="bold red")
+    if result.different or result.not_found:
         raise typer.Exit(1)
+
+
+def _print(console: Console, result: Result) -> None:
+    console.print(_table(result))
+    for line in result.findings():
+        console.print(line)
 
 
 def _table(result: Result) -> Table:
     from rich.table import Table
 
-    table = Table("", "Computed", "From the store", "First token after", "Speed-up", title="Until the first token")
+    table = Table("", "Computed", "From the cache", "First token after", "Speed-up", title="Until the first token")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in result.rows():
