@@ -1,8 +1,8 @@
 """``make release``: build what would be published, an sdist and a wheel, and check both. Nothing is uploaded.
 
-``python -m tests.release [TAG]`` is what it runs, with a Python that has build and twine. Files that pass are in ``dist/``.
-TAG is the tag that the files will be published under; with it everything is checked that may still be open without:
-the tag is the version's, the changelog has the day of the release, and the package names its addresses.
+``python -m tests.release [TAG]`` is what it runs, with a Python that has build and twine. Files that pass are put into
+``dist/``. TAG is the tag that the files will be published under. With it everything is checked that may still be open
+without: the tag is the version's, the changelog has the day of the release, and the package names its addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 BESIDE = "kvtide-{version}.dist-info/"
 
 
-class Refused(Exception):
+class ReleaseError(Exception):
     """A check failed: the message says which, and what to do."""
 
 
@@ -32,7 +32,7 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     """What the command printed; refused, with all of it, if the command failed."""
     done = subprocess.run(words, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Refused(f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise ReleaseError(f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -40,39 +40,41 @@ def released(root: Path, tag: str = "") -> str:
     """The version of this tree; refused if it is not what a commit, the changelog and the tag say."""
     changed = run("git", "status", "--porcelain", cwd=root)
     if changed:
-        raise Refused(f"the tree has changes that are in no commit; commit or remove them:\n{changed}")
-    (version,) = re.findall(r'^__version__ = "(.+)"$', (root / "src/kvtide/version.py").read_text(), re.MULTILINE)
+        raise ReleaseError(f"the tree has changes that are in no commit; commit or remove them:\n{changed}")
+    version: str = re.findall(r'^__version__ = "(.+)"$', (root / "src/kvtide/version.py").read_text(), re.MULTILINE)[0]
     days = re.findall(rf"^## \[{re.escape(version)}\] - (.+)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
     if len(days) != 1:
-        raise Refused(f"CHANGELOG.md must have one heading for the version {version}: ## [{version}] - YYYY-MM-DD")
+        raise ReleaseError(f"CHANGELOG.md must have one heading for the version {version}: ## [{version}] - YYYY-MM-DD")
     if tag:
         if tag != f"v{version}":
-            raise Refused(f"the tag is {tag}, and that of the version {version} is v{version}")
+            raise ReleaseError(f"the tag is {tag}, and that of the version {version} is v{version}")
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", days[0]):
-            raise Refused(f"CHANGELOG.md says {days[0]!r} where the day of the release of {version} must be")
+            raise ReleaseError(f"CHANGELOG.md says {days[0]!r} where the day of the release of {version} must be")
         if "urls" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]:
-            raise Refused("pyproject.toml has no [project.urls]: a published package must say where its source is")
+            raise ReleaseError("pyproject.toml has no [project.urls]: a published package must say where its source is")
     return version
 
 
 def check_wheel(wheel: Path, version: str, package: Sequence[str]) -> None:
     """``package``: the files that must be in it, such as ``kvtide/py.typed``, beside its metadata, and no others."""
     if wheel.name != f"kvtide-{version}-py3-none-any.whl":
-        raise Refused(f"{wheel.name} is not a wheel of {version} for every Python 3 on every machine (py3-none-any)")
+        raise ReleaseError(
+            f"{wheel.name} is not a wheel of {version} for every Python 3 on every machine (py3-none-any)"
+        )
     beside = BESIDE.format(version=version)
     with zipfile.ZipFile(wheel) as files:
         names = {name for name in files.namelist() if not name.startswith(beside)}
         about = files.read(f"{beside}WHEEL").decode().splitlines()
     for line in ("Root-Is-Purelib: true", "Tag: py3-none-any"):
         if line not in about:
-            raise Refused(f"{wheel.name}: its WHEEL file does not say {line!r}")
+            raise ReleaseError(f"{wheel.name}: its WHEEL file does not say {line!r}")
     compare(wheel, names, set(package))
 
 
 def check_sdist(sdist: Path, version: str, tracked: Sequence[str]) -> None:
     """``tracked``: the files of the repository; it has them all, its own metadata, and no others."""
     if sdist.name != f"kvtide-{version}.tar.gz":
-        raise Refused(f"{sdist.name} is not the sdist of {version}")
+        raise ReleaseError(f"{sdist.name} is not the sdist of {version}")
     with tarfile.open(sdist) as files:
         names = {file.name.partition("/")[2] for file in files if not file.isdir()}
     compare(sdist, names, {*tracked, "PKG-INFO"})
@@ -81,25 +83,25 @@ def check_sdist(sdist: Path, version: str, tracked: Sequence[str]) -> None:
 def compare(file: Path, there: set[str], wanted: set[str]) -> None:
     for names, what in ((wanted - there, "does not have"), (there - wanted, "must not have")):
         if names:
-            raise Refused(f"{file.name} {what} {', '.join(sorted(names)[:10])}{' ...' if len(names) > 10 else ''}")
+            raise ReleaseError(f"{file.name} {what} {', '.join(sorted(names)[:10])}{' ...' if len(names) > 10 else ''}")
 
 
 def check_installed(file: Path, version: str, folder: Path) -> None:
     """Installs the file alone, with the newest dependencies that it allows, and uses it."""
     folder.mkdir()
     run(sys.executable, "-m", "venv", "env", cwd=folder)
-    bin = folder / "env/bin"
-    run(bin / "pip", "install", "--quiet", file, cwd=folder)
-    run(bin / "pip", "check", cwd=folder)
-    where = run(bin / "python", "-I", "-c", "import kvtide; print(kvtide.__file__)", cwd=folder).strip()
+    scripts = folder / "env/bin"
+    run(scripts / "pip", "install", "--quiet", file, cwd=folder)
+    run(scripts / "pip", "check", cwd=folder)
+    where = run(scripts / "python", "-I", "-c", "import kvtide; print(kvtide.__file__)", cwd=folder).strip()
     if not Path(where).resolve().is_relative_to(folder.resolve()):
-        raise Refused(f"{file.name} was installed in {folder}, but kvtide is imported from {where}")
-    said = run(bin / "kvtide", "--version", cwd=folder).strip()
+        raise ReleaseError(f"{file.name} was installed in {folder}, but kvtide is imported from {where}")
+    said = run(scripts / "kvtide", "--version", cwd=folder).strip()
     if said != f"kvtide {version}":
-        raise Refused(f"{file.name}: kvtide --version says {said!r}, and the version is {version}")
-    for command in ([bin / "kvtide"], [bin / "python", "-m", "kvtide"]):
+        raise ReleaseError(f"{file.name}: kvtide --version says {said!r}, and the version is {version}")
+    for command in ([scripts / "kvtide"], [scripts / "python", "-m", "kvtide"]):
         if "doctor" not in run(*command, "--help", cwd=folder):
-            raise Refused(f"{file.name}: kvtide --help does not list the commands")
+            raise ReleaseError(f"{file.name}: kvtide --help does not list the commands")
 
 
 def release(root: Path, tag: str = "") -> list[Path]:
@@ -134,7 +136,7 @@ def main() -> int:
         for file in release(ROOT, *sys.argv[1:]):
             content = file.read_bytes()
             print(f"{hashlib.sha256(content).hexdigest()}  dist/{file.name}  {len(content)} bytes")
-    except Refused as wrong:
+    except ReleaseError as wrong:
         say(f"error: {wrong}")
         return 1
     return 0
