@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -174,13 +175,46 @@ def test_every_module_says_why_it_is_there(file: Path) -> None:
 def test_importing_the_base_brings_no_heavy_package() -> None:
     heavy = ["torch", "triton", "pytest", "hypothesis", "matplotlib", "zstandard", "typer", "rich"]
     heavy += ["transformers", "starlette", "uvicorn", "obstore", "cryptography"]
-    script = f"import sys, kvtide; print([m for m in {heavy!r} if m in sys.modules])"
+    script = f"import sys; from kvtide import *; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
+def test_importing_kvtide_imports_next_to_nothing() -> None:
+    """Public names are imported when they are first used."""
+    script = "import sys, kvtide; print(sorted(m for m in sys.modules if m.startswith(('kvtide', 'numpy', 'msgspec'))))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "['kvtide', 'kvtide.version']"
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    """They are listed twice: in imports for type checkers, and where they are imported from at run time."""
+    (block,) = [node for node in ast.parse((SOURCE / "__init__.py").read_text()).body if isinstance(node, ast.If)][:1]
+    seen = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(seen) == sorted(kvtide.__all__) == sorted(kvtide._MODULES)
+    assert set(kvtide.__all__) <= set(dir(kvtide))
+    for public, (module_name, own) in seen.items():
+        assert getattr(kvtide, public) is getattr(import_module(str(module_name)), own)
+
+
+def test_a_name_that_is_not_there_is_an_error_for_type_checkers_too() -> None:
+    with pytest.raises(AttributeError, match="module 'kvtide' has no attribute 'Stoer'"):
+        kvtide.Stoer  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_modules_are_found_without_being_imported_first() -> None:
+    script = "import kvtide; print(kvtide.errors.TierError.__name__, kvtide.config.Config.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "TierError Config\n"
+
+
 def test_importing_kvtide_starts_and_prints_nothing() -> None:
-    script = "import threading, kvtide; assert threading.active_count() == 1"
+    script = "import threading; from kvtide import *; assert threading.active_count() == 1"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60, env={**os.environ}
     )

@@ -391,6 +391,8 @@ class Setting(Struct, frozen=True):
     text: str
     source: str
     help: str
+    accepts: str
+    """The values that it may have, in words."""
 
 
 # --- a setting ----------------------------------------------------------------------------------
@@ -482,7 +484,7 @@ def explain(
         for name, known in _fields(struct).items():
             value, source = found.get((section, name), (known.default, "default"))
             text = known.unit.format(value) or '""'
-            settings.append(Setting(f"{section}.{name}", value, text, source, known.help))
+            settings.append(Setting(f"{section}.{name}", value, text, source, known.help, known.accepts()))
     return settings
 
 
@@ -493,8 +495,11 @@ def _from_file(file: str | Path | None, env: Mapping[str, str]) -> Iterator[_Giv
         path = path.expanduser()
         text = path.read_text("utf-8") if chosen else _implicit()
         tree = tomllib.loads(text or "")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read as TOML: it is not text in UTF-8") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read as TOML: {reason}") from error
     for source, section, name, given in _from_tree(tree, str(path)):
         if not chosen and f"{section}.{name}" in SECRETS and given:
             raise ConfigError(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_version() -> None:
 def test_help_lists_every_command() -> None:
     """Those that have commands below them too."""
     modules = {module.stem for module in Path(cli.__file__).parent.glob("[!_]*.py")}
-    listed = re.findall(r"^│ (\w+) +\w", run("--help").partition("Commands")[2], re.MULTILINE)
+    listed = re.findall(r"^  (\w+) +\w", run("--help").partition("Commands:")[2], re.MULTILINE)
     assert sorted(listed) == sorted(modules)
     for name in modules:
         assert re.search(rf"Usage: \S+ {name}\b", run(name, "--help"))
@@ -57,11 +58,44 @@ def test_help_needs_no_engine_and_no_plots() -> None:
 def test_explain_shows_values_sources_and_help() -> None:
     Path("kvtide.toml").write_text('[nvme]\npath = "/mnt/[red]x"\n')
     shown = run("config", "--explain", env={"KVTIDE_DRAM_BUDGET": "8GiB"})
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    lines = shown.splitlines()
     help_of = {setting.name: setting.help for setting in config.explain(env={})}
-    assert ["[dram]", "", "", ""] in lines
-    assert ["budget", "8 GiB", "KVTIDE_DRAM_BUDGET", help_of["dram.budget"]] in lines
-    assert ["path", "/mnt/[red]x", "kvtide.toml", help_of["nvme.path"]] in lines
+    assert "[dram]" in lines
+    at = lines.index("budget = 8 GiB  (KVTIDE_DRAM_BUDGET)")
+    assert lines[at + 1].startswith(f"    {help_of['dram.budget']} Allowed: a size such as ")
+    at = lines.index("path = /mnt/[red]x  (kvtide.toml)")
+    assert lines[at + 1] == f"    {help_of['nvme.path']}"
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_explain_fits_into_its_columns(columns: str) -> None:
+    assert max(map(len, run("config", "--explain", env={"COLUMNS": columns}).splitlines())) <= int(columns)
+
+
+def test_allowed_values_are_explained() -> None:
+    """Of every setting that does not take any text."""
+    explained = " ".join(run("config", "--explain").split())
+    printed = " ".join(line.removeprefix("# ") for line in run("config").splitlines())
+    for setting in config.explain(env={}):
+        assert (f"Allowed: {setting.accepts}." in explained) or setting.accepts in ("text", "a path")
+        assert (f"Allowed: {setting.accepts}." in printed) or setting.accepts in ("text", "a path")
+    assert "Allowed: one of 'auto', 'lru', 'reuse'." in printed
+
+
+def test_the_printed_toml_fits_into_80_columns() -> None:
+    assert max(map(len, run("config").splitlines())) < 80
+
+
+def test_the_minimal_file_has_what_everyone_decides_and_what_is_not_a_default() -> None:
+    def names(text: str) -> list[str]:
+        return [f"{section}.{name}" for section, part in tomllib.loads(text).items() for name in part]
+
+    assert names(run("config", "--minimal")) == ["dram.budget", "nvme.path", "nvme.budget"]
+    env = {"KVTIDE_NODE_HTTP": "127.0.0.1:9410", "KVTIDE_NVME_PATH": "/mnt/kv", "KVTIDE_DRAM_BUDGET": "9GiB"}
+    shown = run("config", "--minimal", env=env)
+    assert names(shown) == ["dram.budget", "nvme.path", "nvme.budget", "node.http"]
+    Path("minimal.toml").write_text(shown)
+    assert config.read("minimal.toml", env={}) == config.read(env=env)
 
 
 def test_explain_as_json() -> None:
@@ -72,7 +106,7 @@ def test_explain_as_json() -> None:
 
 def test_plain_json_is_the_tree_of_values() -> None:
     Path("other.toml").write_text("nvme.threads = 9\n")
-    assert json.loads(run("config", "--json", "--file", "other.toml"))["nvme"]["threads"] == 9
+    assert json.loads(run("config", "--json", "--config", "other.toml"))["nvme"]["threads"] == 9
 
 
 def test_the_printed_toml_reads_back_to_the_same_settings() -> None:

@@ -132,7 +132,6 @@ def test_bytes_of_a_block_are_those_that_were_recorded(trace: Path) -> None:
         (["--policy", "best"], ConfigError, "one of 'auto', 'lru', 'reuse'"),
         (["--dram", "inf%"], ConfigError, "share of the trace's blocks"),
         (["--dram", "-5%"], ConfigError, "share of the trace's blocks"),
-        (["--warm", "100"], ConfigError, "below 100"),
         (["--block", "0"], ConfigError, "such as 2MiB"),
         (["--disk", "/nowhere"], ConfigError, "no folder /nowhere"),
         (["--plot", "/nowhere/x.svg"], ConfigError, "no folder /nowhere"),
@@ -161,7 +160,6 @@ def test_bytes_of_a_block_are_those_that_were_recorded(trace: Path) -> None:
         (["--model", "x"], ConfigError, "give --block-tokens"),
         (["--model", "/nowhere", "--block-tokens", "16"], LayoutError, "'/nowhere' is neither a folder"),
         (["--kv-cache-dtype", "fp8"], ConfigError, "no effect without --model"),
-        (["--block-tokens", "0"], ConfigError, "at least 1"),
     ],
 )
 def test_bad_options_are_refused(trace: Path, options: list[str], error: type[Exception], said: str) -> None:

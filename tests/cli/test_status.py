@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -63,12 +64,13 @@ def test_one_frame_shows_tiers_hits_queues_and_clients(node: Process) -> None:
             ).stdout
     lines = [line.split() for line in text.splitlines()]
     assert f"node {node.process.pid} at {node.path}" in text
-    (dram,) = [line for line in lines if line[:1] == ["dram"]]
+    dram, _ = [line for line in lines if line[:1] == ["dram"]]
     assert {"16", "MiB", "lru"} <= set(dram)
     assert ["found", "in", "dram", "48", "60", "%", "-", "-"] in lines
     assert ["missed", "32", "40", "%", "-", "-"] in lines
     (mine,) = [line for line in lines if line[:1] == [str(os.getpid())]]
     assert mine[-5:-1] != ["0"] * 4
+    assert max(map(len, text.splitlines())) <= 160
     assert "rights to read 1, to write 0" in text
 
 
@@ -89,8 +91,8 @@ def test_rates_are_those_since_the_last_frame(node: Process) -> None:
         second = client.status()
     lines = shown(second, first)
     assert any(line[:3] == ["found", "in", "dram"] and line[-3:] == ["32", "100", "%"] for line in lines)
-    (dram,) = [line for line in lines if line[:1] == ["dram"]]
-    assert "-" not in dram[:8]
+    _, traffic = [line for line in lines if line[:1] == ["dram"]]
+    assert "-" not in traffic[:5]
     restarted = Status(second.store, NodeStatistics(first.node.pid + 1, first.node.path, 5.0))
     assert any(line[:3] == ["found", "in", "dram"] and line[-2:] == ["-", "-"] for line in shown(restarted, first))
 
@@ -101,7 +103,8 @@ def test_what_is_wrong_stands_out(node: Process) -> None:
     gone = ClientStatistics(4711, False, 90_061.0, 1, 0, 2, 3, 10, 1, 0, 7)
     store.counts["stores dropped: no room in DRAM"] = 3
     text = "\n".join(" ".join(line) for line in shown(Status(store, NodeStatistics(1, "x", 61.0, True, 1, 1, [gone]))))
-    assert "4711 1 d 1 h 1 0 2 3 10 1 0 B gone; 7 slots wait for its death" in text
+    assert "4711 1 d 1 h 1 0 2 3 10 1 0 B\n" in text
+    assert "client 4711 is gone; 7 slots wait for its death" in text
     assert "node 1 at x, 1 min 1 s, 1 requests, stopping" in text
     assert "3 stores dropped: no room in DRAM" in text
 
@@ -115,8 +118,39 @@ def test_who_keeps_the_budget_of_shared_storage_is_shown(node: Process) -> None:
         objects=BudgetStatistics(BudgetCoordinatorStatistics(), False, 75.0, 0),
     )
     text = "\n".join(" ".join(line) for line in shown(Status(store, NodeStatistics())))
-    assert "files west 12 (this node) 1 s ago 1 GiB 64 MiB 70,000 1 MiB 4" in text
-    assert "objects nobody 1 min 15 s ago 0 B 0 B 0 0 B 0" in text
+    assert "files: its budget is kept by west 12 (this node), last seen 1 s ago" in text
+    assert "granted: 1 GiB to all, 64 MiB to this node; removed: 70,000 blocks; unfinished: 1 MiB; cleared: 4" in text
+    assert "objects: its budget is kept by nobody, last seen 1 min 15 s ago" in text
+
+
+def test_a_busy_node_fits_into_80_columns(node: Process) -> None:
+    """With the largest numbers that it may have: no cell of a table is cut or wrapped."""
+    with Client(node.path) as client:
+        found = client.status()
+    large = 1_234_567
+    store = found.store
+    tiers = {name: replace(tier, blocks=large, budget=(1 << 40) - 1) for name, tier in store.tiers.items()}
+    lanes = {
+        name: replace(
+            lane,
+            reads_waiting=large,
+            writes_waiting=large,
+            read_bytes_waiting=1022 << 20,
+            write_bytes_waiting=1022 << 20,
+            read_speed=replace(lane.read_speed, bytes_per_second=1022.4 * 2**20, measured=False, remembered=True),
+        )
+        for name, lane in store.lanes.items()
+    }
+    guest = ClientStatistics(4_194_304, False, 86_399.0, 100, 1234, 1234, 100, 12_345_678, 1234, 1022 << 20, large)
+    now = Status(replace(store, tiers=tiers, lanes=lanes), NodeStatistics(4_194_304, "x", 1e6, False, 1, 1, [guest]))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(frame(now, None))
+    text = console.export_text()
+    assert "…" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("4194304")]
+    assert line.split()[-2:] == ["1022", "MiB"]
+    assert "1022 MiB/s, remembered" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_it_goes_on_until_it_is_interrupted(node: Process) -> None:

@@ -37,7 +37,7 @@ class Hanging(Disk):
             threading.Event().wait()
         return super().write(fd, data, offset)
 
-    def ready(self):
+    def ready(self, http):
         self.armed = True
         print("ready", flush=True)
 

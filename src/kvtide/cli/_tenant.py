@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide.config import Security
 from kvtide.errors import ConfigError
-from kvtide.index.keys import DEFAULT_TENANT
-from kvtide.security.audit import Audit, audit_of
-from kvtide.security.key_ring import OWN
+
+if TYPE_CHECKING:
+    from kvtide.config import Security
+    from kvtide.security.audit import Audit
 
 __all__ = ["TenantName", "log_of", "tag_of"]
 
@@ -25,6 +25,9 @@ TenantName = Annotated[
 
 
 def tag_of(tenant: str) -> bytes:
+    from kvtide.index.keys import DEFAULT_TENANT
+    from kvtide.security.key_ring import OWN
+
     if tenant == "default":
         return DEFAULT_TENANT.tag
     try:
@@ -42,6 +45,8 @@ def tag_of(tenant: str) -> bytes:
 
 def log_of(settings: Security) -> Audit:
     """The audit log. Raises ConfigError without one, because these commands must be logged."""
+    from kvtide.security.audit import audit_of
+
     found = audit_of(settings)
     if found is None:
         raise ConfigError("this must be written down: set security.audit, or security.key_file, and it is beside that")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile
 from kvtide.cli._tenant import log_of
 from kvtide.errors import AuditError
 
@@ -24,15 +24,14 @@ def audit() -> None:
 @app.command()
 def verify(
     log: Annotated[Path | None, typer.Argument(help="The log; else that of the configuration.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
-    ] = None,
+    file: ConfigFile = None,
 ) -> None:
     """Check that no line was changed, removed or inserted; also in rotated files.
 
     A truncated end cannot be detected: compare the last hash with one that you noted elsewhere. The exit code is 0 if
     all is well, and 1 if not.
     """
+    from kvtide import config as configuration
     from kvtide.security.audit import verify as check
 
     path = log or log_of(configuration.read(file).security).path

@@ -5,41 +5,47 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from kvtide.cli._options import number, whole
 from kvtide.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from kvtide.benchmarks.record import BenchRecord
     from kvtide.benchmarks.settings import Settings
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Measure kvtide on this machine, compared with the hardware's own limits.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Measure kvtide on this machine, compared with the hardware's own limits.",
+)
 
 
-def _table(title: str, records: list[BenchRecord]) -> Table:
-    table = Table(title=title)
-    for name in ("figure", "ours", "lowest to highest", "limit", "ratio", "asked for"):
-        table.add_column(name, justify="left" if name == "figure" else "right")
+def _lines(records: list[BenchRecord], width: int) -> Iterator[Text]:
+    """A few lines for each figure: a table of all that a record has would not fit into 80 columns."""
+    from rich.text import Text
+
     for r in records:
-        bar = "" if r.bar is None else f"{'>=' if r.ratio is not None or r.better == 'higher' else '<='} {r.bar:g}"
-        mark = {True: " [green]met[/green]", False: " [red]missed[/red]", None: ""}[r.met]
-        table.add_row(
-            f"{r.name}\n[dim]{r.note or r.against}[/dim]",
-            f"{r.ours:g} {r.unit}",
-            f"{r.spread[0]:g} to {r.spread[1]:g}",
-            "" if r.limit is None else f"{r.limit:g}",
-            "" if r.ratio is None else f"{r.ratio:.2f}",
-            bar + mark,
-        )
-    return table
+        mark = {True: ("  met", "green"), False: ("  missed", "red"), None: ("", "")}[r.met]
+        yield Text.assemble((r.name, "bold"), mark)
+        facts = f"{r.ours:g} {r.unit}, {r.spread[0]:g} to {r.spread[1]:g} in {r.rounds} rounds"
+        facts += "" if r.limit is None else f"; limit {r.limit:g}"
+        facts += "" if r.ratio is None else f"; ratio {r.ratio:.2f}"
+        if r.bar is not None:
+            least = r.ratio is not None or r.better == "higher"
+            facts += f"; asked for {'at least' if least else 'at most'} {r.bar:g}"
+        for text, style in ((facts, ""), (r.note or r.against, "dim")):
+            if text:
+                yield Text(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  "), style=style)
 
 
 @app.callback()
@@ -77,8 +83,10 @@ def gpu(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: under a minute.")] = False,
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
 ) -> None:
-    """The GPU: scattered pages to the arena and back, compared with the bus itself; decoding while blocks are stored;
-    and the time to the first token of a long prompt that was seen before.
+    """The GPU: its copies, decoding while blocks are stored, and the first token.
+
+    Scattered pages are copied to the arena and back, compared with the bus itself. The first token is that of a long
+    prompt that was seen before.
 
     Example: kvtide bench gpu --quick
     """
@@ -111,16 +119,22 @@ def overlap(
     json: Annotated[str, typer.Option(help="Write the records as JSON to this file; -: standard output.")] = "",
     path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt. Default: 131072 on a GPU, else 1024.", min=512)
+        int | None,
+        typer.Option(metavar="N", parser=whole(512), help="Tokens of the prompt. Default: 131072 on a GPU, else 1024."),
     ] = None,
     disk: Annotated[
         float | None,
-        typer.Option(help="Limit the disk to this many MB/s, which moves the point where the two meet.", min=0.1),
+        typer.Option(
+            metavar="N",
+            parser=number(0.1),
+            help="Limit the disk to this many MB/s, which moves the point where the two meet.",
+        ),
     ] = None,
 ) -> None:
-    """A prompt whose front is computed while its tail is loaded from NVMe, compared with computing and loading it
-    alone, and with the time at which the curves of the two meet. On a GPU with the shape of Llama-3-8B, else a small
-    model.
+    """A prompt whose front is computed while its tail is loaded from NVMe.
+
+    It is compared with computing and loading it alone, and with the time at which the curves of the two meet. On a GPU
+    with the shape of Llama-3-8B, else a small model.
 
     Example: kvtide bench overlap --path /nvme --json overlap.json
     """
@@ -144,6 +158,7 @@ def _measure(
 ) -> None:
     """Measure, and show or write the records."""
     import msgspec
+    from rich.console import Console
 
     from kvtide.benchmarks.settings import NoPeers, Settings
 
@@ -152,6 +167,8 @@ def _measure(
         raise ConfigError(f"{folder} is not a folder that can be written to: give --path on the disk to measure")
     if json not in ("", "-") and not Path(json).parent.is_dir():  # before minutes of measuring, not after
         raise ConfigError(f"--json is {json}, and there is no folder {Path(json).parent}")
+    if json not in ("", "-") and Path(json).is_dir():
+        raise ConfigError(f"--json is {json}, which is a folder: name a file to write")
     console = Console(stderr=True)
     command = " ".join(["kvtide bench", what, *only, *(["--quick"] if quick else ())])
     with console.status("measuring") as status:
@@ -162,4 +179,6 @@ def _measure(
         return
     if json:
         Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=2))
-    Console().print(_table(command, records))
+    out = Console(highlight=False)
+    for line in _lines(records, min(out.width, 120)):
+        out.print(line)

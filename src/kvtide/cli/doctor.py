@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtide.cli._options import number, size, whole
+
 if TYPE_CHECKING:
     from kvtide.doctor.finding import Finding
 
@@ -28,16 +30,26 @@ def vllm(
     transfer: Annotated[
         str, typer.Option("--kv-transfer-config", help="As vLLM is given it: JSON, or @ and a file of it.")
     ] = "",
-    ranks: Annotated[int, typer.Option("--tensor-parallel-size", help="As vLLM is given it.", min=1)] = 1,
+    ranks: Annotated[
+        int, typer.Option("--tensor-parallel-size", metavar="N", parser=whole(1), help="As vLLM is given it.")
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="As vLLM is given it.")] = "auto",
     kv_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="As vLLM is given it.")] = "auto",
     prefill: Annotated[
         float | None,
-        typer.Option("--prefill-tokens-per-second", help="How fast it computes prompts. Else: as --url says.", min=1),
+        typer.Option(
+            "--prefill-tokens-per-second",
+            metavar="N",
+            parser=number(1),
+            help="How fast it computes prompts. Else: as --url says.",
+        ),
     ] = None,
     disk_speed: Annotated[
-        str, typer.Option(help="Bytes a second that the disk is read at, 6GB say. Without it: measured.")
-    ] = "",
+        int | None,
+        typer.Option(
+            metavar="SIZE", parser=size, help="Bytes a second that the disk is read at, 6GB say. Without it: measured."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Check vLLM with kvtide: version, flags, memory, disk, node, namespaces, and the expected gain.
@@ -50,7 +62,6 @@ def vllm(
 
     from kvtide.doctor.examine import Deployment, examine
     from kvtide.doctor.finding import Level
-    from kvtide.units import parse_size
 
     given = Deployment(
         model=model,
@@ -60,7 +71,7 @@ def vllm(
         dtype=dtype,
         kv_dtype=kv_dtype,
         prefill=prefill,
-        disk_speed=parse_size(disk_speed) if disk_speed else None,
+        disk_speed=disk_speed,
     )
     findings = []
     for finding in examine(given):

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile
 from kvtide.cli._tenant import TenantName, log_of, tag_of
 
 __all__ = ["app"]
@@ -28,9 +28,7 @@ def forget(
         list[str] | None,
         typer.Option("--node", help="A node on another host: https://host:9410, its node.http; may be repeated."),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
-    ] = None,
+    file: ConfigFile = None,
 ) -> None:
     """Destroy a tenant's keys first, and then its blocks.
 
@@ -45,6 +43,7 @@ def forget(
     all is done, 1 if something ends later, 2 if it was refused, or if none of the nodes has a key or a block of such a
     tenant.
     """
+    from kvtide import config as configuration
     from kvtide.errors import AccessError, ConfigError, KvtideError, TierError, UnknownTenantError
     from kvtide.node.client.admin import HttpAdminClient
     from kvtide.node.client.client import Client

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile
 from kvtide.cli._tenant import TenantName, log_of, tag_of
 
 __all__ = ["app"]
@@ -20,14 +20,13 @@ def hold(
     tenant: TenantName,
     why: Annotated[str, typer.Option(help="The reason, shown when the hold refuses something.")] = "",
     release: Annotated[bool, typer.Option("--release", help="End the hold.")] = False,
-    file: Annotated[
-        Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
-    ] = None,
+    file: ConfigFile = None,
 ) -> None:
     """Put a tenant under a legal hold: until it ends, [bold]kvtide forget[/bold] refuses.
 
     It protects keys from destruction, not blocks from expiry or eviction: this is a cache.
     """
+    from kvtide import config as configuration
     from kvtide.errors import ConfigError
     from kvtide.security import key_admin
     from kvtide.security.key_file import KeyFile

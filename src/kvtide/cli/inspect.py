@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtide.cli._options import whole
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from kvtide.tiers.nvme.inspect import InspectionReport
 
@@ -27,11 +33,14 @@ def inspect(
     directory: Annotated[Path, typer.Argument(help="The directory that nvme.path names.", show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every block and check every section.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    blocks: Annotated[int, typer.Option("--blocks", min=0, help="List this many of the newest blocks.")] = 0,
+    blocks: Annotated[
+        int, typer.Option("--blocks", metavar="N", parser=whole(0), help="List this many of the newest blocks.")
+    ] = 0,
     file: Annotated[
         Path | None,
         typer.Option(
             "--config",
+            metavar="FILE",
             help="The configuration with the keys of encrypted records; else $KVTIDE_CONFIG or ./kvtide.toml.",
         ),
     ] = None,
@@ -82,9 +91,10 @@ def _show(console: Console, report: InspectionReport, said: list[str]) -> None:
     from rich.text import Text
 
     console.print(_facts(report))
-    for table in (_sizes(report), _kinds(report), _depths(report), _newest(report), _damaged(report)):
-        if table is not None:
-            console.print(table)
+    parts = (_sizes(report), *_kinds(report), _depths(report), *_newest(report), _damaged(report))
+    for part in parts:
+        if part is not None:
+            console.print(part)
     for line in said:
         console.print(Padding(Text(line), (0, 2)))
 
@@ -148,24 +158,24 @@ def _sizes(report: InspectionReport) -> Table | None:
     return table
 
 
-def _kinds(report: InspectionReport) -> Table | None:
+def _kinds(report: InspectionReport) -> Iterator[Text | Table]:
+    """For each model, tenant and layout a line, with the whole tag of the tenant, and a table of its groups."""
     from rich.table import Table
     from rich.text import Text
 
     from kvtide.formatting import size
 
-    if not report.kinds:
-        return None
-    names = ("Namespace", "Tenant", "Layout", "Group", "Tokens", "Blocks", "Payload", "Codec", "Stored", "Ratio")
-    table = Table(*names, title="Blocks by model, tenant and group")
-    for column in (4, 5, 6, 8, 9):
-        table.columns[column].justify = "right"
-    for kind in report.kinds:
-        ratio = f"{kind.raw / kind.stored:.2f}" if kind.stored else "-"
-        cells = [kind.namespace[:12], kind.tenant[:8], kind.layout[:8], kind.group, kind.block_tokens, kind.blocks]
-        cells += [size(kind.raw), kind.codec, size(kind.stored), ratio]
-        table.add_row(*(Text(str(c)) for c in cells))
-    return table
+    names = ("Group", "Tokens", "Blocks", "Payload", "Codec", "Stored", "Ratio")
+    for (namespace, tenant, layout), kinds in groupby(report.kinds, key=lambda k: (k.namespace, k.tenant, k.layout)):
+        yield Text(f"\nmodel {namespace[:12]}, tenant {tenant}, layout {layout[:8]}", style="italic")
+        table = Table(*names)
+        for column in (1, 2, 3, 5, 6):
+            table.columns[column].justify = "right"
+        for kind in kinds:
+            ratio = f"{kind.raw / kind.stored:.2f}" if kind.stored else "-"
+            cells = [kind.group, kind.block_tokens, f"{kind.blocks:,}", size(kind.raw), kind.codec]
+            table.add_row(*(Text(str(c)) for c in [*cells, size(kind.stored), ratio]))
+        yield table
 
 
 def _depths(report: InspectionReport) -> Table | None:
@@ -182,21 +192,21 @@ def _depths(report: InspectionReport) -> Table | None:
     return table
 
 
-def _newest(report: InspectionReport) -> Table | None:
-    from rich.table import Table
+def _newest(report: InspectionReport) -> Iterator[Text]:
+    """Two lines for each of the newest blocks."""
     from rich.text import Text
 
     from kvtide.formatting import moment, size
 
-    if not report.newest_blocks:
-        return None
-    names = ("Key", "Group", "Depth", "Segment:slot", "Payload", "Stored", "Written", "Expires", "Priority")
-    table = Table(*names, title="Newest blocks")
-    for b in report.newest_blocks:
-        cells = [b.key[:16], b.group, b.depth, f"{b.segment:05}:{b.slot}", size(b.raw), size(b.stored)]
-        cells += [moment(b.created), moment(b.expiry), b.priority]
-        table.add_row(*(Text(str(c)) for c in cells))
-    return table
+    if report.newest_blocks:
+        yield Text("\nNewest blocks", style="italic")
+    for b in report.newest_blocks or ():
+        yield Text(
+            f"{b.key[:16]}  {b.group}, depth {b.depth}, in slot {b.segment:05}:{b.slot}, {size(b.raw)} stored as "
+            f"{size(b.stored)}"
+        )
+        expires = f"expires {moment(b.expiry)}" if b.expiry is not None else "never expires"
+        yield Text(f"{'':18}written {moment(b.created)}, {expires}, priority {b.priority}", style="dim")
 
 
 def _damaged(report: InspectionReport) -> Table | None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile
 from kvtide.cli._tenant import log_of
-from kvtide.config import Security
 from kvtide.errors import ConfigError, KvtideError
+
+if TYPE_CHECKING:
+    from kvtide.config import Security
 
 __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help=True)
-
-_File = Annotated[
-    Path | None, typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml.")
-]
 
 
 @app.callback()
@@ -28,6 +26,8 @@ def keys() -> None:
 
 
 def _settings(file: Path | None) -> Security:
+    from kvtide import config as configuration
+
     settings = configuration.read(file).security
     if not settings.key_file:
         raise ConfigError("there are no keys: set security.key_file and security.key_source")
@@ -44,7 +44,7 @@ def make() -> None:
 
 
 @app.command(name="list")
-def show(file: _File = None) -> None:
+def show(file: ConfigFile = None) -> None:
     """List keys, by tenant, with their state, and the tenants that are under a legal hold."""
     from kvtide.formatting import moment
     from kvtide.security.key_file import KeyFile
@@ -62,7 +62,7 @@ def rotate(
     to: Annotated[
         str, typer.Option(help="Wrap with this from now on, and set security.key_source to it; empty: a newer version.")
     ] = "",
-    file: _File = None,
+    file: ConfigFile = None,
 ) -> None:
     """Wrap all keys anew, with another key or with the newest version of the key service's.
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile, seconds
+from kvtide.version import __version__
+
+if TYPE_CHECKING:
+    from kvtide.config import Config
 
 __all__ = ["app"]
+
+FIRST_CLIENT = 30.0
+"""Seconds that a node waits for its first client, as in the node's server."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -20,10 +29,7 @@ def node(
     socket: Annotated[Path, typer.Option(help="Where clients find it: kvtide.connect('unix:SOCKET').")] = Path(
         "kvtide.sock"
     ),
-    file: Annotated[
-        Path | None,
-        typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
-    ] = None,
+    file: ConfigFile = None,
     http: Annotated[
         str | None,
         typer.Option(help="Serve /healthz, /metrics and /status there, 127.0.0.1:9410 say, instead of node.http."),
@@ -41,10 +47,20 @@ def node(
         typer.Option(metavar="SIZE", help="Bytes of that file at which recording ends, instead of record.limit."),
     ] = None,
     stop_seconds: Annotated[
-        float, typer.Option(help="How long a stop may take to write the blocks that are worth keeping.")
+        float,
+        typer.Option(
+            metavar="TIME", parser=seconds, help="How long a stop may take to write the blocks that are worth keeping."
+        ),
     ] = 30.0,
     idle_seconds: Annotated[
-        float | None, typer.Option(help="Stop after this long without a client. Without it: never.")
+        float | None,
+        typer.Option(
+            metavar="TIME",
+            parser=seconds,
+            help="Stop when there was no client for this long; 0: when the last one leaves. After its start the node "
+            f"waits for the first one for at least {FIRST_CLIENT:g} seconds. kvtide status is a client while it runs. "
+            "Without it: never.",
+        ),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Go on in the background; returns when it serves.")] = False,
     unbind: Annotated[
@@ -59,8 +75,9 @@ def node(
 
         [bold]store = kvtide.connect("unix:kvtide.sock")[/bold]
 
-    To watch the node: [bold]kvtide status[/bold]
+    To watch the node: [bold]kvtide status[/bold]. To stop it: [bold]kvtide stop[/bold]
     """
+    from kvtide import config as configuration
     from kvtide.cpu_binding import bind
     from kvtide.node import run
 
@@ -70,7 +87,35 @@ def node(
     options = {"node.http": http, "record.path": record, "record.limit": record_limit}
     settings = configuration.read(file, overrides={name: v for name, v in options.items() if v is not None})
     bind(settings.node.cpus, unbind)
-    if detach:
-        run.detach(lambda ready: run.serve(settings, socket, stop_seconds, idle_seconds, ready))
-    else:
-        run.serve(settings, socket, stop_seconds, idle_seconds)
+
+    def serve(then: Callable[[], None] = lambda: None) -> None:
+        def ready(http: str) -> None:
+            typer.echo(_started(settings, socket, http, idle_seconds), err=True)
+            then()
+
+        run.serve(settings, socket, stop_seconds, idle_seconds, ready)
+
+    run.detach(serve) if detach else serve()
+
+
+def _started(settings: Config, socket: Path, http: str, idle_seconds: float | None) -> str:
+    """The line that a node prints when it serves."""
+    from kvtide.units import format_size
+
+    used = {
+        "dram": True,
+        "nvme": settings.nvme.path,
+        "files": settings.files.path,
+        "objects": settings.objects.url,
+        "valkey": settings.valkey.url,
+    }
+    tiers = []
+    for name in (name for name, on in used.items() if on):
+        budget = getattr(settings, name).budget
+        tiers.append(f"{name} {format_size(budget) if budget else 'without a budget'}")
+    parts = [f"kvtide {__version__} serves at {socket.absolute()}", f"process {os.getpid()}", ", ".join(tiers)]
+    if http:
+        parts.append(f"{'https' if settings.node.certificate else 'http'}://{http}")
+    if idle_seconds is not None:
+        parts.append(f"ends after {idle_seconds:g} s without a client")
+    return "; ".join(parts)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from typer.core import TyperCommand
 
+from kvtide.cli._options import ConfigFile, number, whole
 from kvtide.errors import ConfigError, TraceError
 from kvtide.formatting import gib, size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvtide.config import Config
     from kvtide.replay.run import ReplayReport
     from kvtide.replay.sweep import Sweep
@@ -97,7 +97,7 @@ _NOT_OURS |= {"security.encrypt": "false", "security.key_source": "", "security.
 """Settings that a replay with real bytes overrides: shared storage, keys, and logs."""
 
 
-def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: str = "") -> Config:
+def _settings(trace: Trace, block: int, given: dict[str, Any], folder: str = "") -> Config:
     """The settings; with a ``folder`` those of a store created there, which uses nothing else."""
     from kvtide import config
     from kvtide.replay.run import slot_of
@@ -113,19 +113,18 @@ def _settings(trace: Trace, block: int, given: dict[str, str | None], folder: st
             wanted[name] = given[name]
     if folder:
         wanted |= _NOT_OURS
-        if config.read(overrides=wanted).nvme.path:
+        if config.read(given["file"], overrides=wanted).nvme.path:
             wanted["nvme.path"] = folder
-    return config.read(overrides=wanted)
+    return config.read(given["file"], overrides=wanted)
 
 
-def _sweep_settings(
-    trace: Trace, block: int, sizes: str, policy: str | None
-) -> tuple[list[tuple[str, Config]], list[str]]:
+def _sweep_settings(trace: Trace, block: int, given: dict[str, Any]) -> tuple[list[tuple[str, Config]], list[str]]:
     """A configuration for each size, with DRAM only; and the usual sizes that were left out because they are too
     small."""
     from kvtide import config
     from kvtide.replay.run import slot_of
 
+    sizes, policy = given["sweep"], given["policy"]
     found: dict[int, tuple[str, Config]] = {}
     left: list[str] = []
     for text in sizes.split(","):
@@ -133,10 +132,10 @@ def _sweep_settings(
         if policy:
             wanted["dram.policy"] = policy
         # so that other errors in these settings are not taken for a size that is too small
-        config.read(overrides=wanted)
+        config.read(given["file"], overrides=wanted)
         try:
             wanted["dram.budget"] = _room("--sweep", "dram", text.strip(), trace.unique, slot_of(block))
-            settings = config.read(overrides=wanted)
+            settings = config.read(given["file"], overrides=wanted)
         except ConfigError as error:
             if sizes != _SIZES:
                 raise
@@ -174,10 +173,6 @@ def _block_bytes(trace: Trace, block: str | None, model: str | None, kv_dtype: s
 
 def _check(given: dict[str, Any], trace: Path) -> None:
     """Refuse options that are contradictory or would have no effect, before the trace is read."""
-    if not 0 <= given["warm"] < 100:
-        raise ConfigError(f"--warm is {given['warm']:g}; it must be at least 0 and below 100")
-    if given["block_tokens"] is not None and given["block_tokens"] < 1:
-        raise ConfigError(f"--block-tokens is {given['block_tokens']}; it must be at least 1")
     if given["block"] is not None and given["model"] is not None:
         raise ConfigError("--block and --model both say how many bytes a block has: give one of them")
     if given["kv_cache_dtype"] != "auto" and given["model"] is None:
@@ -214,6 +209,8 @@ def _check_tiers(settings: Config, given: dict[str, Any]) -> None:
 
 
 def _table(report: ReplayReport, trace: Path) -> Table:
+    from rich.table import Table
+
     table = Table(title=f"{trace.name}: {report.requests:,} requests, the first {report.warming:,} to warm up")
     for name in ("tier", "blocks", "policy", "hit rate", "read", "written", "evicted"):
         table.add_column(name, justify="left" if name in ("tier", "policy") else "right")
@@ -265,6 +262,8 @@ def _notes(report: ReplayReport) -> list[str]:
 
 
 def _sweep_table(found: Sweep, trace: Path) -> Table:
+    from rich.table import Table
+
     table = Table(title=f"{trace.name}: {found.requests:,} requests, the first {found.warming:,} to warm up")
     rates = list(found.rows[0].hit_rates)
     best = ["optimum"] if found.rows[0].optimum is not None else []
@@ -285,6 +284,7 @@ class _Result(NamedTuple):
 
 def _show(result: _Result, json: str) -> None:
     import msgspec
+    from rich.console import Console
 
     text = msgspec.json.format(msgspec.json.encode(result.report), indent=2)
     out = Console(stderr=json == "-")
@@ -332,10 +332,16 @@ def replay(
         str | None, typer.Option(help="Bytes of a block. Without it: as recorded, or 2MiB.", show_default=False)
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a block of the trace. Without it: found from the trace.")
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole(1), help="Tokens of a block of the trace. Without it: found from the trace."
+        ),
     ] = None,
     disk: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. Default: temporary.")] = None,
-    warm: Annotated[float, typer.Option(help="Percent of the requests that only fill the tiers.")] = 40.0,
+    warm: Annotated[
+        float,
+        typer.Option(metavar="N", parser=number(0, 100), help="Percent of the requests that only fill the tiers."),
+    ] = 40.0,
     compare: Annotated[bool, typer.Option(help="Replay every other policy for DRAM too; with --sweep LRU.")] = True,
     optimum: Annotated[bool, typer.Option(help="Work out the optimum too.")] = True,
     real: Annotated[bool, typer.Option("--real", help="With real bytes, checked; give a small --block.")] = False,
@@ -343,6 +349,7 @@ def replay(
     plot: Annotated[
         Path | None, typer.Option(help="Write the hit rate over time, or with --sweep over sizes, to this SVG file.")
     ] = None,
+    file: ConfigFile = None,
 ) -> None:
     """Find out how much cache your requests need.
 
@@ -366,6 +373,9 @@ def replay(
 
         [bold]kvtide replay trace.jsonl.gz --sweep 8GiB,64GiB,512GiB --block-tokens 16 --block 2MiB[/bold]
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     given = ctx.params
     _check(given, trace)
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -398,7 +408,7 @@ def _sweep(
     from kvtide.replay.plot import sweep_svg
     from kvtide.replay.sweep import sweep
 
-    configs, left = _sweep_settings(found, nbytes, given["sweep"], given["policy"])
+    configs, left = _sweep_settings(found, nbytes, given)
     report = sweep(found, configs, nbytes, given["warm"] / 100, given["compare"], given["optimum"], started)
     notes = [_blocks(report), f"{report.unlimited:.2%} would be found if nothing ever left", *left]
     trace: Path = given["trace"]
@@ -414,7 +424,7 @@ def _one(found: Trace, nbytes: int, given: dict[str, Any], started: Callable[[st
     from kvtide.replay.speeds import measure
 
     warm, disk = given["warm"] / 100, given["disk"]
-    wanted = {name: given[name] for name in ("dram", "nvme")}
+    wanted = {name: given[name] for name in ("dram", "nvme", "file")}
     wanted |= {"dram.policy": given["policy"], "nvme.policy": given["cold_policy"], "nvme.store": given["store"]}
     settings = own = _settings(found, nbytes, wanted)
     _check_tiers(settings, given)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import kvtide
+from kvtide.cli._options import ConfigFile, whole
 from kvtide.errors import ConfigError
 
 __all__ = ["app"]
@@ -37,19 +38,21 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Where to listen. Needs an --api-key if other hosts reach it.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", parser=whole(0, 65535), help="0: any that is free.")] = 8000,
     store: Annotated[
         str | None, typer.Option(help="The address of a node, unix:kvtide.sock say, instead of a store of its own.")
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--config", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
-    ] = None,
+    file: ConfigFile = None,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: as the model was saved.")] = Dtype.auto,
     limit: Annotated[
-        int | None, typer.Option("--max-tokens-limit", help="Longest answer. Without it: what the model can.", min=1)
+        int | None,
+        typer.Option(
+            "--max-tokens-limit", metavar="N", parser=whole(1), help="Longest answer. Without it: what the model can."
+        ),
     ] = None,
-    waiting: Annotated[int, typer.Option(help="Requests that may wait while one is answered.", min=0)] = 16,
+    waiting: Annotated[
+        int, typer.Option(metavar="N", parser=whole(0), help="Requests that may wait while one is answered.")
+    ] = 16,
     api_key: Annotated[
         str | None, typer.Option(envvar="KVTIDE_API_KEY", help="Clients must send this key.", show_default=False)
     ] = None,
@@ -60,10 +63,12 @@ def serve(
             help="Without a key, accept this host name too, besides localhost and this host's; may be repeated.",
         ),
     ] = None,
-    stop_seconds: Annotated[int, typer.Option(help="How long a stop waits for answers.", min=1)] = 30,
+    stop_seconds: Annotated[
+        int, typer.Option(metavar="N", parser=whole(1), help="Seconds that a stop waits for answers.")
+    ] = 30,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log requests of clients.")] = False,
 ) -> None:
-    """Serve a Hugging Face model with OpenAI's interface; the known beginning of a prompt is not computed again.
+    """Serve a Hugging Face model with OpenAI's interface; a known beginning of a prompt is not computed again.
 
         [bold]kvtide serve smollm2 --config kvtide.toml[/bold]
 
@@ -72,12 +77,7 @@ def serve(
         [bold]curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
         -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
-    if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty: everyone could use the server. Give one, or leave --api-key out")
-    if store and file:
-        raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"kvtide serve needs {', '.join(missing)}: pip install 'kvtide[serve]'")
+    _check(api_key, store, file)
     from rich.console import Console
     from transformers.utils import logging as noise
 
@@ -113,3 +113,17 @@ def serve(
 
 def _session_host(address: str | None, settings: Path | None) -> kvtide.Store | kvtide.Client:
     return kvtide.connect(address) if address else kvtide.open(settings)
+
+
+def _check(api_key: str | None, store: str | None, file: Path | None) -> None:
+    """Refuse what cannot work before the seconds that the imports take."""
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("the API key is empty: everyone could use the server. Give one, or leave --api-key out")
+    if store and file:
+        raise ConfigError("--store and --config are both given: a node has settings of its own; give one of them")
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"kvtide serve needs {', '.join(missing)}: pip install 'kvtide[serve]'")
+    if not store:
+        from kvtide import config as configuration
+
+        configuration.read(file)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide import config as configuration
+from kvtide.cli._options import ConfigFile, seconds
 from kvtide.counts import CountKind, count_names
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from kvtide.plan.tier_speed import SpeedStatistics
     from kvtide.store.node_statistics import Status
@@ -31,7 +34,10 @@ def status(
     ] = "kvtide.sock",
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics once as JSON, for programs.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+    every: Annotated[
+        float, typer.Option(metavar="TIME", parser=seconds, help="Time between frames, at least 100ms.")
+    ] = 1.0,
+    file: ConfigFile = None,
 ) -> None:
     """Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.
 
@@ -45,12 +51,15 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from kvtide.errors import TierError
+    from kvtide import config as configuration
+    from kvtide.errors import ConfigError, TierError
     from kvtide.node.client.admin import HttpAdminClient
     from kvtide.node.client.client import Client
 
+    if every < 0.1:
+        raise ConfigError(f"--every is {every:g} s; it must be at least 100ms")
     path = Path(address.removeprefix("unix:"))
-    with HttpAdminClient(address, configuration.read().node) if "://" in address else Client(path) as client:
+    with HttpAdminClient(address, configuration.read(file).node) if "://" in address else Client(path) as client:
 
         def now() -> Status:
             found = client.status()
@@ -104,9 +113,13 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     title += f"{_span(node.seconds)}, {node.requests:,} requests"
     parts: list[RenderableType] = [Text(title + (", stopping" if node.stopping else ""), style="bold")]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in node.warnings]
-    for table in (_tiers(now, last), _budgets(now), _hits(now, last), _lanes(now), _clients(now)):
+    tables = (_tiers(now), _traffic(now, last), _hits(now, last), _lanes(now), _speeds(now), _clients(now))
+    for table in tables:
         if table.row_count:
             parts += ["", table]
+    parts += [Text(line, style="red") for line in _gone(now)]
+    if now.store.budgets:
+        parts += ["", *_budgets(now)]
     if (dram := now.store.tiers.get("dram")) is not None and dram.bytes_taken:
         taken, huge = size(dram.bytes_taken), share(dram.bytes_huge, dram.bytes_taken)
         parts += ["", f"{taken} of memory are taken, {huge} of it in huge pages"]
@@ -127,18 +140,36 @@ def _span(seconds: float) -> str:
 def _table(*columns: str) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    # one space between columns: with large numbers too, all of them fit into a terminal of 80 columns
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table
 
 
-def _tiers(now: Status, last: Status | None) -> Table:
+def _tiers(now: Status) -> Table:
     from rich.progress_bar import ProgressBar
 
     from kvtide.formatting import share, size
 
-    table = _table("tier", "used", "", "of", "blocks", "out/s", "in/s", "evicted", "unused for", "policy")
+    table = _table("tier", "used", "", "of", "blocks", "policy")
+    for name, tier in now.store.tiers.items():
+        evictor = now.store.pipeline.evictors.get(name)
+        table.add_row(
+            f"[red]{name}: failed[/red]" if tier.failed else name,
+            ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
+            share(tier.bytes_used, tier.budget),
+            size(tier.budget),
+            f"{tier.blocks:,}",
+            evictor.policy if evictor else "",
+        )
+    return table
+
+
+def _traffic(now: Status, last: Status | None) -> Table:
+    from kvtide.formatting import size
+
+    table = _table("tier", "read/s", "written/s", "evicted", "which were unused for")
     seconds = now.node.seconds - last.node.seconds if last else 0.0
     for name, tier in now.store.tiers.items():
         before = last.store.tiers.get(name) if last else None
@@ -147,40 +178,29 @@ def _tiers(now: Status, last: Status | None) -> Table:
             moved = tier.bytes_read - before.bytes_read, tier.bytes_written - before.bytes_written
             rates = [size(n / seconds) for n in moved]
         evictor = now.store.pipeline.evictors.get(name)
-        gone = (
-            (f"{evictor.ages.count:,}", _age(evictor.ages.total, evictor.ages.count), evictor.policy) if evictor else ()
-        )
-        table.add_row(
-            f"[red]{name}: failed[/red]" if tier.failed else name,
-            ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
-            share(tier.bytes_used, tier.budget),
-            size(tier.budget),
-            f"{tier.blocks:,}",
-            *rates,
-            *gone,
-        )
+        gone = (f"{evictor.ages.count:,}", _age(evictor.ages.total, evictor.ages.count)) if evictor else ()
+        table.add_row(name, *rates, *gone)
     return table
 
 
-def _budgets(now: Status) -> Table:
+def _budgets(now: Status) -> Iterator[Text]:
+    """Two lines for the byte budget of each shared storage."""
+    from rich.text import Text
+
     from kvtide.formatting import size
 
-    table = _table(
-        "shared", "budget kept by", "last seen", "granted to all", "to this node", "removed", "unfinished", "cleared"
-    )
     for name, budget in now.store.budgets.items():
         steward = budget.steward
-        table.add_row(
-            name,
-            f"{steward.who or '[red]nobody[/red]'}{' (this node)' if budget.here else ''}",
-            f"{_span(budget.silence)} ago",
-            size(steward.bytes_granted),
-            size(budget.credit),
-            f"{steward.blocks_removed:,}",
-            size(steward.bytes_unfinished),
-            f"{steward.leftovers_removed:,}",
+        yield Text.assemble(
+            f"{name}: its budget is kept by ",
+            steward.who or ("nobody", "red"),
+            f"{' (this node)' if budget.here else ''}, last seen {_span(budget.silence)} ago",
         )
-    return table
+        yield Text(
+            f"    granted: {size(steward.bytes_granted)} to all, {size(budget.credit)} to this node; removed: "
+            f"{steward.blocks_removed:,} blocks; unfinished: {size(steward.bytes_unfinished)}; cleared: "
+            f"{steward.leftovers_removed:,}"
+        )
 
 
 def _age(total: float, count: int) -> str:
@@ -204,9 +224,8 @@ def _hits(now: Status, last: Status | None) -> Table:
 def _lanes(now: Status) -> Table:
     from kvtide.formatting import size
 
-    table = _table("lane", "waiting to read", "", "to write", "", "under way", "reads", "writes", "may write")
+    table = _table("lane", "waiting to read", "", "to write", "", "under way")
     for name, lane in now.store.lanes.items():
-        budget = now.store.pipeline.write_budgets.get(name)
         table.add_row(
             name,
             f"{lane.reads_waiting:,}",
@@ -214,6 +233,18 @@ def _lanes(now: Status) -> Table:
             f"{lane.writes_waiting:,}",
             size(lane.write_bytes_waiting),
             f"{lane.blocks_under_way:,}",
+        )
+    return table
+
+
+def _speeds(now: Status) -> Table:
+    from kvtide.formatting import size
+
+    table = _table("lane", "reads at", "writes at", "may write")
+    for name, lane in now.store.lanes.items():
+        budget = now.store.pipeline.write_budgets.get(name)
+        table.add_row(
+            name,
             _speed(lane.read_speed),
             _speed(lane.write_speed),
             "all" if budget is None else size(max(0.0, budget.bytes_left)),
@@ -231,7 +262,7 @@ def _speed(speed: SpeedStatistics) -> str:
 def _clients(now: Status) -> Table:
     from kvtide.formatting import size
 
-    table = _table("client", "since", "sessions", "to read", "to write", "visits", "requests", "failed", "unread", "")
+    table = _table("client", "since", "sessions", "to read", "to write", "visits", "requests", "failed", "unread")
     for client in sorted(now.node.clients, key=lambda c: -c.seconds):
         if client.pid == os.getpid():
             continue
@@ -245,6 +276,13 @@ def _clients(now: Status) -> Table:
             f"{client.requests:,}",
             f"{client.failures:,}",
             size(client.bytes_unsent),
-            "" if client.connected else f"[red]gone; {client.slots_quarantined:,} slots wait for its death[/red]",
         )
     return table
+
+
+def _gone(now: Status) -> list[str]:
+    return [
+        f"client {client.pid or '-'} is gone; {client.slots_quarantined:,} slots wait for its death"
+        for client in now.node.clients
+        if not client.connected
+    ]

@@ -39,12 +39,12 @@ def serve(
     path: Path,
     stop_seconds: float = 30.0,
     idle_seconds: float | None = None,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[str], None] = lambda http: None,
 ) -> None:
     """Serve a store at ``path`` until SIGTERM or SIGINT, or until there was no client for ``idle_seconds``.
 
     Then write what is worth keeping to colder tiers, for ``stop_seconds`` at most: after that the process exits at
-    once, whatever hangs. ``ready`` is called when the node accepts clients.
+    once, whatever hangs. ``ready`` is called when the node accepts clients, with the address of its HTTP server or "".
     """
     if not run_in_loop(_serve(config, path, stop_seconds, idle_seconds, ready)):
         log.warning("not all blocks were written to colder tiers within %g seconds; the rest is lost", stop_seconds)
@@ -53,7 +53,7 @@ def serve(
 
 
 async def _serve(
-    config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[], None]
+    config: Config, path: Path, stop_seconds: float, idle_seconds: float | None, ready: Callable[[str], None]
 ) -> bool:
     """Returns whether the store was closed in time."""
     stop = asyncio.Event()
@@ -78,7 +78,7 @@ async def _serve(
             store.close()
             raise
         log.info("kvtide %s serves at %s", __version__, path)
-        ready()
+        ready(http.address)
         _notify("READY=1")
         gc.collect()
         gc.freeze()  # these objects stay alive: scanning them in every collection would make clients wait
@@ -105,7 +105,9 @@ async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
     try:
         alive = LockFile(file)
     except OSError as e:
-        raise ConfigError(f"a node cannot be at {path}: {e}; give a --socket in a folder that it may write to") from e
+        raise ConfigError(
+            f"a node cannot be at {path}: {e.strerror}; give a --socket in a folder that it may write to"
+        ) from e
     with alive:
         while not stop.is_set():
             try:
@@ -146,6 +148,10 @@ def detach(run: Callable[[Callable[[], None]], None]) -> None:
 
     try:
         run(lambda: say("ready"))
+    except KvtideError as e:
+        if not listening:
+            raise
+        say(str(e))  # the parent raises it
     except BaseException as e:
         say(str(e))
         raise

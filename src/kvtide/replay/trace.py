@@ -152,7 +152,8 @@ class Reader:
                 stream: io.BufferedReader[Any] = io.BufferedReader(_Unpacked(raw)) if packed else raw
                 found = list(self._read(stream, lambda: self._progress(raw.tell())))
         except (OSError, EOFError, zlib.error) as error:
-            raise TraceError(f"{self._path} cannot be read: {error}") from error
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise TraceError(f"{self._path} cannot be read: {reason}") from error
         yield from sorted(found, key=lambda request: request.seconds)
 
     def _where(self, number: int) -> str:

@@ -110,8 +110,7 @@ class Http:
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
-            number = int(port)
-            if not 0 <= number < 1 << 16:
+            if not port.isascii() or not port.isdigit() or not (number := int(port)) < 1 << 16:
                 raise OverflowError("a port is a number from 0 to 65535")
             kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
             found = await loop.getaddrinfo(host.strip("[]") or None, number, type=kind, flags=passive)
@@ -120,8 +119,9 @@ class Http:
             self._hosts = HostNames([host, *addresses, *self._auth.hosts])
             listeners = [socket.create_server(where, family=family, backlog=_MOST) for family, *_, where in found]
         except (OSError, OverflowError, ValueError) as e:
+            reason = (isinstance(e, OSError) and e.strerror) or e
             raise ConfigError(
-                f"cannot serve HTTP at {address!r}: {e}. Give a free address such as 127.0.0.1:9410"
+                f"cannot serve HTTP at {address!r}: {reason}. Give a free address such as 127.0.0.1:9410"
             ) from e
         host, number = listeners[0].getsockname()[:2]
         self.address = f"{host}:{number}"

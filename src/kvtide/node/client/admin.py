@@ -42,7 +42,7 @@ class HttpAdminClient:
             parts = urlsplit(address)
             port = parts.port
         except ValueError as e:
-            raise ConfigError(f"{wrong}: {e}") from e
+            raise ConfigError(wrong) from e
         local = parts.hostname in ("localhost", "127.0.0.1", "::1")
         if not (parts.scheme == "https" or (parts.scheme == "http" and local)) or not parts.hostname or not port:
             raise ConfigError(wrong)
@@ -82,7 +82,10 @@ class HttpAdminClient:
             if answer.status == 200:
                 return msgspec.json.decode(said, type=kind)
         except (OSError, HTTPException, msgspec.MsgspecError) as e:
-            raise TierError(f"no node answers at {self._address} ({e}); see node.http there, and node.authority") from e
+            reason = (isinstance(e, OSError) and e.strerror) or e
+            raise TierError(
+                f"no node answers at {self._address} ({reason}); see node.http there, and node.authority"
+            ) from e
         finally:
             connection.close()
         text = f"the node at {self._address} refused: {said.decode(errors='replace')}"

@@ -1,0 +1,77 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["ConfigFile", "number", "seconds", "size", "whole"]
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Read this file instead of $KVTIDE_CONFIG or ./kvtide.toml."),
+]
+
+_LONGEST = 1e9
+"""Seconds that an option may be: the system's calls cannot wait for much longer."""
+
+
+def seconds(text: float | str) -> float:
+    """The value of an option that is a time."""
+    from kvtide.errors import ConfigError
+    from kvtide.units import parse_duration
+
+    try:
+        value = parse_duration(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    if value > _LONGEST:
+        raise typer.BadParameter(f"{text} is more than {_LONGEST:g} seconds")
+    return value
+
+
+def size(text: int | str) -> int:
+    """The value of an option that is a number of bytes."""
+    from kvtide.errors import ConfigError
+    from kvtide.units import parse_size
+
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def whole(least: int, most: int | None = None) -> Callable[[int | str], int]:
+    """The value of an option that is a whole number."""
+
+    def parse(text: int | str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= (value if most is None else most):
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise typer.BadParameter(f"{text!r} is not a whole number {limits}")
+        return value
+
+    return parse
+
+
+def number(least: float, below: float = math.inf) -> Callable[[float | str], float]:
+    """The value of an option that is a number of any kind."""
+
+    def parse(text: float | str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < below:
+            limits = f", and below {below:g}" if math.isfinite(below) else ""
+            raise typer.BadParameter(f"{text!r} is not a number of at least {least:g}{limits}")
+        return value
+
+    return parse
