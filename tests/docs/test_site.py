@@ -16,7 +16,7 @@ from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None,
-    reason='MkDocs Material is not installed: pip install -c requirements/docs.txt -e ".[docs]"',
+    reason="MkDocs Material is not installed: pip install -r requirements/docs.txt",
 )
 DOCS = ROOT / "docs"
 
