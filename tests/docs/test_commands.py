@@ -15,8 +15,8 @@ from kvtide.cli import app
 from tests.docs.pages import PAGES, ROOT, fences, inline
 
 _LANGUAGES = ("sh", "bash", "console", "text", "ini")
-_PROSE = [["1"], ["is"], ["could"], ["neither"], ["pins"]]
-"""What follows the name in lines of logs, and in names of derivations ("kvtide 1 ...")."""
+_PROSE = [["1"], ["is"], ["could"], ["neither"], ["pins"], ["COMMAND"]]
+"""What follows the name in lines of logs, in names of derivations ("kvtide 1 ..."), and where any command may stand."""
 _ENDS = {"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", ")", "("}
 
 
