@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 
 
 def build(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
-    # Without a way out: a page or a plugin that fetches something fails here. No --quiet: it hides warnings from --strict.
+    # Without a way out: a page or a plugin that fetches something fails here. (--quiet hides warnings from --strict.)
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"} | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(to)]
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
