@@ -37,6 +37,7 @@ class Container:
         for path in FOLDERS:
             Path(self.here(path)).mkdir(parents=True)
         self.log = ""
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
 
     def here(self, text: str) -> str:
         for path in FOLDERS:
@@ -54,10 +55,9 @@ class Container:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Returns when the node serves."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
-        given = {name: self.here(value.replace("GiB", "MiB")) for name, value in environment.items()}
+        self._environment |= {name: self.here(value.replace("GiB", "MiB")) for name, value in environment.items()}
         self.process = subprocess.Popen(
-            [*self.command(words), "--verbose"], env=clean | given, cwd="/", stderr=subprocess.PIPE, text=True
+            [*self.command(words), "--verbose"], env=self._environment, cwd="/", stderr=subprocess.PIPE, text=True
         )
         self.read_until(r"kvtide \S+ serves at")
 
@@ -80,8 +80,8 @@ class Container:
 
     def run(self, words: Sequence[str]) -> int:
         """The exit status of a command in the container, a probe for example."""
-        ended = subprocess.run(self.command(words), cwd="/", capture_output=True, timeout=60)
-        return ended.returncode
+        command = self.command(words)
+        return subprocess.run(command, env=self._environment, cwd="/", capture_output=True, timeout=60).returncode
 
     def stop(self) -> None:
         """As an orchestrator stops it."""
