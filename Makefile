@@ -42,7 +42,7 @@ release: $(RELEASE)/.ready  ## build dist/, an sdist and a wheel, and check both
 	$(RELEASE)/bin/python -m tests.release $(TAG)
 
 clean:  ## remove environments, caches and what was built
-	rm -rf .venv* .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out dist
+	rm -rf .venv* .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out dist site
 
 $(READY): pyproject.toml requirements/dev.txt
 	@bash requirements/venv.sh $(VENV)

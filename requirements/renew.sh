@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make pins`: write down the newest versions that pyproject.toml allows (dev.txt), and those that vLLM allows beside
 # kvtide (vllm.txt). `make test` installs these, so that a new release of somebody else's cannot fail it. release.txt has
-# what `make release` builds and checks with. Names and versions alone: where they come from is for pip's own configuration
+# what `make release` builds and checks with, docs.txt what builds the documentation. Names and versions alone: where they come from is for pip's own configuration
 # to say. Run `make test` and `make release` afterwards, with the environments as this leaves them, and commit the files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,4 +26,7 @@ bash requirements/venv.sh .venv-release
 .venv-release/bin/pip install --quiet "build>=1.2" "hatchling>=1.25" "twine>=6"
 written .venv-release/bin/python requirements/release.txt
 touch .venv-release/.ready
+rm -rf .venv-docs && bash requirements/venv.sh .venv-docs
+.venv-docs/bin/pip install --quiet "mkdocs-material>=9.8,<10"
+written .venv-docs/bin/python requirements/docs.txt
 git --no-pager diff --stat -- requirements

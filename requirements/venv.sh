@@ -6,12 +6,12 @@ set -euo pipefail
 
 able='
 import sys
-assert (3, 11) <= sys.version_info < (3, 15), "it is Python %d.%d" % sys.version_info[:2]
+assert (3, 11) <= sys.version_info < (3, 14), "it is Python %d.%d" % sys.version_info[:2]
 import venv, ensurepip
 '
 
 wrong=""
-for python in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
+for python in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
     if ! command -v "$python" >/dev/null; then
         wrong+="  $python: not found"$'\n'
     elif said=$("$python" -c "$able" 2>&1); then
@@ -21,7 +21,7 @@ for python in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
     fi
 done
 cat >&2 <<END
-No Python here can make the virtual environment $1. kvtide needs Python 3.11 to 3.14 with the modules venv and ensurepip:
+No Python here can make the virtual environment $1. kvtide needs Python 3.11 to 3.13 with the modules venv and ensurepip:
 $wrong
 On Debian or Ubuntu: sudo apt install python3-venv. If you have another Python: make PYTHON=/path/to/python3 ...
 END

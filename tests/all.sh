@@ -99,7 +99,7 @@ own=$("$main" -c 'import platform; print(platform.python_version())')
 [[ $parts == *long* ]] && here "-long" "long"
 
 [[ $parts == *others* ]] || exit "$status"
-for version in ${PYTHONS-3.12 3.13 3.14}; do
+for version in ${PYTHONS-3.12 3.13}; do
     case $own in "$version".*) continue ;; esac
     # A pyenv shim is on PATH for versions that are not chosen here too, and refuses: then pyenv's own is taken.
     python=""
