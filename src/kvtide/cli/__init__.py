@@ -27,7 +27,7 @@ COMMANDS = {
     "status": "Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.",
     "config": "Show the settings in force: defaults, overridden by the file, overridden by the environment.",
     "doctor": "Check a deployment, running or planned, and say what to change.",
-    "demo": "Ask a real model about a long document: computed, from DRAM, from another process, from NVMe.",
+    "demo": "Ask a real model about a long document: computed, from DRAM, and from NVMe after a restart.",
     "serve": "Serve a Hugging Face model with OpenAI's interface; a known beginning of a prompt is not computed again.",
     "replay": "Find out how much cache your requests need.",
     "bench": "Measure kvtide on this machine, compared with the hardware's own limits.",
