@@ -39,6 +39,7 @@ RANKS = [
     ["replay", "testing"],
     ["benchmarks"],
     ["doctor"],
+    ["sizing"],
     ["cli"],
     ["__main__"],
 ]
