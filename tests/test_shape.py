@@ -131,6 +131,7 @@ LONG_FILES = {"transfer/pipeline.py", "tiers/nvme/volume.py", "testing/interface
 LONG_FUNCTIONS = {
     "benchmarks/overlap.py:measure",
     "cli/forget.py:forget",
+    "cli/plan.py:plan",
     "cli/replay.py:replay",
     "tiers/nvme/volume.py:__init__",
 }
