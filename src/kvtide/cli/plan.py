@@ -22,9 +22,11 @@ __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
-
 _LENGTHS = 64
 """Number of lengths in a plot."""
+_WIDEST = 100
+_WORDS = ("on the Hugging Face hub", "kind", "source")
+"""Columns without numbers."""
 
 
 @app.command()
@@ -97,7 +99,7 @@ def plan(
     from rich.console import Console
 
     out = Console(stderr=as_json, highlight=False)
-    out.width = min(out.width, 100)
+    out.width = min(out.width, _WIDEST)
     given = ctx.params
     if models:
         _list(out)
@@ -108,8 +110,8 @@ def plan(
     if plot is not None:
         from kvtide.sizing.plot import draw
 
-        shortest, longest = 256, max(_lengths(context))
-        steps = {round(shortest * (longest / shortest) ** (i / (_LENGTHS - 1))) for i in range(_LENGTHS)}
+        block, longest = found.block_tokens, max(_lengths(context))
+        steps = {max(1, round((longest / block) ** (i / (_LENGTHS - 1)))) * block for i in range(_LENGTHS)}
         draw(_planned(given, sorted(steps)), plot)
     if as_json:
         import msgspec
@@ -228,12 +230,12 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number and column not in _WORDS else "left")
     return table
 
 
 def _speed(speed: float) -> str:
-    return f"{speed / 1e9:.3g} GB/s"
+    return f"{speed / 1e12:.3g} TB/s" if speed >= 1e12 else f"{speed / 1e9:.3g} GB/s"
 
 
 def _show(out: Console, found: SizingPlan) -> None:
@@ -270,7 +272,7 @@ def _show(out: Console, found: SizingPlan) -> None:
         "tier",
         "read at",
         "quicker at",
-        "while computing",
+        "both at once",
         "prompts/s",
         "decode tok/s",
     )

@@ -15,6 +15,7 @@ _COLOURS = {"computed": "#444444", "GPU memory": "#3f8f4f", "dram": "#0b6e99", "
 def draw(found: SizingPlan, path: Path) -> None:
     """Write an SVG of the plan's contexts, which should be many. Raises ConfigError if matplotlib is missing."""
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
@@ -37,10 +38,13 @@ def draw(found: SizingPlan, path: Path) -> None:
             axes.axvline(tier.break_even, color=_COLOURS[tier.name], linestyle="--", linewidth=1)
             axes.annotate(
                 f"{tier.name}: quicker from {tier.break_even:,} tokens",
-                (tier.break_even, axes.get_ylim()[0]),
+                (tier.break_even, 0.02),
+                xycoords=("data", "axes fraction"),
                 rotation=90,
+                horizontalalignment="right",
                 fontsize=8,
                 color=_COLOURS[tier.name],
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="seconds to the first token")
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -49,6 +53,7 @@ def draw(found: SizingPlan, path: Path) -> None:
     axes.grid(True, which="major", color="#dddddd")
     axes.legend(fontsize=8)
     try:
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvtide"}):  # text as text; equal plans, equal files
+            figure.savefig(path, format="svg", metadata={"Date": None})
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}; give another file") from error

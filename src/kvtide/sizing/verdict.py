@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 
 import msgspec
@@ -9,9 +10,11 @@ import msgspec
 from kvtide.errors import ConfigError
 from kvtide.sizing.arithmetic import Host, StorageTier
 
-__all__ = ["Demand", "WhyHelps", "Saving", "TierVerdict", "judge", "saving"]
+__all__ = ["Demand", "Saving", "TierVerdict", "WhyHelps", "judge", "saving"]
 
 GIB = 1 << 30
+_MUCH = 0.1
+"""The part of the GPUs' time that hits must spare, to justify a tier if users do not notice it."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{prices[0]} has no effect without requests_per_hour: give the requests of an hour too")
 
 
-class WhyHelps:
+class WhyHelps(enum.StrEnum):
     """Why a tier helps or not: one word for programs."""
 
     FASTER = "faster"
@@ -58,14 +61,15 @@ class WhyHelps:
     SLOWER = "slower than computing"
     LITTLE = "saves little"
     LIMITED = "faster, for a part"
+    SATURATED = "saturated"
+    THROUGHPUT = "spares the GPUs"
     TOO_LATE = "too late"
 
 
 class TierVerdict(msgspec.Struct, frozen=True):
     tier: str
     helps: bool
-    why: str
-    """One of ``WhyHelps``."""
+    why: WhyHelps
     reason: str
 
 
@@ -93,7 +97,7 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
     compute, load = host.compute(tokens), host.load(tokens, tier)
     computed, loaded = host.first_token(tokens, compute, False), host.first_token(tokens, load, True)
 
-    def no(why: str, reason: str) -> TierVerdict:
+    def no(why: WhyHelps, reason: str) -> TierVerdict:
         return TierVerdict(tier.name, False, why, reason)
 
     if demand.hit_rate == 0:
@@ -116,14 +120,8 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
             f"loading {tokens:,} tokens takes {seconds(load)}, computing {seconds(compute)}; {where}. "
             f"Both at once, with {part / tokens:.0%} loaded, still saves time",
         )
-    saved = computed - loaded
-    if saved < host.assume.engine_seconds:
-        return no(
-            WhyHelps.LITTLE,
-            f"contexts of {tokens:,} tokens are small: {seconds(max(0.0, saved))} of {seconds(computed)} are saved, "
-            f"less than the engine's own {seconds(host.assume.engine_seconds)} for a request. Users will not "
-            f"notice it; the GPUs are spared {seconds(compute)} for each hit",
-        )
+    if computed - loaded < host.assume.engine_seconds:
+        return _small(host, tier, tokens, demand, computed - loaded)
     if demand.target is not None and (late := _late(host, tier, tokens, demand, demand.target)):
         return no(WhyHelps.TOO_LATE, late)
     gain = f"the first token of {tokens:,} tokens comes after {seconds(loaded)} instead of {seconds(computed)}"
@@ -140,6 +138,24 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
         gain += f". It delivers {3600 / load:,.0f} prompts an hour of {3600 * wanted:,.0f}; the others are computed"
         return TierVerdict(tier.name, True, WhyHelps.LIMITED, gain)
     return TierVerdict(tier.name, True, WhyHelps.FASTER, gain)
+
+
+def _small(host: Host, tier: StorageTier, tokens: int, demand: Demand, saved: float) -> TierVerdict:
+    """For contexts so small that users hardly notice a hit: it helps if it spares much of the GPUs' time."""
+    compute, load, own = host.compute(tokens), host.load(tokens, tier), host.assume.engine_seconds
+    how = f"{seconds(saved)} of {seconds(own + compute)} are" if saved > 0 else "nothing is"
+    small = (
+        f"contexts of {tokens:,} tokens are small: until the first token {how} saved, less than the engine's own "
+        f"{seconds(own)} for a request"
+    )
+    loads = _loads(demand)
+    if loads * load >= 1:
+        busy = f"{small}; and {3600 * loads:,.0f} loads an hour are more than the {3600 / load:,.0f} that it delivers"
+        return TierVerdict(tier.name, False, WhyHelps.SATURATED, busy)
+    if loads * compute >= _MUCH:
+        spared = f"{small}; but hits spare {loads * compute:.0%} of the time of all GPUs"
+        return TierVerdict(tier.name, True, WhyHelps.THROUGHPUT, spared)
+    return TierVerdict(tier.name, False, WhyHelps.LITTLE, f"{small}; each hit spares the GPUs {seconds(compute)}")
 
 
 def _loads(demand: Demand) -> float:
