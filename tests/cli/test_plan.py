@@ -137,6 +137,19 @@ def test_what_is_wrong_is_said(arguments: list[str], error: type[KvtideError], w
     assert words in str(done.exception)
 
 
+def test_weights_that_do_not_fit_are_said(tmp_path: Path) -> None:
+    assert "which do not fit: give --gpus" in " ".join(run("deepseek-v3", "--gpus", "2").output.split())
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    from kvtide.sizing.models import MODELS
+
+    folder = tmp_path / "mine [red] model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["qwen3-8b"][1]))
+    assert "mine [red] model on 1 x h200" in " ".join(run(str(folder)).output.split())
+
+
 def test_a_measured_cost_is_used() -> None:
     found = json.loads(run("llama-3.1-8b", "--prefill-cost", "1e-5,1e-9", "--json").stdout)["plan"]
     assert (found["per_token"], found["per_token_context"], found["cost_given"]) == (1e-5, 1e-9, True)

@@ -85,8 +85,11 @@ def test_an_unknown_model_names_the_nearest(tmp_path: Path, monkeypatch: pytest.
         shape_of("somebody/something-else")
 
 
+NO_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64, "vocab_size": 9}
+
+
 @pytest.mark.parametrize(
-    "config", [{}, {"num_hidden_layers": 2}, {"num_hidden_layers": "two", "num_attention_heads": 2}, [1]]
+    "config", [{}, {"num_hidden_layers": 2}, {"num_hidden_layers": "two", "num_attention_heads": 2}, NO_HEADS, [1]]
 )
 def test_a_config_without_a_shape_is_refused(tmp_path: Path, config: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

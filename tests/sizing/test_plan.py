@@ -83,6 +83,17 @@ def test_more_gpus_divide_heads_but_not_a_latent() -> None:
     assert host("llama-3.1-70b", 16).kv_on_gpus(8192) == 2 * host("llama-3.1-70b").kv(8192)
 
 
+def test_a_tier_keeps_every_window_and_every_state() -> None:
+    """Gemma's 52 layers with a window: all 512 blocks of 131,072 tokens are stored, 4 are loaded. Full attention has no
+    such difference."""
+    gemma = host("gemma-3-27b")
+    block = gemma.shape.layout.geometry["window"].footprint
+    assert gemma.stored(131_072) - gemma.kv(131_072) == (512 - 4) * block
+    nexts = host("qwen3-next-80b-a3b")
+    assert nexts.stored(2560) - nexts.kv(2560) == 9 * nexts.shape.layout.geometry["state"].footprint
+    assert host("llama-3.1-8b").stored(131_072) == host("llama-3.1-8b").kv(131_072)
+
+
 def one(model: str = "llama-3.1-8b", tokens: int = 8192, **demand: Any) -> dict[str, tuple[bool, str]]:
     found = plan(model, contexts=[tokens], demand=Demand(**demand))
     return {verdict.tier: (verdict.helps, verdict.why) for verdict in found.verdicts}
@@ -189,6 +200,7 @@ def test_hardware_of_ones_own() -> None:
         (lambda: plan("llama-3.1-8b", contexts=[]), "at least one"),
         (lambda: plan("llama-3.1-8b", contexts=[0]), "a context of 0 tokens"),
         (lambda: plan("llama-3.1-8b", gpus=0), "gpus is 0"),
+        (lambda: plan("llama-3.1-8b", prefill=PrefillCost(0.0)), "cost of computing is 0"),
         (lambda: plan("llama-3.1-8b", drives=0), "drives is 0"),
         (lambda: plan("llama-3.1-8b", assume=Assumptions(matmul=2)), "matmul is 2"),
         (lambda: plan("llama-3.1-8b", assume=Assumptions(engine_seconds=-1)), "engine_seconds is -1"),

@@ -239,13 +239,15 @@ def _speed(speed: float) -> str:
 
 
 def _show(out: Console, found: SizingPlan) -> None:
+    from rich.markup import escape
+
     from kvtide.formatting import size
     from kvtide.sizing.verdict import seconds
 
     chosen = ", as many as the weights need" if found.gpus_chosen and found.gpus > 1 else ""
     out.print(
-        f"[bold]{found.model}[/bold] on {found.gpus} x {found.gpu}{chosen}: {found.parameters / 1e9:.3g} billion "
-        f"parameters, {size(found.weights)} of weights, "
+        f"[bold]{escape(found.model)}[/bold] on {found.gpus} x {found.gpu}{chosen}: {found.parameters / 1e9:.3g} "
+        f"billion parameters, {size(found.weights)} of weights, "
         + (
             f"{size(found.kv_memory)} left for KV"
             if found.kv_memory > 0
@@ -270,7 +272,7 @@ def _show(out: Console, found: SizingPlan) -> None:
     each = _table(
         f"Each tier, and with {longest.tokens:,} tokens",
         "tier",
-        "read at",
+        "loads at",
         "quicker at",
         "both at once",
         "prompts/s",
@@ -281,7 +283,7 @@ def _show(out: Console, found: SizingPlan) -> None:
         at_longest = longest.tiers[tier.name]
         each.add_row(
             tier.name,
-            _speed(tier.speed),
+            _speed(longest.kv_bytes / at_longest.load),
             _from(tier.break_even, found.block_tokens),
             seconds(at_longest.both),
             f"{at_longest.loads_per_second:.3g}",
@@ -313,10 +315,12 @@ def _break_even(found: SizingPlan) -> str:
 
 
 def _show_capacity(out: Console, found: NeededCapacity) -> None:
+    from rich.markup import escape
+
     from kvtide.formatting import size
 
     out.print(
-        f"[bold]{found.trace}[/bold]: {size(found.bytes)} find {found.reached:.1%} of the blocks, of "
+        f"[bold]{escape(found.trace)}[/bold]: {size(found.bytes)} find {found.reached:.1%} of the blocks, of "
         f"{found.hit_rate:.1%} wanted and {found.unlimited:.1%} with unlimited memory; policy {found.policy}, "
         f"blocks of {found.block_tokens} tokens and {size(found.block_bytes)}."
     )

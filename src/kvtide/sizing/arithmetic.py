@@ -80,8 +80,14 @@ class Host:
         return self.cost.seconds(0, tokens)
 
     def kv(self, tokens: int) -> int:
-        """Bytes of a prefix, stored once."""
+        """Bytes of a prefix that a load reads."""
         return nbytes(self.shape.layout, tokens)
+
+    def stored(self, tokens: int) -> int:
+        """Bytes of a prefix that a tier keeps: more than ``kv`` with windows and states, of which it has every block's,
+        so that any part of the prefix can be found, until the policy evicts them."""
+        layout = self.shape.layout
+        return -(-tokens // layout.block_tokens) * sum(each.footprint for each in layout.geometry.values())
 
     def kv_on_gpus(self, tokens: int) -> float:
         """Bytes of a prefix in the memory of all GPUs: what cannot be divided is in each of them."""
@@ -180,4 +186,4 @@ class Host:
 
     def fit(self, tokens: int, tier: StorageTier) -> int | None:
         """How many contexts of that length fit in the tier; None: not limited."""
-        return None if tier.capacity is None else math.floor(tier.capacity / self.kv(tokens))
+        return None if tier.capacity is None else math.floor(tier.capacity / self.stored(tokens))

@@ -277,7 +277,7 @@ def shape_from(whole: Mapping[str, Any], name: str, where: str, kv_dtype: str = 
             pair_flops=2.0 * config["num_attention_heads"] * sum(_head_dims(config)),
             experts=_experts(config) > 0,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         if isinstance(e, LayoutError):
             raise
         raise LayoutError(f"{where} does not contain the model's shape ({e!r})") from e

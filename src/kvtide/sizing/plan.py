@@ -49,6 +49,9 @@ class ContextPlan(msgspec.Struct, frozen=True):
 
     tokens: int
     kv_bytes: int
+    """What a load reads."""
+    stored_bytes: int
+    """What a tier keeps: more than that with windows and states."""
     compute: float
     """Seconds of the GPUs."""
     first_token_computed: float
@@ -139,6 +142,8 @@ def plan(
     shape, card = shape_of(model, kv_dtype), gpu_of(gpu)
     count = gpus or _enough(shape, card.memory * assume.usable)
     cost = None if prefill is None else cost_of(prefill)
+    if cost is not None and cost.per_token <= 0:
+        raise ConfigError("the given cost of computing is 0 seconds a token: give a measured one, or none")
     host = Host(
         shape, card, count, link_of(bus or card.link, "bus"), cost or Host.prefill(shape, card, count, assume), assume
     )
@@ -211,6 +216,7 @@ def _at(host: Host, tokens: int, tiers: Sequence[StorageTier]) -> ContextPlan:
     return ContextPlan(
         tokens=tokens,
         kv_bytes=host.kv(tokens),
+        stored_bytes=host.stored(tokens),
         compute=compute,
         first_token_computed=host.first_token(tokens, compute, False),
         first_token_gpu=host.first_token(tokens, 0.0, True),
