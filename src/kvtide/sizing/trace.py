@@ -1,17 +1,22 @@
-"""How much cache a recorded trace needs for a wanted hit rate: replays at several sizes."""
+"""How much cache a recorded trace needs for a wanted hit rate.
+
+The best possible cache, which knows the future, is computed much faster than a policy is replayed, and no policy needs
+less. So its size is where the search begins: sizes are doubled until the policy reaches the rate, and then the last
+interval is divided.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from kvtide import config
 from kvtide.errors import ConfigError
-from kvtide.replay.run import slot_of
-from kvtide.replay.sweep import SweepRow, sweep
+from kvtide.formatting import size
+from kvtide.replay.optimum import optimum
+from kvtide.replay.run import replay, slot_of
 from kvtide.replay.trace import Trace, load
 from kvtide.sizing.models import ModelShape
 
@@ -19,12 +24,12 @@ __all__ = ["NeededCapacity", "needed"]
 
 _LEAST = 1 << 20
 """The smallest budget of DRAM, in bytes."""
-_CLOSE = 0.05
-"""The search ends when size and hit rate are known to this part."""
+_CLOSE = 1.1
+"""The search ends when the smallest size that suffices is at most this many times one that does not."""
 
 
 class NeededCapacity(msgspec.Struct, frozen=True):
-    """The smallest cache, within 5 %, that finds the wanted part of a trace's blocks."""
+    """The smallest cache, within 10 %, that finds the wanted part of a trace's blocks."""
 
     trace: str
     requests: int
@@ -64,39 +69,50 @@ def needed(
         raise ConfigError(f"a hit rate of {hit_rate:g} is wanted: give a part above 0 and below 1; 0.6, say")
     block = sum(group.geometry(tokens).nbytes for group in shape.layout.groups)
     slot = slot_of(block)
-    tried: dict[int, SweepRow] = {}
-    unlimited = 0.0
+    start = int(len(found.blocks) * warm)
+    asked = sum(len(chain) for chain in found.blocks[start:])
 
-    def rate(blocks: int) -> float:
-        nonlocal unlimited
-        if blocks not in tried:
-            text = f"{blocks * slot} B"
-            wanted: dict[str, Any] = {"nvme.path": "", "dram.policy": policy, "dram.budget": blocks * slot}
-            swept = sweep(found, [(text, config.read(overrides=wanted))], block, warm, False, False, progress)
-            unlimited = swept.unlimited
-            tried[blocks] = swept.rows[0]
-        return tried[blocks].hit_rates[policy]
+    def best(blocks: int) -> float:
+        return optimum(found, blocks, start).hits / asked if asked else 0.0
 
-    low, high = max(1, -(-_LEAST // slot)), max(1, -(-_LEAST // slot), found.unique)
-    if rate(high) < hit_rate:
+    most, unlimited = found.unique, best(found.unique)
+    if unlimited < hit_rate:
         raise ConfigError(
             f"{name}: a hit rate of {hit_rate:.1%} is wanted, and a cache from which nothing is ever evicted reaches "
             f"{unlimited:.2%}; the other blocks are new. Give at most that"
         )
-    if rate(low) >= hit_rate:
-        high = low
-    while high > low * (1 + _CLOSE) and high - low > 1:
+    tried: dict[int, float] = {}
+
+    def reached(blocks: int) -> bool:
+        if blocks not in tried:
+            settings = config.read(overrides={"nvme.path": "", "dram.policy": policy, "dram.budget": blocks * slot})
+            started = progress(f"with {size(blocks * slot)}")
+            tried[blocks] = replay(found, settings, block, warm, best=False, progress=started).hit_rate
+        return tried[blocks] >= hit_rate
+
+    least = -(-_LEAST // slot)
+    most = max(most, least)
+    low, high = least - 1, most
+    while high - low > 1:  # the size of the best possible cache
+        middle = (low + high) // 2
+        low, high = (low, middle) if best(middle) >= hit_rate else (middle, high)
+    low = least - 1
+    while not reached(high):
+        if high == most:
+            raise ConfigError(f"{name}: {policy} reaches {tried[most]:.2%} with room for all blocks; give at most that")
+        low, high = high, min(most, 2 * high)
+    while high - low > 1 and low >= least and high > low * _CLOSE:
         middle = max(low + 1, min(high - 1, round((low * high) ** 0.5)))
-        low, high = (low, middle) if rate(middle) >= hit_rate else (middle, high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
     return NeededCapacity(
         trace=name,
         requests=len(found.blocks),
         hit_rate=hit_rate,
         bytes=high * slot,
-        reached=rate(high),
+        reached=tried[high],
         policy=policy,
         unlimited=unlimited,
         block_bytes=block,
         block_tokens=tokens,
-        tried=sorted((row.bytes, row.hit_rates[policy]) for row in tried.values()),
+        tried=sorted((blocks * slot, rate) for blocks, rate in tried.items()),
     )
