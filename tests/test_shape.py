@@ -39,6 +39,7 @@ RANKS = [
     ["replay", "testing"],
     ["benchmarks"],
     ["doctor"],
+    ["sizing"],
     ["cli"],
     ["__main__"],
 ]
@@ -130,6 +131,7 @@ LONG_FILES = {"transfer/pipeline.py", "tiers/nvme/volume.py", "testing/interface
 LONG_FUNCTIONS = {
     "benchmarks/overlap.py:measure",
     "cli/forget.py:forget",
+    "cli/plan.py:plan",
     "cli/replay.py:replay",
     "tiers/nvme/volume.py:__init__",
 }

@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "Check a deployment, running or planned, and say what to change.",
     "demo": "Ask a real model about a long document: computed, from DRAM, and from NVMe after a restart.",
     "serve": "Serve a Hugging Face model with OpenAI's interface; a known beginning of a prompt is not computed again.",
+    "plan": "Estimate what a KV cache outside GPU memory gains, and what it needs.",
     "replay": "Find out how much cache your requests need.",
     "bench": "Measure kvtide on this machine, compared with the hardware's own limits.",
     "inspect": "Show the contents of a tier's directory, offline: nothing is changed, and nothing is locked.",

@@ -18,7 +18,7 @@ from kvtide.errors import KvtideError, LayoutError
 from kvtide.formatting import size
 from kvtide.index.weights_identity import SHARDS, identify
 
-__all__ = ["check", "folder_of", "layout_of", "nbytes"]
+__all__ = ["check", "config_of", "folder_of", "layout_from", "layout_of", "nbytes"]
 
 _ALIKE = {"half": "float16", "float": "float32"}
 _BYTES = {
@@ -29,6 +29,8 @@ _BYTES = {
     "bfloat16": "bfloat16",
 }
 _KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW, "chunked_attention": Kind.WINDOW}
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Models whose config.json may leave out which layers have a window: every so many layers, the last one has none."""
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "hybrid_override_pattern")
 """Keys in the configurations of models with state layers, where they do not list their layers."""
 
@@ -47,12 +49,26 @@ def folder_of(model: str) -> Path:
 
 def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layout:
     """The block layout of the model in ``folder``, except its packing. Raises LayoutError if the model is refused."""
+    return layout_from(config_of(folder / "config.json"), f"{folder}/config.json", dtype, kv_dtype)
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    """A model's ``config.json``. Raises LayoutError."""
     try:
-        return _layout(json.loads((folder / "config.json").read_text()), dtype, kv_dtype)
+        whole: dict[str, Any] = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as e:
+        raise LayoutError(f"{file} does not contain the model's shape ({e!r})") from e
+    return whole
+
+
+def layout_from(whole: Mapping[str, Any], where: str, dtype: str = "auto", kv_dtype: str = "auto") -> Layout:
+    """The same for a configuration that was read already, from ``where``."""
+    try:
+        return _layout(whole, dtype, kv_dtype)
     except LayoutError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LayoutError(f"{folder}/config.json does not contain the model's shape ({e!r})") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise LayoutError(f"{where} does not contain the model's shape ({e!r})") from e
 
 
 def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
@@ -86,6 +102,9 @@ def _kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
     if named is None:
         windows = config.get("sliding_window") and config.get("use_sliding_window", True)
         named = ["sliding_attention" if windows else "full_attention"] * layers
+        every = config.get("sliding_window_pattern") or _PATTERNS.get(str(config.get("model_type")))
+        if windows and every:
+            named = ["sliding_attention" if i % every else "full_attention" for i in range(1, layers + 1)]
     if other := next((name for name in named if name not in _KINDS), ""):
         raise LayoutError(f"layers of {other} are not supported; {' and '.join(_KINDS)} are")
     return [_KINDS[name] for name in named]
