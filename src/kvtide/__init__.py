@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -98,20 +99,23 @@ costs next to nothing: a store needs NumPy and a hundred modules of ours, a comm
 """
 
 if not TYPE_CHECKING:  # a type checker would take every name to exist
+    _importing = threading.RLock()
+    """Circular imports, such as NumPy's, fail if two threads begin them in different places."""
 
     def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            module = import_module(_MODULES[name])
-            found = getattr(module, "open_anywhere" if name == "open" else name)
-            globals()[name] = found  # the next use does not come here
-            return found
-        if not name.startswith("_"):
-            # a module of ours, such as kvtide.errors: "import kvtide" is enough to use it
-            try:
-                return import_module(f"{__name__}.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != f"{__name__}.{name}":
-                    raise
+        with _importing:
+            if name in _MODULES:
+                module = import_module(_MODULES[name])
+                found = getattr(module, "open_anywhere" if name == "open" else name)
+                globals()[name] = found  # the next use does not come here
+                return found
+            if not name.startswith("_") and "." not in name:
+                # a module of ours, such as kvtide.errors: "import kvtide" is enough to use it
+                try:
+                    return import_module(f"{__name__}.{name}")
+                except ModuleNotFoundError as error:
+                    if error.name != f"{__name__}.{name}":
+                        raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

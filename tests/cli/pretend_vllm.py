@@ -15,6 +15,7 @@ from typing import Any
 BLOCK = 256
 STORE = Path(os.environ["PRETEND_VLLM_STORE"])
 own: set[str] = set()
+RESETS: dict[str, int] = {}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,8 +28,11 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         asked: Any = json.loads(self.rfile.read(length)) if length else {}
         if self.path == "/reset_prefix_cache":
-            own.clear()
-            self._send(b"")
+            refused = RESETS.get("refused", 0)
+            RESETS["refused"] = refused + 1
+            if refused:  # as vLLM does while a connector still has pages: the first time it keeps all
+                own.clear()
+            self._send(json.dumps({"success": bool(refused)}).encode())
         elif self.path == "/tokenize":
             tokens = list(asked["messages"][0]["content"].encode())
             self._send(json.dumps({"count": len(tokens), "tokens": tokens}).encode())

@@ -15,7 +15,8 @@ from kvtide import cli
 
 PYTHON = re.compile(
     r"Traceback|\[Errno|invalid literal|could not convert|NoneType|Exception|codec can't decode|<class|object of type|"
-    r"positional argument|b'|PosixPath|is not a valid (float|integer)"
+    r"positional argument|b'|PosixPath|is not a valid (float|integer)|"
+    r"Input should be|unable to parse|Value error|Error\("
 )
 """Phrases of Python, which tell a user nothing."""
 
@@ -149,6 +150,10 @@ serve missing --waiting -1
 serve missing --stop-seconds nonsense
 demo --tokens -1
 demo --tokens nonsense
+demo --seconds inf
+demo --engine nonsense
+node --socket .
+stop .
 demo --new-tokens 0
 demo --path missing
 """.strip().splitlines()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
@@ -130,3 +131,25 @@ def test_an_error_of_the_system_is_a_message(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert (ended.value.code, capsys.readouterr().err) == (2, "kvtide: /proc/self/none: No such file or directory\n")
+
+
+def test_threads_may_use_kvtide_for_the_first_time_at_once() -> None:
+    """Circular imports, such as NumPy's, fail if two threads begin them in different places."""
+    lines = """
+        import threading, kvtide
+        names = ["connect", "Model", "Session", "Store", "Match", "Reservation"]
+        together, failed = threading.Barrier(len(names)), []
+
+        def use(name):
+            together.wait()
+            try:
+                getattr(kvtide, name)
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=use, args=[name]) for name in names]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not failed, failed
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, timeout=300)

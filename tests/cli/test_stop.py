@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from kvtide.cli import stop
 from kvtide.errors import AccessError, ConfigError, TierError
 from kvtide.node.client.client import Client
 from kvtide.node.server import server
+from kvtide.node.server.mapped_memory import beside
 from tests.node.serving import Process, eventually
 
 
@@ -57,6 +59,39 @@ def test_a_node_says_what_it_serves_and_is_stopped(tmp_path: Path) -> None:
         run("stop", process.path)
 
 
+def test_a_node_that_was_told_to_stop_before_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its socket is gone as soon as it ends, but it still writes: whoever unmounts the disk then must wait."""
+    path = tmp_path / "node.sock"
+    with open(beside(path, "alive"), "wb") as ending:
+        fcntl.flock(ending, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=stop.stop, args=(str(path),))
+        waiting.start()
+        said = ""
+        while f"a node at {path} is ending (0 s)\n" not in said:
+            said += capsys.readouterr().err
+        assert waiting.is_alive()
+        fcntl.flock(ending, fcntl.LOCK_UN)
+        waiting.join(60)
+    assert not waiting.is_alive()
+    assert capsys.readouterr().out == f"the node at {path} has ended\n"
+
+
+def test_a_node_serves_although_nobody_can_read_what_it_says(tmp_path: Path) -> None:
+    """Its log is on a full disk: that is no reason not to start."""
+    path = tmp_path / "node.sock"
+    environment = {**os.environ, "KVTIDE_DRAM_BUDGET": "8MiB"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
+        process = subprocess.Popen(command, stderr=full, env=environment)
+    try:
+        eventually(lambda: path.exists() or process.poll() is not None)
+        with Client(path) as client:
+            assert client.connected
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
 def test_a_node_that_ends_slowly_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,9 +115,9 @@ def test_a_process_that_is_no_node_is_not_stopped(tmp_path: Path, monkeypatch: p
     silent."""
     sent: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: sent.append(1))
-    monkeypatch.setattr(stop, "_PATIENCE", 0.2)
     for number, answer in enumerate([b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0hello", b"", None]):
         path = tmp_path / f"{number}.sock"
+        monkeypatch.setattr(stop, "_PATIENCE", 0.2 if answer is None else 60.0)
         with listening(path) as sock:
 
             def other(sock: socket.socket = sock, answer: bytes | None = answer) -> None:

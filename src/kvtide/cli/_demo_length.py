@@ -79,7 +79,7 @@ def choose_length(speed: DemoSpeed, work: DemoWork, left: float) -> Choice:
     if tokens < _ENOUGH:
         tokens, answers, questions = _longest(speed, work, work.fewest, left), work.fewest, 1
     seconds = _seconds(speed, work, answers, max(tokens, LEAST))
-    why = f"{speed.tokens} tokens took {speed.prefill:.1f} s to compute and {left:.0f} s are left"
+    why = f"{speed.tokens} tokens took {speed.prefill:.1f} s to compute and {max(0.0, left):.0f} s are left"
     if not tokens:
         why += ": it is the shortest document, and this machine is too slow or busy even for that"
     return Choice(

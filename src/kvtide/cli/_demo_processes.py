@@ -53,7 +53,9 @@ class SignalGuard:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._handle) for one in _SIGNALS}
+            ignored = (signal.SIG_IGN, None)  # as under nohup
+            heard = [one for one in _SIGNALS if signal.getsignal(one) not in ignored]
+            self._before = {one: signal.signal(one, self._handle) for one in heard}
         return self
 
     def __exit__(
@@ -211,8 +213,10 @@ def working_folder(place: Path, guard: SignalGuard, say: Callable[[str], None]) 
     finally:
         if folder is not None:
             with guard.deferred():
-                say("deleting what was stored")
-                shutil.rmtree(folder, ignore_errors=True)
+                try:
+                    say("deleting what was stored")
+                finally:  # the output may have gone
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def filesystem(folder: Path) -> str:

@@ -6,6 +6,7 @@ second process shares that node. Then both processes and the node end, and a thi
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def play(wish: Wish, progress: DemoProgress, guard: SignalGuard) -> Result:
         settings = folder / "kvtide.toml"
         settings.write_text(
             '[dram]\nbudget = "1GiB"\n'
-            f'[nvme]\npath = "{folder / "nvme"}"\nbudget = "2GiB"\nstore = "through"\n'
+            f'[nvme]\npath = {json.dumps(str(folder / "nvme"))}\nbudget = "2GiB"\nstore = "through"\n'
         )  # fmt: skip
 
         def ask(*ways: Way) -> None:

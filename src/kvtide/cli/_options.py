@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-__all__ = ["ConfigFile", "number", "seconds", "size", "whole"]
+__all__ = ["ConfigFile", "choice", "number", "seconds", "size", "whole"]
+
+E = TypeVar("E", bound=StrEnum)
 
 ConfigFile = Annotated[
     Path | None,
@@ -43,6 +46,18 @@ def size(text: int | str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def choice(known: type[E]) -> Callable[[E | str], E]:
+    """The value of an option that is one of some words."""
+
+    def parse(text: E | str) -> E:
+        try:
+            return known(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is none of {', '.join(known)}") from None
+
+    return parse
 
 
 def whole(least: int, most: int | None = None) -> Callable[[int | str], int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvtide.cli._options import choice, number, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +34,10 @@ def demo(
     engine: Annotated[
         DemoEngine,
         typer.Option(
+            metavar="ENGINE",
+            parser=choice(DemoEngine),
             help="What runs the model: transformers in processes of its own, or a real vLLM server with the connector, "
-            "if vLLM is installed in this environment."
+            "if vLLM is installed in this environment.",
         ),
     ] = DemoEngine.TRANSFORMERS,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the page.")] = Path("demo-out"),
@@ -42,20 +47,26 @@ def demo(
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option(help="How long all of it may take, about: the document's length is chosen for that.", min=1),
+        typer.Option(
+            metavar="SECONDS",
+            parser=number(1, 1e6),
+            help="How long all of it may take, about: the document's length is chosen for that.",
+        ),
     ] = 200,
     least: Annotated[
         int | None,
         typer.Option(
             "--tokens",
+            metavar="TOKENS",
+            parser=whole(300, 7000),
             help="How long the document is, at least. Without it, a short prompt is computed first, and the length is "
             "chosen by the time that took.",
-            min=300,
-            max=7000,
             show_default=False,
         ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="How long an answer may be.", min=1, max=200)] = 16,
+    new_tokens: Annotated[
+        int, typer.Option(metavar="TOKENS", parser=whole(1, 200), help="How long an answer may be.")
+    ] = 16,
 ) -> None:
     """Ask a real model about a long document: computed, from DRAM, and from NVMe after a restart.
 
@@ -76,26 +87,28 @@ def demo(
     from kvtide.errors import TierError
 
     console = Console(highlight=False)
-    place = path or scratch_folder()
+    place = (path or scratch_folder()).resolve()
     if not place.is_dir():
         raise TierError(f"{place} is not a directory: give one on the disk to use")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
+    if not os.access(out, os.W_OK):
+        raise TierError(f"cannot write to {out}: name another folder with --out")
     wish = _demo_run.Wish(place, seconds, least or 0, new_tokens)
     play = _demo_vllm.play if engine == DemoEngine.VLLM else _demo_run.play
     try:
         with SignalGuard() as guard:
             with DemoProgress(console) as progress:
                 result = play(wish, progress, guard)
-                progress.step("drawing the plot")
-                plot, page = None, out / "index.html"
-                try:
-                    out.mkdir(parents=True, exist_ok=True)
-                    plot = write_plot(result, out / "demo.png")
-                    write_page(result, plot, page)
-                except OSError as error:
-                    raise TierError(
-                        f"cannot write to {out} ({error.strerror}): name another folder with --out"
-                    ) from error
             _print(console, result)
+            plot, page = None, out / "index.html"
+            try:
+                plot = write_plot(result, out / "demo.png")
+                write_page(result, plot, page)
+            except OSError as error:
+                raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
     except KeyboardInterrupt:
         console.print(
             "Interrupted: all processes have ended, and what was stored is deleted. To try again in less time: "

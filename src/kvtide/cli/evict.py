@@ -27,9 +27,13 @@ def evict(
             help="Bytes that blocks may take there: 500GiB. The same as files.budget of every node.",
         ),
     ],
-    path: Annotated[
-        Path | None,
-        typer.Option(help="The folder that files.path names. Default: the object store that objects.url names."),
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            "--path",
+            metavar="PATH",
+            help="The folder that files.path names. Default: the object store that objects.url names.",
+        ),
     ] = None,
     lease: Annotated[
         float | None,
@@ -62,6 +66,9 @@ def evict(
         lease = configuration.Files().lease
     if not lease > 0:
         raise ConfigError(f"--lease is {lease:g}; it must be more than 0 seconds")
+    if folder == "":
+        raise ConfigError("--path is empty: give the folder that files.path of the nodes names")
+    path = None if folder is None else Path(folder)
     objects = configuration.read(file).objects
     if path is None and not objects.url:
         raise ConfigError("there is no storage to keep a budget in: give --path, or set objects.url")

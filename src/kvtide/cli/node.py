@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -90,7 +91,8 @@ def node(
 
     def serve(then: Callable[[], None] = lambda: None) -> None:
         def ready(http: str) -> None:
-            typer.echo(_started(settings, socket, http, idle_seconds), err=True)
+            with contextlib.suppress(OSError, ValueError):  # nobody can read it: no reason not to serve
+                typer.echo(_started(settings, socket, http, idle_seconds), err=True)
             then()
 
         run.serve(settings, socket, stop_seconds, idle_seconds, ready)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvtide
-from kvtide.cli._options import ConfigFile, whole
+from kvtide.cli._options import ConfigFile, choice, whole
 from kvtide.errors import ConfigError
 
 __all__ = ["app"]
@@ -43,7 +43,14 @@ def serve(
         str | None, typer.Option(help="The address of a node, unix:kvtide.sock say, instead of a store of its own.")
     ] = None,
     file: ConfigFile = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: as the model was saved.")] = Dtype.auto,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            parser=choice(Dtype),
+            help=f"Of weights and KV: {', '.join(Dtype)} (as the model was saved).",
+        ),
+    ] = Dtype.auto,
     limit: Annotated[
         int | None,
         typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import select
@@ -22,6 +23,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 _PATIENCE = 10.0
 """Seconds that a node may take to answer."""
+_POLL = 0.2
+"""Seconds between two looks at a file's lock, of whose end nobody tells."""
 _FIRST, _NEXT = 1.0, 5.0
 """Seconds until the first line about a node that is still ending, and between the next ones."""
 
@@ -44,10 +47,37 @@ def stop(
     if "://" in address:
         raise ConfigError(f"{address} is no socket; a node on another host is stopped there: kvtide stop SOCKET")
     path = Path(address.removeprefix("unix:"))
+    if not path.name:
+        raise ConfigError(f"{address!r} is no socket: name the node's, kvtide.sock say")
+    if not path.exists() and _wait_for_the_end(path):
+        typer.echo(f"the node at {path} has ended")
+        return
     pid, pidfd = _node(path)
     with open(pidfd, "rb", buffering=0):
         _wait(path, pid, pidfd)
     typer.echo(f"the node at {path}, process {pid}, has ended")
+
+
+def _wait_for_the_end(path: Path) -> bool:
+    """Wait for a node that has removed its socket and still writes; False if there is none. A node locks the file
+    ``alive`` until its process ends."""
+    from kvtide.node.server.mapped_memory import beside
+
+    try:
+        file = os.open(beside(path, "alive"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return False
+    with open(file, "rb", buffering=0):
+        began, told = time.monotonic(), 0.0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return told > 0
+            except OSError:
+                if time.monotonic() >= told:
+                    typer.echo(f"a node at {path} is ending ({time.monotonic() - began:.0f} s)", err=True)
+                    told = time.monotonic() + _NEXT
+                time.sleep(_POLL)
 
 
 def _node(path: Path) -> tuple[int, int]:
@@ -68,8 +98,10 @@ def _node(path: Path) -> tuple[int, int]:
             raise TierError(f"the process at {path} is hidden from here, as in a container: stop it there")
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError as e:
+        except ProcessLookupError as e:
             raise TierError(f"process {pid}, which listened at {path}, has ended or is ending") from e
+        except OSError as e:
+            raise TierError(f"process {pid} at {path} cannot be signalled from here ({e.strerror}): kill {pid}") from e
         try:
             # It answers on this connection after its pidfd was opened: so the pidfd is that of the process that listens
             # there, and that process is a node, and not another program whose socket was named by mistake.

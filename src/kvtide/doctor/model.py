@@ -55,9 +55,15 @@ def layout_of(folder: Path, dtype: str = "auto", kv_dtype: str = "auto") -> Layo
 def config_of(file: Path) -> dict[str, Any]:
     """A model's ``config.json``. Raises LayoutError."""
     try:
-        whole: dict[str, Any] = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as e:
-        raise LayoutError(f"{file} does not contain the model's shape ({e!r})") from e
+        whole = json.loads(file.read_text())
+    except OSError as e:
+        raise LayoutError(
+            f"{file} cannot be read ({e.strerror}): give a folder that has the model's config.json"
+        ) from e
+    except ValueError as e:
+        raise LayoutError(f"{file} is not JSON ({e})") from e
+    if not isinstance(whole, dict):
+        raise LayoutError(f"{file} does not contain the model's shape: it is no JSON object")
     return whole
 
 

@@ -78,8 +78,8 @@ async def _serve(
             store.close()
             raise
         log.info("kvtide %s serves at %s", __version__, path)
-        ready(http.address)
         _notify("READY=1")
+        ready(http.address)
         gc.collect()
         gc.freeze()  # these objects stay alive: scanning them in every collection would make clients wait
         if idle_seconds is not None:
@@ -101,6 +101,8 @@ async def _alone(path: Path, stop: asyncio.Event) -> AsyncIterator[bool]:
     Yields False if this process was told to stop while it waited.
     """
     end = time.monotonic() + _PATIENCE
+    if not path.name:
+        raise ConfigError(f"a node cannot be at {str(path)!r}: name a file for its socket, kvtide.sock say")
     file = beside(path, "alive")
     try:
         alive = LockFile(file)

@@ -35,7 +35,8 @@ def listen(host: str, port: int, keyed: bool = False) -> socket.socket:
     try:
         at = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error}; give another --host or --port") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(f"cannot listen at {host}:{port}: {reason}; give another --host or --port") from error
     if not keyed and not ipaddress.ip_address(at.getsockname()[0].partition("%")[0]).is_loopback:
         at.close()
         raise ConfigError(

@@ -124,7 +124,7 @@ class Http:
                 f"cannot serve HTTP at {address!r}: {reason}. Give a free address such as 127.0.0.1:9410"
             ) from e
         host, number = listeners[0].getsockname()[:2]
-        self.address = f"{host}:{number}"
+        self.address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
         for listener in listeners:
             listener.setblocking(False)
             self._listening.append(loop.create_task(self._accept(listener)))
