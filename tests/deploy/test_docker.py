@@ -133,6 +133,10 @@ def test_what_the_compose_file_names_exists() -> None:
     assert used == set(variables()), "example.env has every variable, and no other"
 
 
+def test_git_ignores_the_file_with_the_tokens() -> None:
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_the_services_belong_together() -> None:
     services = composed()["services"]
     node, vllm = services["node"], services["vllm"]

@@ -61,6 +61,12 @@ VALUES = [
         "--set",
         "node.env[0].name=A,node.env[0].value=b,networkPolicy.egress[0].ports[0].port=6379,node.priorityClassName=p",
     ),
+    (
+        "--set",
+        "node.fsGroup=10001,node.volumes[0].name=key,node.volumes[0].secret.secretName=key,"
+        "node.volumeMounts[0].name=key,node.volumeMounts[0].mountPath=/etc/kvtide-key,"
+        "vllm.resources.requests.memory=32Gi",
+    ),
 ]
 """Sets of values, which together use every branch of the templates."""
 
@@ -119,10 +125,32 @@ def test_further_settings_are_in_the_file_of_settings(tmp_path: Path) -> None:
     assert config.nvme.budget == parse_size("500GiB"), "the chart's own settings stay"
 
 
+def test_further_volumes_are_mounted() -> None:
+    spec, node = pod(parts(rendered(*VALUES[-1]))["DaemonSet", "kvtide-node"])
+    assert mounted(spec, node, "/etc/kvtide-key/key")["secret"] == {"secretName": "key"}
+    assert spec["securityContext"]["fsGroup"] == 10001
+
+
+def test_resources_of_the_engine_are_set_beside_its_gpus() -> None:
+    _, engine = pod(parts(rendered(*VALUES[-1]))["Deployment", "kvtide-vllm"])
+    assert engine["resources"] == {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "32Gi"}}
+
+
+def test_budgets_may_have_fractions() -> None:
+    found = parts(rendered("--set", "node.dramGiB=1.5,node.nvmeGiB=2.5,node.nvmeFolder="))
+    spec, node = pod(found["DaemonSet", "kvtide-node"])
+    assert node["resources"]["limits"]["memory"] == "3.5Gi"
+    assert mounted(spec, node, "/var/lib/kvtide")["emptyDir"]["sizeLimit"] == "3.5Gi"
+    assert 'budget = "1.5GiB"' in found["ConfigMap", "kvtide-node"]["data"]["kvtide.toml"]
+
+
 def pod(part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pod and its container. Selector and labels agree, and every mount has its volume."""
     template = part["spec"]["template"]
     assert part["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert template["spec"]["enableServiceLinks"] is False, (
+        "a Service kvtide-node sets KVTIDE_NODE_PORT, which is no setting"
+    )
     (container,) = template["spec"]["containers"]
     volumes = {volume["name"] for volume in template["spec"]["volumes"]}
     for one in (container, *template["spec"].get("initContainers", [])):
@@ -159,9 +187,12 @@ def test_the_pods_belong_together(tmp_path: Path) -> None:
     resources = node[1]["resources"]
     assert config.dram.budget < parse_size(f"{resources['limits']['memory']}B")
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
-    assert "hostPath" in mounted(*node, config.nvme.path)
+    disk = mounted(*node, config.nvme.path)["hostPath"]
+    assert disk["type"] == "Directory", "a folder beside a disk that is not mounted would fill the host's own"
     assert float(option(node[1], "--stop-seconds")) < node[0]["terminationGracePeriodSeconds"]
     assert node[0]["tolerations"] == engine[0]["tolerations"]
+    assert node[0]["nodeSelector"] == engine[0]["nodeSelector"]
+    assert engine[1]["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
 
 
 def test_the_node_has_few_rights_and_its_folders_belong_to_the_user_of_the_image() -> None:
@@ -212,16 +243,15 @@ def test_the_node_starts_and_passes_its_probes() -> None:
     token, setting = node["env"]
     environment = {token["name"]: f"prometheus read {TOKEN}", setting["name"]: setting["value"]}
     settings = found["ConfigMap", mounted(spec, node, option(node, "--config"))["configMap"]["name"]]["data"]
-    startup, live = (node[probe]["exec"]["command"] for probe in ("startupProbe", "livenessProbe"))
-    assert startup == live
+    startup, ready, live = (
+        node[probe]["exec"]["command"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    )
+    assert startup == ready == live
     with container() as made:
         for name, text in settings.items():
             made.settings(name, text)
         made.start([*node["command"], *node["args"]], environment)
         assert made.run(startup) == 0
-        ready = node["readinessProbe"]["httpGet"]
-        assert ready["port"] == node["ports"][0]["name"]
-        assert httpx.get(made.url + ready["path"]).status_code == 200
         scrape = found["ServiceMonitor", "kvtide-node"]["spec"]["endpoints"][0]["path"]
         assert httpx.get(made.url + scrape).status_code == 401
         assert "kvtide_blocks" in httpx.get(made.url + scrape, headers={"Authorization": f"Bearer {TOKEN}"}).text
@@ -235,7 +265,8 @@ def test_the_node_without_a_secret_answers_http_inside_its_pod_only() -> None:
     assert "ports" not in node
     assert option(node, "--http") == "127.0.0.1:9410"
     assert node["readinessProbe"]["exec"] == node["livenessProbe"]["exec"]
-    assert not {("Service", "kvtide-node"), ("ServiceMonitor", "kvtide-node")} & found.keys()
+    assert not {"ServiceMonitor", "PrometheusRule"} & {kind for kind, _ in found}
+    assert ("Service", "kvtide-node") not in found
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def test_the_command_of_the_unit_starts_a_node_with_the_settings_beside_it() -> 
     config = configuration.read(UNITS / "kvtide.toml", {})
     (state,) = given["StateDirectory"]
     assert Path(config.nvme.path).is_relative_to(f"/var/lib/{state}")
+    assert given["RuntimeDirectoryPreserve"] == ["yes"], "a stopped node leaves kvtide.lent, and containers mount it"
     with container() as made:
         made.settings(Path(words[words.index("--config") + 1]).name, settings)
         made.start(words, {})
