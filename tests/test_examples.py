@@ -66,7 +66,8 @@ def test_an_example_does_what_it_says(example: Path, tmp_path: Path) -> None:
         env={**environment, "TMPDIR": str(here), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # but for the line of a node that it starts
+    assert [line for line in done.stderr.splitlines() if not re.match(r"kvtide \S+ serves at ", line)] == []
     lines = done.stdout.splitlines()
     for wanted in RESULTS[example.stem]:
         found = [line for line in lines if re.fullmatch(wanted, line)]

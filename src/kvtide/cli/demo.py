@@ -90,12 +90,7 @@ def demo(
     place = (path or scratch_folder()).resolve()
     if not place.is_dir():
         raise TierError(f"{place} is not a directory: give one on the disk to use")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
-    if not os.access(out, os.W_OK):
-        raise TierError(f"cannot write to {out}: name another folder with --out")
+    _check_writable(out)
     wish = _demo_run.Wish(place, seconds, least or 0, new_tokens)
     play = _demo_vllm.play if engine == DemoEngine.VLLM else _demo_run.play
     try:
@@ -118,6 +113,18 @@ def demo(
         )
         raise typer.Exit(130) from None
     _finish(console, result, plot, page)
+
+
+def _check_writable(out: Path) -> None:
+    """Before anything is measured, not after."""
+    from kvtide.errors import TierError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
+    if not os.access(out, os.W_OK):
+        raise TierError(f"cannot write to {out}: name another folder with --out")
 
 
 def _finish(console: Console, result: Result, plot: Path | None, page: Path) -> None:
