@@ -96,7 +96,7 @@ def test_the_lines_for_vllm_are_those_of_its_page_and_of_the_command() -> None:
     assert any(serve in part for part in code(ROOT / "docs/vllm.md", "sh"))
     (export,) = (line.split("#")[0].split()[1:] for line in lines.splitlines() if line.startswith("export"))
     config = configuration.read(env=dict(word.split("=", 1) for word in export))
-    assert (config.dram.budget, config.engine.store) == (64 << 30, "through")
+    assert (config.dram.budget, config.engine.store) == (16 << 30, "through")
 
 
 def test_the_lines_for_transformers_run_and_load_a_known_prompt(

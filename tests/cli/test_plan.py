@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvtide.cli import app
 from kvtide.errors import ConfigError, KvtideError, LayoutError
+from tests.sizing.traces import returning_users
 
 PAGE = Path(__file__).parents[2] / "docs/planning.md"
 
@@ -30,19 +31,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Twenty users who each come five times with a block of 256 tokens more."""
-    path = tmp_path / "trace.jsonl"
-    requests = [(turn, user) for turn in range(5) for user in range(20)]
-    lines = [
-        {
-            "timestamp": 1000 * i,
-            "input_length": 256 * (turn + 1),
-            "hash_ids": [100 * user + block for block in range(turn + 1)],
-        }
-        for i, (turn, user) in enumerate(requests)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return returning_users(tmp_path / "trace.jsonl")
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-70b", "deepseek-v3", "mistral-7b-v0.1"])

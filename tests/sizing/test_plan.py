@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvtide.sizing.models import MODELS, shape_of
 from kvtide.sizing.plan import Demand, SizingPlan, plan
 from kvtide.sizing.trace import needed
 from kvtide.sizing.verdict import WhyHelps
+from tests.sizing.traces import returning_users
 
 
 def host(model: str, gpus: int = 1) -> Host:
@@ -221,20 +221,8 @@ def test_what_means_nothing_is_refused(wrong: Callable[[], Any], words: str) -> 
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twenty users who each come five times with a block of 256 tokens more."""
     monkeypatch.chdir(tmp_path)  # where no kvtide.toml is
-    path = tmp_path / "trace.jsonl"
-    requests = [(turn, user) for turn in range(5) for user in range(20)]
-    lines = [
-        {
-            "timestamp": 1000 * i,
-            "input_length": 256 * (turn + 1),
-            "hash_ids": [100 * user + block for block in range(turn + 1)],
-        }
-        for i, (turn, user) in enumerate(requests)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return returning_users(tmp_path / "trace.jsonl")
 
 
 def test_a_trace_says_how_many_bytes_are_needed(trace: Path) -> None:

@@ -7,6 +7,7 @@ grandchildren end with their group.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ __all__ = [
     "scratch_folder",
     "start_node",
     "working_folder",
+    "write_settings",
 ]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -145,6 +147,14 @@ def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment, without kvtide settings and without access to the hub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
     return kept | {"HF_HUB_OFFLINE": "1", **more}
+
+
+def write_settings(folder: Path) -> Path:
+    """Write the settings of the demonstration's store, which is in this folder, and return their file."""
+    nvme = json.dumps(str(folder / "nvme"))  # a string of TOML, whatever letters the folder has
+    settings = folder / "kvtide.toml"
+    settings.write_text(f'[dram]\nbudget = "1GiB"\n[nvme]\npath = {nvme}\nbudget = "2GiB"\nstore = "through"\n')
+    return settings
 
 
 def start_node(processes: DemoProcesses, folder: Path, settings: Path) -> subprocess.Popen[bytes]:

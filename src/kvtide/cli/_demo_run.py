@@ -6,7 +6,6 @@ second process shares that node. Then both processes and the node end, and a thi
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from kvtide.cli._demo_processes import (
     filesystem,
     start_node,
     working_folder,
+    write_settings,
 )
 from kvtide.cli._demo_progress import DemoProgress
 from kvtide.cli._demo_result import Result
@@ -74,11 +74,7 @@ def play(wish: Wish, progress: DemoProgress, guard: SignalGuard) -> Result:
     steps: list[DemoStep] = []
     least, questions = wish.least, len(QUESTIONS)
     with working_folder(wish.place, guard, progress.step) as folder, DemoProcesses(guard) as processes:
-        settings = folder / "kvtide.toml"
-        settings.write_text(
-            '[dram]\nbudget = "1GiB"\n'
-            f'[nvme]\npath = {json.dumps(str(folder / "nvme"))}\nbudget = "2GiB"\nstore = "through"\n'
-        )  # fmt: skip
+        settings = write_settings(folder)
 
         def ask(*ways: Way) -> None:
             nonlocal least, questions

