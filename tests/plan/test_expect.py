@@ -81,10 +81,10 @@ def test_a_hint_is_learned_from_once_for_each_use() -> None:
     turns: list[Turn] = ["tool", "end"] * 5000
     for turn in turns:
         forest.expect((1, 2), turn, None)
-    assert len(forest.uses._notes) == 2, "the store, and one hint"
+    assert len(forest.uses._recorded) == 2, "the store, and one hint"
     forest.ask((1, 2))
     forest.expect((1, 2), "end", None)
-    assert len(forest.uses._notes) == 4
+    assert len(forest.uses._recorded) == 4
 
 
 def test_without_hints_kinds_are_those_of_no_hint() -> None:

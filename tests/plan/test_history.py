@@ -7,8 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvtide.plan.history import MANY, Counts, History, Marks
+from kvtide.plan.history import MANY, History
 from kvtide.plan.policy import Reuse
+from kvtide.plan.recorded_uses import Counts, Marks, Use, Uses
 from kvtide.testing.policy import Forest
 
 _NAMES: Marks = np.random.default_rng(1).integers(1 << 63, (1 << 64) - 1, 100_000, np.uint64)
@@ -24,7 +25,10 @@ def history() -> History:
 
 def see(history: History, chain: Marks, returns: int, now: int) -> Counts:
     """A chain is used; answers how often, by then, its blocks have come back if they are stored anew."""
-    history.see(chain, np.zeros(len(chain), np.int16), np.full(len(chain), returns, np.int16), chain > 0, now)
+    every = chain > 0
+    history.see(
+        Uses([Use(chain, np.zeros(len(chain), np.int16), np.full_like(every, returns, np.int16), every, every, now)])
+    )
     return history.returns(chain)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtide.index.index import DRAM, Index
 from kvtide.plan import policy
@@ -141,6 +143,48 @@ def test_a_shadow_keeps_the_highest_scores_and_the_chain_in_hand() -> None:
     assert [n for n in range(1, 6) if n in shadow] == [1, 2, 4, 5], "3 had the lowest score of the others"
     assert use([6, 7, 8, 9, 10, 11], [6, 5, 4, 3, 2, 1], [True] * 6) == 0
     assert [n for n in range(1, 12) if n in shadow] == [6, 7, 8, 9], "a chain longer than the tier keeps its head"
+
+
+class _SimpleShadow:
+    """The same cache, which looks at every name whenever one has to go."""
+
+    def __init__(self) -> None:
+        self.scores: dict[int, int] = {}
+        self.since: dict[int, int] = {}
+
+    def use(self, names: list[int], scores: list[int], since: list[int], counted: list[bool], capacity: int) -> int:
+        hits = sum(asked for name, asked in zip(names, counted, strict=True) if name in self.scores)
+        for name, score, time in zip(names, scores, since, strict=True):
+            self.scores[name] = max(score, self.scores.get(name, score))
+            self.since[name] = time
+        while len(self.scores) > capacity:
+            others = [name for name in self.scores if name not in names] or list(self.scores)
+            del self.scores[min(others, key=lambda name: (self.scores[name], name))]
+        return hits
+
+    def bound(self, longest: int) -> None:
+        self.scores = {name: min(score, self.since[name] + longest) for name, score in self.scores.items()}
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 40), st.integers(0, 9)), max_size=60),
+)
+def test_a_shadow_keeps_what_a_simple_cache_keeps(room: int, uses: list[tuple[int, int, int, int]]) -> None:
+    shadow, simple, now = Shadow(), _SimpleShadow(), 0
+    for prompt, length, stay, chance in uses:
+        now += length
+        names = [10 * prompt + depth for depth in range(length)]
+        since = [now - depth for depth in range(length)]
+        scores = [now + stay - depth for depth in range(length)]
+        counted = [depth % 2 == chance % 2 for depth in range(length)]
+        assert shadow.use(names, scores, since, counted, room) == simple.use(names, scores, since, counted, room)
+        if chance == 0:
+            shadow.bound(10)
+            simple.bound(10)
+        assert {name for name in range(60) if name in shadow} == set(simple.scores)
+        assert len(shadow) == len(simple.scores)
 
 
 def test_a_shadow_bounds_what_was_used_long_ago() -> None:

@@ -24,13 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.plan.recorded_uses import Counts, Marks, Mask, Numbers, Uses
+
 __all__ = ["MANY", "Curves", "History"]
 
-Marks = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
-Kinds = npt.NDArray[np.int16]
-Counts = npt.NDArray[np.int16]
-Numbers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.float64]
 
 MANY = 250
@@ -168,30 +165,32 @@ class History:
             self._places = new
             self._count_less(old.share / share)
 
-    def see(self, marks: Marks, kinds: Kinds, returns: Counts, counted: Mask, now: int) -> None:
-        """Record a use of blocks of one chain. Blocks that are not ``counted`` were recorded just before, and only get
-        a more precise kind now."""
+    def see(self, uses: Uses) -> None:
+        """Record uses of blocks."""
         places = self._places
-        if places.share > 1:
-            mine = places.sampled(marks)
-            marks, kinds, returns, counted = marks[mine], kinds[mine], returns[mine], counted[mine]
-        at = places.at(marks)
-        before = places.names[at]
-        same = before == marks
-        was = places.kinds[at]
-        ages = now - places.times[at]
+        at = places.at(uses.marks)
+        chosen = places.sampled(uses.marks)
+        # Where two uses have the same entry, the second one finds what the first one wrote.
+        position, written = uses.before(at, chosen)
+        names = np.where(written, uses.marks[position], places.names[at])
+        times = np.where(written, uses.times[position], places.times[at])
+        was = np.where(written, uses.kinds[position], places.kinds[at])
+        same = names == uses.marks
+        ages = uses.times - times
         steps, weights = _steps(ages), self._weights(ages)
-        came, lost = same & counted, ~same & (before != 0)
+        came = same & uses.ended & chosen
+        lost = ~same & (names != 0) & chosen
+        again = same & ~uses.ended & chosen
         np.add.at(self._came, (was[came], steps[came]), weights[came])
         np.add.at(self._lost, (was[lost], steps[lost]), weights[lost])
-        np.add.at(self._used, kinds, 1)
-        self._prompts[kinds] += 1  # numpy adds once for each distinct kind
-        again = was[same & ~counted]
-        if len(again):
-            np.add.at(self._used, again, -1)
-            self._prompts[again] -= 1
-        places.names[at], places.times[at], places.kinds[at] = marks, now, kinds
-        places.returns[at] = returns
+        np.add.at(self._used, uses.kinds[chosen], 1)
+        np.add.at(self._prompts, uses.once_in_each(uses.kinds, chosen), 1)
+        np.add.at(self._used, was[again], -1)
+        np.add.at(self._prompts, uses.once_in_each(was, again), -1)
+        at = at[chosen]
+        places.names[at], places.times[at] = uses.marks[chosen], uses.times[chosen]
+        places.kinds[at], places.returns[at] = uses.kinds[chosen], uses.returns[chosen]
+        now = int(uses.times[-1])
         self._span += (now - self._now) / places.share
         self._now = now
 

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index.index import Index, Rows
-from kvtide.plan.history import Curves, Kinds, Marks
+from kvtide.plan.history import Curves
 from kvtide.plan.policy_lead import Lead
+from kvtide.plan.recorded_uses import Kinds, Uses
 from kvtide.plan.shadow_cache import Shadow
 
 __all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "Terms", "make"]
@@ -44,7 +45,7 @@ class Policy(Protocol):
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
         """These blocks of one chain, head first, are in use; ``kinds`` says what each is, once that is known."""
 
-    def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None:
+    def watch(self, uses: Uses) -> None:
         """The same, later and off the caller's path, for those that learn from it."""
 
     def learn(self, curves: Curves) -> None:
@@ -72,7 +73,7 @@ class Lru:
 
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None: ...
 
-    def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None: ...
+    def watch(self, uses: Uses) -> None: ...
 
     def learn(self, curves: Curves) -> None: ...
 
@@ -111,7 +112,7 @@ class Terms:
         self.longest = _EVER if stay is None else int(stay.max())
         """The longest of them."""
 
-    def of(self, kinds: Kinds, now: int) -> Scores:
+    def of(self, kinds: Kinds, now: int | Scores) -> Scores:
         """Until when blocks of these kinds, used now, should stay."""
         return self._stay[kinds] + now if len(self._stay) else np.full(len(kinds), now)
 
@@ -163,7 +164,7 @@ class Reuse:
         term = now if kinds is None else self.terms.of(kinds, now)
         until[rows] = _falling(np.maximum(until[rows] + steps, term), steps)
 
-    def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None: ...
+    def watch(self, uses: Uses) -> None: ...
 
     def learn(self, curves: Curves) -> None:
         if room := self.room():
@@ -224,22 +225,26 @@ class Duel:
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
         self._reuse.used(rows, kinds, now)
 
-    def watch(self, marks: Marks, kinds: Kinds, counted: npt.NDArray[np.bool_], now: int) -> None:
-        if counted[0]:  # what follows of a request, when it is stored, does not count its head again
-            self._end()
-        share = _share(self._size)
-        here = (marks >> _HIGH) % np.uint64(share) == 0
-        if not self._size or not here.any():
-            return
-        steps = _steps(len(marks))
-        order = now - steps
-        names, asked, since = marks[here].tolist(), counted[here].tolist(), order[here].tolist()
+    def watch(self, uses: Uses) -> None:
+        share = np.uint64(_share(self._size))
+        here = np.flatnonzero((uses.marks >> _HIGH) % share == 0) if self._size else np.zeros(0, np.int64)
+        names, asked = uses.marks[here].tolist(), uses.counted[here].tolist()
+        since = (uses.times - uses.steps)[here].tolist()
         scores = {_LRU: since}
         for name, terms in self._terms.items():
-            scores[name] = _falling(terms.of(kinds, now), steps)[here].tolist()
-        for name, shadow in self._shadows.items():
-            self._found[name] += shadow.use(names, scores[name], since, asked, self._shadowed)
-        self._wanted += sum(asked)
+            scores[name] = uses.falling(terms.of(uses.kinds, uses.times))[here].tolist()
+        # What follows of a request, when it is stored, does not count its first block again.
+        begins = uses.counted[uses.starts].tolist()
+        borders = [*np.searchsorted(here, uses.starts).tolist(), len(here)]
+        size = self._shadowed
+        for first, last, begin in zip(borders[:-1], borders[1:], begins, strict=True):
+            if begin:
+                self._end()
+            if first < last:
+                part = slice(first, last)
+                for name, shadow in self._shadows.items():
+                    self._found[name] += shadow.use(names[part], scores[name][part], since[part], asked[part], size)
+                self._wanted += sum(asked[part])
 
     @property
     def _shadowed(self) -> int:

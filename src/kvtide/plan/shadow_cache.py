@@ -1,4 +1,9 @@
-"""A simulated cache of names without blocks, which shows what a policy would have kept."""
+"""A simulated cache of names without blocks, which shows what a policy would have kept.
+
+The names of one chain are used together, and their scores fall along the chain. So the heap has one entry for each use
+of a chain, not for each name: a *run*, a list that ends with its lowest score. What a later use has changed is skipped
+when its turn comes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,9 @@ import heapq
 from collections.abc import Sequence
 
 __all__ = ["Shadow"]
+
+_Entry = tuple[int, int]
+"""A score and a name."""
 
 
 class Shadow:
@@ -15,8 +23,10 @@ class Shadow:
         self._scores: dict[int, int] = {}
         self._since: dict[int, int] = {}
         """When each was last used."""
-        self._heap: list[tuple[int, int]] = []
-        """Scores and names; outdated entries are skipped."""
+        self._heap: list[tuple[_Entry, list[_Entry]]] = []
+        """Runs, each with its last entry, which is its lowest."""
+        self._entries = 0
+        """In all runs, outdated ones too."""
 
     def __contains__(self, name: int) -> bool:
         return name in self._scores
@@ -27,49 +37,63 @@ class Shadow:
     def use(
         self, names: Sequence[int], scores: Sequence[int], since: Sequence[int], counted: Sequence[bool], capacity: int
     ) -> int:
-        """Record a use of these names of one chain. All are present afterwards, if they fit; returns how many were
-        before.
+        """Record a use of these names of one chain, whose scores fall. All are present afterwards, if they fit; returns
+        how many were before.
 
         ``since`` is the time of this use. The result includes only names that are ``counted``. A use never lowers a
         score.
         """
-        held, hits = self._scores, 0
+        held = self._scores
+        old = list(map(held.get, names))
+        hits = sum(asked for score, asked in zip(old, counted, strict=True) if score is not None)
+        higher = [score if was is None or score > was else was for score, was in zip(scores, old, strict=True)]
+        held.update(zip(names, higher, strict=True))
         self._since.update(zip(names, since, strict=True))
-        for name, score, asked in zip(names, scores, counted, strict=True):
-            old = held.get(name)
-            if old is not None:
-                hits += asked
-                score = max(score, old)
-            if score != old:
-                held[name] = score
-                heapq.heappush(self._heap, (score, name))
+        self._add(list(zip(higher, names, strict=True)))
         if len(held) > capacity:
             self._shrink(set(names), capacity)
-        if len(self._heap) > 4 * len(held) + 64:
-            self._heap = [(score, name) for name, score in held.items()]
-            heapq.heapify(self._heap)
+        if self._entries > 4 * len(held) + 64:
+            self._tidy()
         return hits
 
     def bound(self, longest: int) -> None:
         """Limit the score of every name to its last use plus ``longest``."""
         since = self._since
         self._scores = {name: min(score, since[name] + longest) for name, score in self._scores.items()}
-        self._heap = [(score, name) for name, score in self._scores.items()]
-        heapq.heapify(self._heap)
+        self._tidy()
+
+    def _add(self, run: list[_Entry]) -> None:
+        heapq.heappush(self._heap, (run[-1], run))
+        self._entries += len(run)
+
+    def _tidy(self) -> None:
+        """Forget what is outdated."""
+        self._heap, self._entries = [], 0
+        if self._scores:
+            self._add(sorted(zip(self._scores.values(), self._scores, strict=True), reverse=True))
 
     def _shrink(self, own: set[int], capacity: int) -> None:
         """Remove the names with the lowest scores; those of the chain itself only if no others are left."""
-        held, spared = self._scores, []
-        while len(held) > capacity and self._heap:
-            score, name = heapq.heappop(self._heap)
-            if held.get(name) != score:
-                continue
-            if name in own:
-                spared.append((score, name))
+        held, heap, spared = self._scores, self._heap, list[_Entry]()
+        excess = len(held) - capacity
+        while excess > 0 and heap:
+            run = heap[0][1]
+            until = min(heap[1:3])[0] if len(heap) > 1 else run[0]
+            while excess > 0 and run and run[-1] <= until:
+                score, name = entry = run.pop()
+                self._entries -= 1
+                if held.get(name) != score:
+                    continue
+                if name in own:
+                    spared.append(entry)
+                else:
+                    del held[name], self._since[name]
+                    excess -= 1
+            if run:
+                heapq.heapreplace(heap, (run[-1], run))
             else:
-                del held[name], self._since[name]
-        for score, name in spared:
-            if len(held) > capacity:
-                del held[name], self._since[name]
-            else:
-                heapq.heappush(self._heap, (score, name))
+                heapq.heappop(heap)
+        for _, name in spared[:excess]:
+            del held[name], self._since[name]
+        if kept := spared[max(excess, 0) :]:
+            self._add(kept[::-1])

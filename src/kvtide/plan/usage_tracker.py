@@ -23,8 +23,9 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.index.index import DRAM, Index, Rows, every
 from kvtide.plan.eviction_ages import TickClock
 from kvtide.plan.expected_use import LONGEST, ExpectedUse
-from kvtide.plan.history import MANY, Counts, Curves, History, Kinds, Marks, Mask
+from kvtide.plan.history import MANY, Curves, History
 from kvtide.plan.policy import PRIORITY, Policy
+from kvtide.plan.recorded_uses import Counts, Kinds, Mask, Use, Uses
 
 __all__ = ["TURNS", "Turn", "UsageTracker"]
 
@@ -63,6 +64,8 @@ _BATCH = 8192
 """Blocks after which new conclusions are drawn."""
 _LOOK = 1024
 """Blocks after which policies see the recent uses: soon, so that a policy that begins to lose is replaced."""
+_TOGETHER = 64
+"""Uses that are processed together, at most."""
 _LASTING = 200_000
 """Blocks after which learned counts are halved; more for a large tier."""
 
@@ -70,10 +73,6 @@ _ALL = np.ones(1 << 16, np.bool_)
 """For ``_all``: creating such an array costs as much as several other steps of a use."""
 
 Numbers = npt.NDArray[np.float64]
-
-_Note = tuple[Marks, Kinds, Counts, Mask, Mask, int]
-"""Blocks, their kinds and returns; the mask of those whose previous kind ends here; the mask of those requested or
-stored; and the time."""
 
 
 class UsageTracker:
@@ -95,7 +94,7 @@ class UsageTracker:
         self._terms_ahead: dict[int, ExpectedUse] = {}
         """By tier, for the terms of its blocks."""
         self.history = History(_TRAITS, _LASTING)
-        self._notes: deque[_Note] = deque(maxlen=_BACKLOG)
+        self._recorded: deque[Use] = deque(maxlen=_BACKLOG)
         self._hinted = False
         """Whether any caller has said how a turn ended."""
         self._length = 0.0
@@ -186,7 +185,7 @@ class UsageTracker:
         whole = kinds if len(rows) == length else None
         for policy in self._policies:
             policy.used(rows, whole, self._time)
-        self._notes.append((self._index.mark[rows], kinds, returns, counted, counted, self._time))
+        self._recorded.append(Use(self._index.mark[rows], kinds, returns, counted, counted, self._time))
         self._fresh += len(rows)
         if self._fresh >= _LOOK:
             self.due.set()
@@ -232,7 +231,8 @@ class UsageTracker:
             policy.used(rows, kinds, self._time)
         self._hinted = True
         every_one = _all(int(np.count_nonzero(new)))
-        self._notes.append((self._index.mark[rows[new]], kinds[new], returns[new], every_one, ~every_one, self._time))
+        marks = self._index.mark[rows[new]]
+        self._recorded.append(Use(marks, kinds[new], returns[new], every_one, ~every_one, self._time))
 
     def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> bool:
         """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Returns
@@ -304,13 +304,20 @@ class UsageTracker:
         self.due.clear()
         fresh, self._fresh = self._fresh, 0
         self._unlearned += fresh
-        while self._notes:
-            if not len(self._notes) % 16:
-                time.sleep(0)  # let more urgent threads run
-            marks, kinds, returns, ended, counted, now = self._notes.popleft()
-            self.history.see(marks, kinds, returns, ended, now)
+        while uses := self._some():
+            joined = Uses(uses)
+            self.history.see(joined)
             for policy in self._policies:
-                policy.watch(marks, kinds, counted, now)
+                policy.watch(joined)
+            time.sleep(0)  # let more urgent threads run
+
+    def _some(self) -> list[Use]:
+        """The oldest recorded uses: few enough that no thread waits long for the interpreter."""
+        uses, blocks = list[Use](), 0
+        while self._recorded and len(uses) < _TOGETHER and blocks < _LOOK:
+            uses.append(self._recorded.popleft())
+            blocks += len(uses[-1].marks)
+        return uses
 
     def _conclude(self) -> None:
         room = max((policy.room() for policy in self._policies), default=0)
