@@ -1,11 +1,15 @@
 """A real vLLM on a GPU, with random weights in the shape of Llama-3-8B.
 
     python -m bench.vllm_gpu first 32776x1 8200x16 batchx1   # tokens x tokens out; a batch is 16 prompts of 4,000
+    python -m bench.vllm_gpu --dram 6GiB disk 32776 --nvme FOLDER
     python -m bench.vllm_gpu cold --pairs 20
 
 ``first``: the first request of a new engine with a new node, of each case; how much of what it computed is found when
 vLLM's own cache was emptied, and how long loading it takes each of six times, beside vLLM's own cache
-and beside the bus: one large copy of as many bytes from pinned memory, in the same process.
+and beside the bus: one large copy of as many bytes from pinned memory, in the same process. Then how long prompts
+of that length take that nobody has had, now that the engine is warm.
+``disk``: prompts take turns, three by default, whose KV together does not fit into the node's memory. What was loaded from each
+tier, and how long the first token took, beside computing other prompts.
 ``cold``: three engines alive in one process, without a connector, with one that does nothing and with kvtide, which
 take turns at prompts that nobody has had: 16 prompts of 4,000 tokens with 64 out, 32 prompts of 200 with 200 out, and
 32 prompts of 16 with 200 out, which complete no block. The ratio to the engine without a connector in each round, with
@@ -44,7 +48,7 @@ LLAMA_8B = {
     "head_dim": 128,
     "vocab_size": VOCABULARY,
     "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
+    "max_position_embeddings": 262144,
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "bos_token_id": 1,
@@ -53,8 +57,8 @@ LLAMA_8B = {
 T_95 = {20: 2.093, 22: 2.080, 30: 2.045, 40: 2.023}
 
 
-def engine(transfer: dict[str, Any] | None, *, compiled: bool) -> Any:
-    """An engine, with a connector or without."""
+def engine(transfer: dict[str, Any] | None, *, compiled: bool, longest: int = 39_000) -> Any:
+    """An engine for prompts of so many tokens, with a connector or without."""
     from vllm import LLM
 
     folder = Path(tempfile.mkdtemp())
@@ -64,9 +68,9 @@ def engine(transfer: dict[str, Any] | None, *, compiled: bool) -> Any:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=40000,
+        max_model_len=longest + 1000,
         enforce_eager=not compiled,
-        kv_cache_memory_bytes=16 << 30,
+        kv_cache_memory_bytes=max(16 << 30, (longest + 8000) * TOKEN_BYTES),
         max_num_batched_tokens=8192,
         max_num_seqs=64,
         gpu_memory_utilization=0.2,
@@ -74,14 +78,17 @@ def engine(transfer: dict[str, Any] | None, *, compiled: bool) -> Any:
     )
 
 
-def kvtide(dram: str) -> dict[str, Any]:
-    """kvtide, with a node of so much memory."""
+def kvtide(dram: str, nvme: Path | None = None) -> dict[str, Any]:
+    """kvtide, with a node of so much memory, and a disk."""
+    tiers: dict[str, Any] = {"dram": {"budget": dram}}
+    if nvme is not None:
+        tiers["nvme"] = {"path": str(nvme), "budget": "45GiB", "store": "through"}
     return {
         "kv_connector": "KvtideConnector",
         "kv_connector_module_path": "kvtide.engines.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "dram": {"budget": dram},
+            **tiers,
             "engine": {"weights_id": "random", "store": "through"},
         },
     }
@@ -97,8 +104,8 @@ def prompt(tokens: int, seed: str) -> list[int]:
     return [choose.randrange(10, VOCABULARY) for _ in range(tokens)]
 
 
-def ask(llm: Any, prompts: list[list[int]], out: int) -> tuple[float, int]:
-    """Seconds, and how many tokens of the prompts came from kvtide's memory."""
+def ask(llm: Any, prompts: list[list[int]], out: int) -> tuple[float, dict[str, int]]:
+    """Seconds, and how many tokens of the prompts came from each of kvtide's tiers."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -111,8 +118,8 @@ def ask(llm: Any, prompts: list[list[int]], out: int) -> tuple[float, int]:
     began = time.perf_counter()
     answers = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - began
-    told = [((a.kv_transfer_params or {}).get("kvtide") or {}).get("dram_tokens", 0) for a in answers]
-    return seconds, sum(told)
+    told = [(a.kv_transfer_params or {}).get("kvtide") or {} for a in answers]
+    return seconds, {tier: sum(one.get(f"{tier}_tokens", 0) for one in told) for tier in ("dram", "disk")}
 
 
 def empty(llm: Any) -> None:
@@ -142,7 +149,8 @@ def bus(nbytes: int) -> float:
 
 
 def first(cases: list[str], dram: str, *, compiled: bool, pause: float) -> None:
-    llm = engine(kvtide(dram), compiled=compiled)
+    longest = max([39_000, *(int(case.partition("x")[0]) for case in cases if not case.startswith("batch"))])
+    llm = engine(kvtide(dram), compiled=compiled, longest=longest)
     for case in cases:
         kind, _, out = case.partition("x")
         batch = kind == "batch"
@@ -154,15 +162,36 @@ def first(cases: list[str], dram: str, *, compiled: bool, pause: float) -> None:
         for _ in range(6):
             empty(llm)
             took, tokens = ask(llm, prompts, int(out))
-            found.append(tokens)
+            found.append(tokens["dram"])
             seconds.append(round(took, 4))
         own = min(ask(llm, prompts, int(out))[0] for _ in range(3))
+        computed = []
+        for number in range(3):
+            empty(llm)
+            others = [prompt(len(p), f"{case} other {number} {i}") for i, p in enumerate(prompts)]
+            computed.append(round(ask(llm, others, int(out))[0], 4))
         empty(llm)
         floor = bus(whole * TOKEN_BYTES)
         row = {"case": case, "whole": whole, "found": found, "cold": cold, "loads": seconds, "own": own, "bus": floor}
         second = statistics.median(seconds[1:])
+        row |= {"computed": computed, "load_against_computing": second / statistics.median(computed)}
         row |= {"load_against_limit": second / (floor + own), "first_against_second": seconds[0] / second}
         print(json.dumps(row), flush=True)
+
+
+def disk(tokens: int, count: int, dram: str, nvme: Path) -> None:
+    llm = engine(kvtide(dram, nvme), compiled=False, longest=max(39_000, tokens))
+    prompts = [prompt(tokens, f"disk {number}") for number in range(count)]
+    for round_ in range(4):  # the first computes them
+        for number, one in enumerate(prompts):
+            empty(llm)
+            seconds, found = ask(llm, [one], 1)
+            row = {"tokens": tokens, "round": round_, "prompt": number, "seconds": round(seconds, 4), "found": found}
+            print(json.dumps(row), flush=True)
+    for number in range(2):
+        empty(llm)
+        seconds, _ = ask(llm, [prompt(tokens, f"other {number}")], 1)
+        print(json.dumps({"tokens": tokens, "computed": round(seconds, 4)}), flush=True)
 
 
 class Steps:
@@ -238,6 +267,10 @@ def main() -> None:
     one.add_argument("cases", nargs="+", metavar="TOKENSxOUT")
     one.add_argument("--compiled", action="store_true", help="with torch.compile and CUDA graphs")
     one.add_argument("--pause", type=float, default=0, help="seconds between the first request and the second")
+    three = commands.add_parser("disk")
+    three.add_argument("tokens", type=int)
+    three.add_argument("--prompts", type=int, default=3)
+    three.add_argument("--nvme", type=Path, required=True, help="a folder for the node's disk tier")
     two = commands.add_parser("cold")
     two.add_argument("--pairs", type=int, default=20)
     two.add_argument("--connectors", nargs="+", choices=["bare", "kvtide"], default=["bare", "kvtide"])
@@ -246,6 +279,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "first":
         first(given.cases, given.dram, compiled=given.compiled, pause=given.pause)
+    elif given.command == "disk":
+        disk(given.tokens, given.prompts, given.dram, given.nvme)
     else:
         cold(given.pairs, given.dram, given.connectors, given.kinds, given.warm)
 
