@@ -8,8 +8,8 @@
 vLLM's own cache was emptied, and how long loading it takes each of six times, beside vLLM's own cache
 and beside the bus: one large copy of as many bytes from pinned memory, in the same process. Then how long prompts
 of that length take that nobody has had, now that the engine is warm.
-``disk``: prompts take turns, three by default, whose KV together does not fit into the node's memory. What was loaded from each
-tier, and how long the first token took, beside computing other prompts.
+``disk``: prompts take turns, three by default, whose KV together does not fit into the node's memory. What was loaded
+from each tier, and how long the first token took, beside computing other prompts.
 ``cold``: three engines alive in one process, without a connector, with one that does nothing and with kvtide, which
 take turns at prompts that nobody has had: 16 prompts of 4,000 tokens with 64 out, 32 prompts of 200 with 200 out, and
 32 prompts of 16 with 200 out, which complete no block. The ratio to the engine without a connector in each round, with
