@@ -77,6 +77,7 @@ def _share(r: BenchRecord) -> float:
 def _dram(found: Found) -> list[str]:
     gpu, newer, here = found[_GPU], found[_NEWER], found[_HERE]
     long, beside = gpu["gpu-first-token-128k"], gpu["gpu-first-token-128k-against-computing"]
+    vllm, vllm_short = (newer[f"vllm-first-token-{n}-against-computing"] for n in ("128k", "32k"))
     assert long.limit is not None
     shorter = " and ".join(
         f"{gpu[f'gpu-first-token-{n}-against-computing'].ratio:.3g} times sooner at {_LENGTHS[n]:,} tokens"
@@ -96,10 +97,12 @@ def _dram(found: Found) -> list[str]:
         f"- Shorter prompts gain less: {shorter}.",
         "- `generate` of transformers with a model in the shape of Llama-3-8B, random weights, on an NVIDIA H200 "
         f"({_measured(long)}): `{long.command}`.",
-        "- A real vLLM on an H200 loads 32,768 tokens in "
+        f"- A real vLLM on an H200 has the first token of {_LENGTHS['128k']:,} tokens after {_seconds(vllm.ours)} from "
+        f"DRAM and after {_seconds(_computing(vllm))} computed, {vllm.ratio:.3g} times sooner; of {_LENGTHS['32k']:,} "
+        f"tokens {vllm_short.ratio:.3g} times. Loading these takes "
         f"{newer['vllm-load-32k'].ours:.3g} times the sum of one large copy from pinned memory and a hit of vLLM's own "
-        f"cache (target {newer['vllm-load-32k'].bar:g}; `{newer['vllm-load-32k'].command}`). How long it computes them "
-        "is in no record. On two CPU cores a real vLLM has the first token of 4,096 tokens in "
+        f"cache (target {newer['vllm-load-32k'].bar:g}; `{newer['vllm-load-32k'].command}`). "
+        "On two CPU cores a real vLLM has the first token of 4,096 tokens in "
         f"{100 * here['vllm-first-token-dram'].ours:.2g} % of the time of computing them "
         f"(`{here['vllm-first-token-dram'].command}`).",
         "",

@@ -70,9 +70,9 @@ def seconds(value: float) -> str:
 # -- first token ------------------------------------------------------------------------------------------------
 
 
-def computed(figures: Figures, length: str) -> float:
+def computed(figures: Figures, length: str, engine: str = "gpu") -> float:
     """Seconds in which the H200 computed the prompt that it then loaded from DRAM."""
-    name = f"gpu-first-token-{length}-against-computing"
+    name = f"{engine}-first-token-{length}-against-computing"
     return figures[name].ours * figures.ratio(name)
 
 
@@ -80,9 +80,11 @@ def headline(figures: Figures) -> str:
     """The sentence at the top of the README."""
     loaded = figures["gpu-first-token-128k"].ours
     times = int(figures.ratio("gpu-first-token-128k-against-computing"))
+    vllm = figures["vllm-first-token-128k-against-computing"]
     return (
         f"**The first token of a known prompt of 131,072 tokens comes after {loaded:.2g} s from DRAM, instead of "
-        f"{seconds(computed(figures, '128k'))} computed: {times} times sooner** (H200, shape of Llama-3-8B).\n"
+        f"{seconds(computed(figures, '128k'))} computed: {times} times sooner** (transformers, H200, shape of "
+        f"Llama-3-8B; in vLLM {vllm.ours:.2g} instead of {seconds(computed(figures, '128k', 'vllm'))}).\n"
     )
 
 
@@ -107,10 +109,16 @@ def first_token(figures: Figures) -> str:
             seconds(figures["gpu-first-token-32k"].ours),
         ),
         (
+            "131,072 tokens, vLLM 0.32.0, H200",
+            seconds(computed(figures, "128k", "vllm")),
+            f"{seconds(figures['vllm-first-token-nvme-128k'].ours)}: vLLM cannot compute the front meanwhile",
+            seconds(figures["vllm-first-token-128k-against-computing"].ours),
+        ),
+        (
             "32,768 tokens, vLLM 0.32.0, H200",
+            seconds(computed(figures, "32k", "vllm")),
             "not recorded",
-            "not recorded",
-            seconds(figures.told("vllm-first-load-32k", r"the five after it \((\d+) ms\)") / 1000),
+            seconds(figures["vllm-first-token-32k-against-computing"].ours),
         ),
         (
             "4,096 tokens, vLLM 0.32.0, 2 CPU cores",

@@ -95,6 +95,7 @@ BESIDE = (
     ("gpu-own-copy", "nothing else is copied", False),
     ("gpu-first-token-nvme-*", "raw reads", True),
     ("gpu-first-token-*", "the bus, then one token", False),
+    ("vllm-first-token-*-against-computing", "the bus, and a hit of vLLM's cache", False),
     ("gpu-*-tp8", "DMA alone", True),
     ("gpu-*-small", "DMA alone", True),
     ("gpu-*", "large pinned copies", True),

@@ -176,11 +176,11 @@ def test_our_own_first_tokens_on_an_h200(name: str, tokens: int) -> None:
 
 
 def test_our_own_load_into_vllm_on_an_h200() -> None:
-    """32,768 tokens: 125 ms (the note of vllm-first-load-32k)."""
-    note = records()["vllm-first-load-32k"]["note"]
-    assert "(125 ms)" in note
+    """32,768 tokens in 110 ms, 131,072 in 386 ms."""
     eight = host("llama-3.1-8b", "h200")
-    assert eight.first_token(32_768, eight.load(32_768, DRAM), True) == pytest.approx(0.125, rel=0.15)
+    for name, tokens in (("32k", 32_768), ("128k", 131_072)):
+        ours = records()[f"vllm-first-token-{name}-against-computing"]
+        assert eight.first_token(tokens, eight.load(tokens, DRAM), True) == pytest.approx(ours["ours"], rel=0.15)
 
 
 def test_our_own_computing_and_loading_from_a_disk_on_an_h200() -> None:
@@ -205,6 +205,15 @@ class TestNotReproduced:
         both = eight.first_token(131_072, seconds, True)
         assert both / found["overlap-both"]["ours"] - 1 == pytest.approx(-0.17, abs=0.02)
         assert loaded == pytest.approx(76_799, rel=0.15)
+
+    @pytest.mark.parametrize(("name", "tokens", "more"), [("32k", 32_768, 0.21), ("128k", 131_072, 0.16)])
+    def test_vllm_computes_faster(self, name: str, tokens: int, more: float) -> None:
+        """1.22 and 10.4 s in vLLM on our H200; ours: 1.47 and 12.0 s. The shares of FLOP/s were chosen for
+        transformers, which takes 1.44 and 11.8 s; with shares between the two, the other figures of this class are missed by more."""
+        ours = records()[f"vllm-first-token-{name}-against-computing"]
+        eight = host("llama-3.1-8b", "h200")
+        computed = eight.first_token(tokens, eight.compute(tokens), False)
+        assert computed / (ours["ours"] * ours["ratio"]) - 1 == pytest.approx(more, abs=0.02)
 
     def test_lmcache_on_an_l4(self) -> None:
         """15,376 tokens of Llama-3.1-8B: 6.537 s computed, 0.147 s loaded, 44.5 times.
