@@ -209,7 +209,8 @@ class TestNotReproduced:
     @pytest.mark.parametrize(("name", "tokens", "more"), [("32k", 32_768, 0.21), ("128k", 131_072, 0.16)])
     def test_vllm_computes_faster(self, name: str, tokens: int, more: float) -> None:
         """1.22 and 10.4 s in vLLM on our H200; ours: 1.47 and 12.0 s. The shares of FLOP/s were chosen for
-        transformers, which takes 1.44 and 11.8 s; with shares between the two, the other figures of this class are missed by more."""
+        transformers, which takes 1.44 and 11.8 s; with shares between the two, the other figures of this class are
+        missed by more."""
         ours = records()[f"vllm-first-token-{name}-against-computing"]
         eight = host("llama-3.1-8b", "h200")
         computed = eight.first_token(tokens, eight.compute(tokens), False)
