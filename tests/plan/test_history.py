@@ -27,7 +27,19 @@ def see(history: History, chain: Marks, returns: int, now: int) -> Counts:
     """A chain is used; answers how often, by then, its blocks have come back if they are stored anew."""
     every = chain > 0
     history.see(
-        Uses([Use(chain, np.zeros(len(chain), np.int16), np.full_like(every, returns, np.int16), every, every, now)])
+        Uses(
+            [
+                Use(
+                    chain,
+                    np.zeros(len(chain), np.int16),
+                    np.full_like(every, returns, np.int16),
+                    every,
+                    every,
+                    every,
+                    now,
+                )
+            ]
+        )
     )
     return history.returns(chain)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from kvtide.plan import policy
 from kvtide.plan.policy import Duel, Lru, Policy, Reuse
 from kvtide.plan.policy_lead import Lead
 from kvtide.plan.shadow_cache import Shadow
+from kvtide.plan.usage_tracker import Turn
 from kvtide.testing.policy import Forest, PolicyContract
 
 
@@ -166,16 +169,37 @@ class _SimpleShadow:
         self.scores = {name: min(score, self.since[name] + longest) for name, score in self.scores.items()}
 
 
+class _ShadowUse(NamedTuple):
+    prompt: int
+    first: int
+    """A use may begin inside its chain."""
+    length: int
+    stay: int
+    chance: int
+    room: int
+    """The tier's size may change at any time."""
+
+
 @settings(deadline=None)
 @given(
-    st.integers(1, 12),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 40), st.integers(0, 9)), max_size=60),
+    st.lists(
+        st.builds(
+            _ShadowUse,
+            st.integers(0, 5),
+            st.sampled_from([0, 0, 0, 1, 3]),
+            st.integers(1, 6),
+            st.sampled_from([0, 0, 10, 40]),
+            st.integers(0, 9),
+            st.sampled_from([1, 4, 7, 10]),
+        ),
+        max_size=60,
+    ),
 )
-def test_a_shadow_keeps_what_a_simple_cache_keeps(room: int, uses: list[tuple[int, int, int, int]]) -> None:
+def test_a_shadow_keeps_what_a_simple_cache_keeps(uses: list[_ShadowUse]) -> None:
     shadow, simple, now = Shadow(), _SimpleShadow(), 0
-    for prompt, length, stay, chance in uses:
+    for prompt, first, length, stay, chance, room in uses:
         now += length
-        names = [10 * prompt + depth for depth in range(length)]
+        names = [10 * prompt + first + depth for depth in range(length)]
         since = [now - depth for depth in range(length)]
         scores = [now + stay - depth for depth in range(length)]
         counted = [depth % 2 == chance % 2 for depth in range(length)]
@@ -185,6 +209,59 @@ def test_a_shadow_keeps_what_a_simple_cache_keeps(room: int, uses: list[tuple[in
             simple.bound(10)
         assert {name for name in range(60) if name in shadow} == set(simple.scores)
         assert len(shadow) == len(simple.scores)
+
+
+def test_a_shadow_ends_with_scores_that_rise_along_a_chain() -> None:
+    shadow = Shadow()
+    shadow.use([3, 4], [90, 89], [0, 0], [True] * 2, 4)
+    shadow.use([1, 2, 3, 4], [50, 49, 48, 47], [0] * 4, [True] * 4, 4)
+    shadow.use([5, 6, 7, 8], [10, 9, 8, 7], [0] * 4, [True] * 4, 4)
+    assert [n for n in range(1, 9) if n in shadow] == [5, 6, 7, 8]
+
+
+def test_a_tier_that_shrinks_below_the_chain_in_hand() -> None:
+    shadow = Shadow()
+    for scores, capacity in (([6, 5, 4, 3, 2, 1], 10), ([6, 5, 4, 3, 2, 1], 4)):
+        shadow.use([1, 2, 3, 4, 5, 6], scores, [0] * 6, [True] * 6, capacity)
+    assert [n for n in range(1, 7) if n in shadow] == [1, 2, 3, 4]
+
+
+def test_a_shadow_has_the_whole_prefix_of_what_it_has_with_hints_too() -> None:
+    forest = Forest(make("auto"), 12)
+    forest.store((90,))
+    forest.uses.learn()
+    for path in ((1, 2, 3, 4), (1, 2, 3, 5, 6)):
+        forest.store(path)
+    for path in ((1, 2, 3, 4), (1, 2, 3, 5, 6)):  # they share three blocks, which get one hint
+        forest.expect(path, "tool", None)
+    forest.store(tuple(range(20, 29)))
+    forest.uses.learn()
+    duel = forest.policy
+    assert isinstance(duel, Duel)
+    marked = {path: int(forest.index.mark[row]) for path, row in forest.rows.items()}
+    for name, shadow in duel._shadows.items():
+        for path, mark in marked.items():
+            if mark in shadow:
+                assert all(marked[path[:end]] in shadow for end in range(1, len(path))), (name, path)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000))
+def test_learning_ends_where_hinted_conversations_share_a_prompt_and_the_tier_changes(seed: int) -> None:
+    chance, room = random.Random(seed), 60
+    forest = Forest(lambda index, _: policy.make("auto", index, DRAM, lambda: room), 60)
+    live: list[tuple[int, ...]] = [(1000 + number % 3, *range(6), number) for number in range(12)]
+    ends: tuple[Turn | None, ...] = (None, "tool", "end")
+    for step in range(150):
+        room = chance.choice([30, 45, 60])
+        number = chance.randrange(len(live))
+        live[number] = path = (*live[number], 100 + step)
+        forest.ask(path)
+        forest.store(path)
+        forest.expect(path, chance.choice(ends), None)
+        if step % 10 == 0:
+            forest.uses.learn()
+    assert forest.policy.in_charge in ("lru", "bounded", "reuse")
 
 
 def test_a_shadow_bounds_what_was_used_long_ago() -> None:

@@ -37,6 +37,7 @@ def uses(draw: st.DrawFn) -> list[Use]:
                 np.array(draw(numbers), np.int16),
                 np.array(draw(flags)),
                 np.array(draw(flags)),
+                np.array(draw(flags)),
                 now,
             )
         )

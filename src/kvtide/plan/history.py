@@ -169,7 +169,7 @@ class History:
         """Record uses of blocks."""
         places = self._places
         at = places.at(uses.marks)
-        chosen = places.sampled(uses.marks)
+        chosen = places.sampled(uses.marks) & uses.noted
         # Where two uses have the same entry, the second one finds what the first one wrote.
         position, written = uses.before(at, chosen)
         names = np.where(written, uses.marks[position], places.names[at])

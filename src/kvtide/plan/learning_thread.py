@@ -35,6 +35,7 @@ class LearningThread:
 
     def close(self) -> None:
         self._closed.set()
+        self._uses.stopped = True
         self._uses.due.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtide.index.index import Index, Rows
 from kvtide.plan.history import Curves
 from kvtide.plan.policy_lead import Lead
-from kvtide.plan.recorded_uses import Kinds, Uses
+from kvtide.plan.recorded_uses import Kinds, Uses, falling
 from kvtide.plan.shadow_cache import Shadow
 
 __all__ = ["PRIORITY", "Duel", "Lru", "Policy", "Reuse", "Scores", "Terms", "make"]
@@ -46,7 +46,7 @@ class Policy(Protocol):
         """These blocks of one chain, head first, are in use; ``kinds`` says what each is, once that is known."""
 
     def watch(self, uses: Uses) -> None:
-        """The same, later and off the caller's path, for those that learn from it."""
+        """Learn from uses that ``used`` has reported before, on the learning thread."""
 
     def learn(self, curves: Curves) -> None:
         """When and how often blocks of each kind come back, as far as it is known by now."""
@@ -91,13 +91,6 @@ _STEPS = np.arange(1 << 16)
 def _steps(count: int) -> Scores:
     """0, 1, 2, ...: how deep each block of a chain lies."""
     return _STEPS[:count] if count <= len(_STEPS) else np.arange(count)
-
-
-def _falling(until: Scores, steps: Scores) -> Scores:
-    """The least values that fall strictly from a chain's head to its tail and, ``steps`` added, are not below
-    ``until``."""
-    raised: Scores = np.maximum.accumulate(until[::-1])[::-1] - steps
-    return raised
 
 
 class Terms:
@@ -162,7 +155,7 @@ class Reuse:
     def used(self, rows: Rows, kinds: Kinds | None, now: int) -> None:
         until, steps = self._index.until[self._tier], _steps(len(rows))
         term = now if kinds is None else self.terms.of(kinds, now)
-        until[rows] = _falling(np.maximum(until[rows] + steps, term), steps)
+        until[rows] = falling(np.maximum(until[rows] + steps, term), steps)
 
     def watch(self, uses: Uses) -> None: ...
 
@@ -233,7 +226,7 @@ class Duel:
         scores = {_LRU: since}
         for name, terms in self._terms.items():
             scores[name] = uses.falling(terms.of(uses.kinds, uses.times))[here].tolist()
-        # What follows of a request, when it is stored, does not count its first block again.
+        # A store after a request does not count the first block again: one that does begins a request.
         begins = uses.counted[uses.starts].tolist()
         borders = [*np.searchsorted(here, uses.starts).tolist(), len(here)]
         size = self._shadowed

@@ -1,7 +1,8 @@
 """Uses of blocks, recorded while callers wait and processed later, many at a time.
 
 A use concerns one prompt, often of few blocks: an array operation for each prompt costs more for its call than for its
-blocks. So the uses of many prompts are joined. What processes them gives the same result as for one after the other.
+blocks. So the uses of many prompts are joined. What processes them gives the same result as for one after the other,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Counts", "Kinds", "Marks", "Mask", "Numbers", "Use", "Uses"]
+__all__ = ["Counts", "Kinds", "Marks", "Mask", "Numbers", "Use", "Uses", "falling"]
 
 Marks = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
@@ -21,27 +22,40 @@ Counts = npt.NDArray[np.int16]
 Numbers = npt.NDArray[np.int64]
 
 _APART = 1 << 48
-"""More than any time: keeps the maxima of one chain apart from those of the next."""
+"""More than any time: keeps the maxima of one chain apart from those of the next. Enough for 32,767 chains."""
+
+
+def falling(until: Numbers, steps: Numbers) -> Numbers:
+    """The least values that fall strictly from a chain's first block to its last and, ``steps`` added, are not below
+    ``until``, the times until which these blocks should stay."""
+    raised: Numbers = np.maximum.accumulate(until[::-1])[::-1] - steps
+    return raised
 
 
 class Use(NamedTuple):
-    """The use of a chain of blocks, first block first."""
+    """The use of a chain of at least one block, first block first."""
 
     marks: Marks
+    """The first bytes of the blocks' keys."""
     kinds: Kinds
+    """What is known of each block now: see ``UsageTracker``."""
     returns: Counts
+    """How often each block has returned."""
     ended: Mask
     """The blocks whose previous kind ends here. The others were recorded just before, and only get a more precise kind
     now."""
     counted: Mask
-    """The blocks that were requested or stored."""
+    """The blocks that were requested, or are new in a store: each counts once for a request."""
+    noted: Mask
+    """The blocks from which ``History`` learns."""
     now: int
+    """The time of the use, in blocks used since the beginning."""
 
 
 class Uses:
-    """Uses, joined in the order in which they happened. One entry for each block, except ``starts``."""
+    """Uses, joined in the order in which they happened: at least one. One entry for each block, except ``starts``."""
 
-    __slots__ = ("_chains", "counted", "ended", "kinds", "marks", "returns", "starts", "steps", "times")
+    __slots__ = ("_chains", "counted", "ended", "kinds", "marks", "noted", "returns", "starts", "steps", "times")
 
     def __init__(self, uses: Sequence[Use]) -> None:
         lengths = np.array([len(use.marks) for use in uses], np.int64)
@@ -50,6 +64,7 @@ class Uses:
         self.returns: Counts = np.concatenate([use.returns for use in uses])
         self.ended: Mask = np.concatenate([use.ended for use in uses])
         self.counted: Mask = np.concatenate([use.counted for use in uses])
+        self.noted: Mask = np.concatenate([use.noted for use in uses])
         self.times: Numbers = np.repeat(np.array([use.now for use in uses], np.int64), lengths)
         self._chains: Numbers = np.repeat(np.arange(len(uses)), lengths)
         """The number of each block's chain."""
@@ -59,15 +74,15 @@ class Uses:
         """How deep in its chain each block lies."""
 
     def falling(self, until: Numbers) -> Numbers:
-        """The least values that fall strictly from each chain's first block to its last and, ``steps`` added, are not
-        below ``until``."""
+        """The function ``falling``, for each chain by itself."""
         apart = (len(self.starts) - self._chains) * _APART
-        raised: Numbers = np.maximum.accumulate((until + apart)[::-1])[::-1] - apart - self.steps
-        return raised
+        return falling(until + apart, self.steps) - apart
 
     def before(self, places: Marks, chosen: Mask) -> tuple[Numbers, Mask]:
-        """For each chosen block, the position of the last chosen block of an earlier chain with the same place; and for
-        which blocks there is one."""
+        """For each chosen block, the position of the last chosen block of an earlier chain with the same place (its
+        entry in a table); and for which blocks there is one. The other positions mean nothing."""
+        if len(self.starts) == 1:
+            return np.zeros(len(places), np.int64), np.zeros(len(places), np.bool_)
         mine = np.flatnonzero(chosen)
         order = mine[np.argsort(places[mine], kind="stable")]
         same = places[order[1:]] == places[order[:-1]]

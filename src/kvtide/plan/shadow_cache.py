@@ -1,8 +1,9 @@
 """A simulated cache of names without blocks, which shows what a policy would have kept.
 
-The names of one chain are used together, and their scores fall along the chain. So the heap has one entry for each use
-of a chain, not for each name: a *run*, a list that ends with its lowest score. What a later use has changed is skipped
-when its turn comes.
+The names of one chain are used together, and their scores usually fall along the chain. So the heap has one entry for
+each use of a chain, not for each name: a *run*, a list of the names whose scores this use has raised, highest first.
+A name whose score a later use raises is in the run of that use too. Its older entry no longer has the name's score,
+and is skipped when its turn comes: exactly one entry of each name is valid.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Shadow:
         self._heap: list[tuple[_Entry, list[_Entry]]] = []
         """Runs, each with its last entry, which is its lowest."""
         self._entries = 0
-        """In all runs, outdated ones too."""
+        """Number of entries in all runs, outdated ones included."""
 
     def __contains__(self, name: int) -> bool:
         return name in self._scores
@@ -37,8 +38,8 @@ class Shadow:
     def use(
         self, names: Sequence[int], scores: Sequence[int], since: Sequence[int], counted: Sequence[bool], capacity: int
     ) -> int:
-        """Record a use of these names of one chain, whose scores fall. All are present afterwards, if they fit; returns
-        how many were before.
+        """Record a use of these names of one chain. All are present afterwards, if they fit; returns how many were
+        before.
 
         ``since`` is the time of this use. The result includes only names that are ``counted``. A use never lowers a
         score.
@@ -46,10 +47,14 @@ class Shadow:
         held = self._scores
         old = list(map(held.get, names))
         hits = sum(asked for score, asked in zip(old, counted, strict=True) if score is not None)
-        higher = [score if was is None or score > was else was for score, was in zip(scores, old, strict=True)]
-        held.update(zip(names, higher, strict=True))
+        raised = {
+            name: score for name, score, was in zip(names, scores, old, strict=True) if was is None or score > was
+        }
         self._since.update(zip(names, since, strict=True))
-        self._add(list(zip(higher, names, strict=True)))
+        held.update(raised)
+        if raised:
+            # Sorted, for scores need not fall: a chain may have kept higher ones of an earlier use in the middle.
+            self._add(sorted(zip(raised.values(), raised, strict=True), reverse=True))
         if len(held) > capacity:
             self._shrink(set(names), capacity)
         if self._entries > 4 * len(held) + 64:
@@ -78,8 +83,8 @@ class Shadow:
         excess = len(held) - capacity
         while excess > 0 and heap:
             run = heap[0][1]
-            until = min(heap[1:3])[0] if len(heap) > 1 else run[0]
-            while excess > 0 and run and run[-1] <= until:
+            limit = min(heap[1:3])[0] if len(heap) > 1 else run[0]
+            while excess > 0 and run and run[-1] <= limit:
                 score, name = entry = run.pop()
                 self._entries -= 1
                 if held.get(name) != score:

@@ -9,6 +9,7 @@ later, off the caller's path.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -60,10 +61,14 @@ _HABIT, _NEARLY = 0.5, 0.95
 for."""
 _BACKLOG = 4096
 """Prompts that may wait to be learned from; older ones are discarded."""
+_WAITING = 1 << 18
+"""Blocks of prompts that may wait to be learned from, 4 MiB. If more wait, the learning thread gets no processor time,
+and all of them are discarded."""
 _BATCH = 8192
 """Blocks after which new conclusions are drawn."""
 _LOOK = 1024
-"""Blocks after which policies see the recent uses: soon, so that a policy that begins to lose is replaced."""
+"""Blocks after which policies see the recent uses: soon, so that a policy that begins to lose is replaced. Also the
+number of blocks at which the uses that are processed together end."""
 _TOGETHER = 64
 """Uses that are processed together, at most."""
 _LASTING = 200_000
@@ -106,6 +111,8 @@ class UsageTracker:
         self._batch = _BATCH
         self.due = threading.Event()
         """Set when there is enough to learn from."""
+        self.stopped = False
+        """Whether nothing more is to be learned, because the store is being closed."""
 
     def serve(self, policy: Policy) -> None:
         """Inform a policy of all uses from now on."""
@@ -185,10 +192,17 @@ class UsageTracker:
         whole = kinds if len(rows) == length else None
         for policy in self._policies:
             policy.used(rows, whole, self._time)
-        self._recorded.append(Use(self._index.mark[rows], kinds, returns, counted, counted, self._time))
+        noted = _all(len(rows))
+        self._record(Use(self._index.mark[rows], kinds, returns, counted, counted, noted, self._time))
         self._fresh += len(rows)
         if self._fresh >= _LOOK:
             self.due.set()
+
+    def _record(self, use: Use) -> None:
+        if self._fresh > _WAITING:
+            self._recorded.clear()
+            self._fresh = 0
+        self._recorded.append(use)
 
     def _since(self, rows: Rows, time: int) -> None:
         """Set the time of use, now or expected, of blocks of one chain, first block first: deeper blocks get an earlier
@@ -230,9 +244,9 @@ class UsageTracker:
         for policy in self._policies:
             policy.used(rows, kinds, self._time)
         self._hinted = True
-        every_one = _all(int(np.count_nonzero(new)))
-        marks = self._index.mark[rows[new]]
-        self._recorded.append(Use(marks, kinds[new], returns[new], every_one, ~every_one, self._time))
+        # The whole chain, as the policies saw it; what has a hint already was learned from before.
+        every_one = _all(len(rows))
+        self._record(Use(self._index.mark[rows], kinds, returns, every_one, ~every_one, new, self._time))
 
     def _keep(self, rows: Rows, returns_in: float, rooms: Mapping[int, int]) -> bool:
         """Rank blocks as if they were used when they are expected back, if a tier may keep them for so long. Returns
@@ -304,19 +318,20 @@ class UsageTracker:
         self.due.clear()
         fresh, self._fresh = self._fresh, 0
         self._unlearned += fresh
-        while uses := self._some():
+        while not self.stopped and (uses := self._oldest()):
             joined = Uses(uses)
             self.history.see(joined)
             for policy in self._policies:
                 policy.watch(joined)
             time.sleep(0)  # let more urgent threads run
 
-    def _some(self) -> list[Use]:
-        """The oldest recorded uses: few enough that no thread waits long for the interpreter."""
+    def _oldest(self) -> list[Use]:
+        """The oldest recorded uses: few enough that no thread waits long for the interpreter. No use is divided."""
         uses, blocks = list[Use](), 0
-        while self._recorded and len(uses) < _TOGETHER and blocks < _LOOK:
-            uses.append(self._recorded.popleft())
-            blocks += len(uses[-1].marks)
+        with contextlib.suppress(IndexError):  # all may be discarded at any moment
+            while len(uses) < _TOGETHER and blocks < _LOOK:
+                uses.append(self._recorded.popleft())
+                blocks += len(uses[-1].marks)
         return uses
 
     def _conclude(self) -> None:
