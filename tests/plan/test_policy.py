@@ -240,9 +240,9 @@ def test_a_shadow_has_the_whole_prefix_of_what_it_has_with_hints_too() -> None:
     assert isinstance(duel, Duel)
     marked = {path: int(forest.index.mark[row]) for path, row in forest.rows.items()}
     for name, shadow in duel._shadows.items():
-        for path, mark in marked.items():
+        for block, mark in marked.items():
             if mark in shadow:
-                assert all(marked[path[:end]] in shadow for end in range(1, len(path))), (name, path)
+                assert all(marked[block[:end]] in shadow for end in range(1, len(block))), (name, block)
 
 
 @settings(deadline=None, max_examples=20)
