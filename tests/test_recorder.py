@@ -87,7 +87,7 @@ def same(lines: Sequence[dict[str, Any]], asked: Sequence[Prompt]) -> None:
     assert (None, None) in tenants or all(tenant for _, tenant in asked)
     times = [line["timestamp"] for line in lines]
     assert times == sorted(times)
-    assert all(set(line) <= {"timestamp", "input_length", "hash_ids", "tenant"} for line in lines)
+    assert all(set(line) <= {"timestamp", "input_length", "hash_ids", "tenant", "have"} for line in lines)
 
 
 def workload(seed: int, count: int = 60) -> list[Prompt]:

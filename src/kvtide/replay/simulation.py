@@ -72,7 +72,7 @@ class Simulation:
         colds = []
         if disk.path:
             tier = self.cold = SimulatedTier(
-                disk.budget, disk.segment, lambda size: self.pipeline.make_room(COLD, size)
+                disk.budget, disk.segment, lambda size, count: self.pipeline.make_room(COLD, size, count)
             )
             ranking = policy.make(disk.policy, self.index, COLD, lambda: room(tier))
             self.uses.serve(ranking)
