@@ -78,6 +78,11 @@ class Trace(NamedTuple):
     have: Sequence[int] = ()
     """For each request, the blocks that its engine had in its own cache; empty: unknown."""
 
+    @property
+    def numbers(self) -> int:
+        """All blocks have numbers below this."""
+        return 1 + max((int(chain.max()) for chain in self.blocks if len(chain)), default=-1)
+
     def part(self, first: int) -> Trace:
         """The requests from number ``first`` on."""
         blocks = self.blocks[first:]
@@ -421,9 +426,16 @@ class Reader:
         yield from (TraceRequest((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
 
 
-def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Reader:
-    """The requests of a trace in order of time, one by one."""
-    return Reader(path, progress, block_tokens)
+def read(
+    path: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    block_tokens: int | None = None,
+    *,
+    growing: bool = False,
+    most: int | None = None,
+) -> Reader:
+    """The requests of a trace in order of time, one by one. See ``Reader``."""
+    return Reader(path, progress, block_tokens, growing, most)
 
 
 def chains(found: Iterable[TraceRequest]) -> Trace:
