@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ import msgspec
 from kvtide import config as configuration
 from kvtide.doctor import host
 from kvtide.doctor.candidates import Candidate, ChangeKind, HostSpace, Today, candidates, config_of, today_of
+from kvtide.doctor.disk import filesystem
 from kvtide.doctor.gains import Gain, Traffic
 from kvtide.errors import ConfigError, TraceError
+from kvtide.formatting import size
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.replay.lru_curve import lru_curve
 from kvtide.replay.outcome import Outcome, outcome
@@ -136,6 +139,8 @@ class _Case:
     before: Outcome
     took: float
     """Seconds for one replay."""
+    disk: str
+    """How the speed of a disk is known that the node does not have yet."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -243,7 +248,13 @@ def _begin(trace: Trace, status: Status, wanted: Wanted, end: float, progress: P
         cost = cost_of(today.config.plan.prefill_tokens_per_second)
     assert trace.block_bytes is not None
     traffic = Traffic(trace, int(len(trace.blocks) * _WARM), trace.block_bytes, cost, _read_speed(status, wanted))
-    return _Case(trace, today, traffic, before, time.monotonic() - began, notes)
+    took = time.monotonic() - began
+    folder = _new_disk(status, wanted)
+    how = "the time of reading from that disk is not deducted: measure it with --disk FOLDER"
+    if folder is not None and traffic.read_speed is not None:
+        how = f"on a disk that reads {size(traffic.read_speed)} a second, as that of {folder}"
+        how += "" if wanted.disk is not None else " (--disk FOLDER measures another)"
+    return _Case(trace, today, traffic, before, took, how, notes)
 
 
 def _read_speed(status: Status, wanted: Wanted) -> float | None:
@@ -251,7 +262,20 @@ def _read_speed(status: Status, wanted: Wanted) -> float | None:
     lane = status.store.lanes.get("nvme")
     if lane is not None and (lane.read_speed.measured or lane.read_speed.remembered):
         return lane.read_speed.bytes_per_second
-    return None if wanted.disk is None else measure(wanted.disk).disk_read
+    folder = _new_disk(status, wanted)
+    return None if folder is None else measure(folder).disk_read
+
+
+def _new_disk(status: Status, wanted: Wanted) -> Path | None:
+    """A folder on the disk of a tier: where it is, where the caller says, or the temporary folder if that is on a
+    disk."""
+    if not wanted.here:
+        return wanted.disk
+    today = Path(str(status.node.settings.get("nvme.path", "")))
+    if wanted.disk is not None or today.parts:
+        return wanted.disk or (today if os.access(today, os.W_OK | os.X_OK) else None)
+    temporary = Path(tempfile.gettempdir())
+    return None if filesystem(temporary) in ("tmpfs", "ramfs") else temporary
 
 
 def _replayed(
@@ -297,9 +321,8 @@ def _judged(case: _Case, candidate: Candidate, end: float | None, progress: Prog
         return None
     gain: Gain = case.traffic.gain(case.before, after)
     note = candidate.note
-    if not case.today.config.nvme.path and candidate.settings.get("nvme.path") and case.traffic.read_speed is None:
-        speed = "the time of reading from that disk is not deducted: measure it with --disk FOLDER"
-        note = f"{note}; {speed}" if note else speed
+    if "nvme.path" in candidate.settings:
+        note = "; ".join(filter(None, (note, case.disk)))
     return Change(
         kind=candidate.kind,
         settings=named,
@@ -318,6 +341,8 @@ def _judged(case: _Case, candidate: Candidate, end: float | None, progress: Prog
 def _names(today: Today, candidate: Candidate) -> list[tuple[str, str, str]]:
     """Name, value today and value to set, of all settings that a candidate changes."""
     before, after = (_texts({**today.settings, **changed}) for changed in ({}, candidate.settings))
+    if "nvme.path" in candidate.settings:  # the other settings of a tier that is turned off mean nothing
+        before = {name: "" if name.startswith("nvme.") else text for name, text in before.items()}
     found = [(name, before[name], after[name]) for name in candidate.settings]
     return [*found, candidate.named] if candidate.named is not None else found
 
@@ -336,7 +361,7 @@ def _space(status: Status, wanted: Wanted) -> HostSpace:
     settings = status.node.settings
     dram = int(settings.get("dram.budget", 0)) - tiers["dram"].bytes_taken if "dram" in tiers else 0
     memory = max(0, host.available()[0] - max(0, dram))  # what the node may still take of its budget is not free
-    folder = wanted.disk or (Path(str(settings["nvme.path"])) if settings.get("nvme.path") else None)
+    folder = _new_disk(status, wanted)
     if folder is None or not folder.is_dir():
         return HostSpace(memory)
     free = shutil.disk_usage(folder).free
@@ -361,7 +386,12 @@ def _judge(
     traffic = case.traffic
     hit_rate = traffic.hit_rate(case.before)
     together = _together(case, [candidate for candidate, _ in shown], progress) if len(shown) > 1 else None
-    reason, do = ("", "") if shown else _nothing(case, status, hit_rate)
+    reason, do = ("", "")
+    if not shown and left:
+        reason = f"none of the {len(tried)} changes for which there was time brings anything"
+        do = "give more time: --time 10min"
+    elif not shown:
+        reason, do = _nothing(case, status, hit_rate)
     return Advice(
         result=Result.CHANGES if shown else Result.NOTHING,
         reason=reason,

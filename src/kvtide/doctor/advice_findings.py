@@ -17,7 +17,7 @@ def findings(advice: Advice) -> Iterator[Finding]:
     for number, change in enumerate(advice.changes, 1):
         yield warning(f"change {number}", _gain(change), f"set {_settings(change)}")
     if advice.together is not None:
-        yield ok("together", f"all of these: {_gain(advice.together)}")
+        yield ok("together", f"all of them at once: {_gain(advice.together)}")
     if advice.result is Result.NOTHING:
         yield ok("changes", f"none is worth it: {advice.reason}", advice.do)
     elif advice.result is not Result.CHANGES:
@@ -41,15 +41,15 @@ def _recording(advice: Advice) -> str:
 
 
 def _settings(change: Change) -> str:
-    return ", ".join(f"{name} = {to} (now {now or 'empty'})" for name, now, to in change.settings)
+    return ", ".join(f"{name} = {to} (now {now or 'none'})" for name, now, to in change.settings)
 
 
 def _gain(change: Change) -> str:
     """What a change brings and costs. Ranges are of two standard errors."""
     parts = [f"{change.points:+.1f} points of the tokens (± {2 * change.points_error:.1f})"]
     if change.seconds_per_hour is not None and change.seconds_error is not None:
-        saved = f"{change.seconds_per_hour:,.3g} s of prefill saved an hour (± {2 * change.seconds_error:,.2g})"
-        parts.insert(0, saved)
+        saved, error = _number(change.seconds_per_hour), _number(2 * change.seconds_error)
+        parts.insert(0, f"{saved} s of prefill saved an hour (± {error})")
     costs = [f"{size(change.memory)} of memory"] if change.memory else []
     costs += [f"{size(change.disk)} of disk"] if change.disk else []
     if abs(change.written_per_day) >= 1:
@@ -57,6 +57,10 @@ def _gain(change: Change) -> str:
         costs.append(f"{size(abs(change.written_per_day))} a day {more} written to the disk")
     text = f"{', '.join(parts)}; costs {', '.join(costs) or 'nothing'}"
     return f"{text}; {change.note}" if change.note else text
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
 
 
 def _span(seconds: float) -> str:

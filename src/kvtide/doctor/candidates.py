@@ -11,6 +11,7 @@ import enum
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from kvtide import config as configuration
@@ -35,8 +36,10 @@ _SPARE = 0.9
 """The part of free memory, or of free disk space, that a larger tier may take."""
 _LOST = 0.01
 """The share of writes lost from which a queue is too small."""
-_FEW = 0.5
-"""If fewer blocks are stored than this share of those that were missed, engines store only what is used again."""
+_FEW = 0.6
+"""If fewer blocks are stored than this share of those that were missed, engines store only what is used again: each of
+these is missed twice at least."""
+_LEAST_DISK = 16 * MiB
 _TENANTS = 3
 """Tenants with a limit that are looked at, those with the most bytes first."""
 _LONGER = 4
@@ -121,11 +124,14 @@ def _conditions(store: Statistics) -> Conditions:
 
 def candidates(today: Today, curve: LruCurve, space: HostSpace, store: Statistics) -> Iterator[Candidate]:
     """The changes to try, those that usually bring most first."""
-    yield from _dram(today, curve, space)
-    yield from _nvme(today, curve, space)
-    yield from _policies(today)
-    yield from _losses(today)
-    yield from _tenants(today, store)
+    every = (
+        _dram(today, curve, space),
+        _nvme(today, curve, space),
+        _policies(today),
+        _losses(today),
+        _tenants(today, store),
+    )
+    yield from (one for one in chain.from_iterable(every) if _possible(today, one.settings))
 
 
 def _rounded(nbytes: float) -> int:
@@ -167,7 +173,7 @@ def _nvme(today: Today, curve: LruCurve, space: HostSpace) -> Iterator[Candidate
             if store != nvme.store:
                 yield Candidate(ChangeKind.NVME_STORE, {"nvme.store": store})
         return
-    wanted = _rounded(max(_LONGER * dram, curve.bend(dram // today.slot, _BEND) * today.slot))
+    wanted = _rounded(max(_LEAST_DISK, _LONGER * dram, curve.bend(dram // today.slot, _BEND) * today.slot))
     most = None if space.disk is None else int(_SPARE * space.disk) // MiB * MiB
     nbytes = wanted if most is None else min(wanted, most)
     if nbytes >= _MORE * dram:
@@ -235,7 +241,7 @@ def _tenants(today: Today, store: Statistics) -> Iterator[Candidate]:
                     changed[f"{tier}.{name}"] = " ".join(
                         f"{key}:{format_size(n).replace(' ', '')}" for key, n in shares.items()
                     )
-            if changed and _possible(today, changed):
+            if changed:
                 yield Candidate(kind, changed, note=f"more for tenant {tag}; the others then have less")
 
 
@@ -244,6 +250,7 @@ def _is(name: str, tag: str) -> bool:
 
 
 def _possible(today: Today, changed: Mapping[str, Value]) -> bool:
+    """Whether a store can be opened with these settings."""
     try:
         divide(config_of({**today.settings, **changed}))
     except ConfigError:

@@ -17,6 +17,7 @@ from kvtide.config import Config
 from kvtide.replay.simulation import Conditions, Simulation
 from kvtide.replay.trace import Trace
 from kvtide.store.reserved_shares import divide
+from kvtide.tiers.format.record import header_bytes
 
 __all__ = ["Outcome", "outcome"]
 
@@ -52,6 +53,7 @@ def outcome(
     shares = divide(config)
     dram, cold = np.zeros(len(trace.blocks), np.int64), np.zeros(len(trace.blocks), np.int64)
     with contextlib.ExitStack() as stack:
+        conditions = conditions._replace(header=header_bytes(1))
         rest = conditions._replace(quotas=shares.quotas, tags=tags)
         main = Simulation(shares.rest, block, rest)
         stack.callback(main.close)

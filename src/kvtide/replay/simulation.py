@@ -74,6 +74,8 @@ class Conditions(NamedTuple):
     """The share of the requests whose blocks are not written to the colder tier, because its queue is full."""
     second_touch: bool = False
     """Whether engines store only blocks of prompts that were requested before."""
+    header: int = 0
+    """Bytes that a block takes in the colder tier in addition, for the header of its record."""
     quotas: TenantQuotas = TenantQuotas()
     tags: Mapping[str, bytes] = {}
     """The tags by which ``quotas`` names tenants, by their names in the trace."""
@@ -103,8 +105,9 @@ class Simulation:
         self.cold: SimulatedTier | None = None
         colds = []
         if disk.path:
+            budget = disk.budget * self.slot // (self.slot + conditions.header)
             tier = self.cold = SimulatedTier(
-                disk.budget, disk.segment, lambda size, count: self.pipeline.make_room(COLD, size, count)
+                budget, disk.segment, lambda size, count: self.pipeline.make_room(COLD, size, count)
             )
             ranking = policy.make(disk.policy, self.index, COLD, lambda: room(tier))
             self.uses.serve(ranking)
@@ -240,9 +243,6 @@ class Simulation:
         ttl = self._conditions.ttl
         expiry = float("inf") if ttl is None else self.clock.now + ttl
         if start >= len(keys):
-            if ttl is not None:
-                with index.lock:
-                    line.extend(index.rows(keys), expiry)
             return
         with index.lock:
             rows = index.rows(keys[:start])
